@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings every test shares: CPU, eight fake devices, no silent rank promotion."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
