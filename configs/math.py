@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mathematical reasoning.
+
+    python -m tba_jax.main --config=configs/math.py[:PRESET]
+
+arithmetic (default)
+    Six-term sums, the embedded 0.4M-parameter start model, everything offline on 2 CPU cores.
+gsm8k
+    The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
+    of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
+    4 x A100. Not run by us.
+math
+    TBA' on MATH with Qwen2.5-7B, section 6 and table 4. Not run by us.
+
+Never put this folder on sys.path: this file would hide the standard library's `math`.
+"""
+
+from tba_jax.config import Config, default_config
+
+PRESETS = {
+    "arithmetic": {
+        "num_steps": 200,
+        "sync_period": 1,
+        "num_searchers": 1,
+        "driver": "async",
+        "task": {"name": "arithmetic", "max_prompt_tokens": 16, "num_eval_prompts": 512},
+        "batch": {"num_prompts": 16, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
+        "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05},
+        "optimizer": {"learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 5},
+        "search": {"samples_per_prompt": 16, "prompts_per_round": 16, "max_new_tokens": 32},
+        "replay": {"recency_prob": 0.95, "pace": "trainer", "max_bytes": 256 * 2**20},
+        "checkpoint": {"period": 100},
+        "eval": {"period": 50, "max_new_tokens": 32, "batch_prompts": 256},
+    },
+    "gsm8k": {
+        "num_steps": 700,
+        "sync_period": 2,
+        "num_searchers": 3,
+        "placement": "split",
+        "task": {"name": "gsm8k", "max_prompt_tokens": 512, "num_eval_prompts": 0},
+        "model": {
+            "path": "realtreetune/rho-1b-sft-GSM8K",
+            # The official run keeps model and AdamW in pure bfloat16.
+            "param_dtype": "bfloat16",
+            "compute_dtype": "bfloat16",
+            "rollout_dtype": "bfloat16",
+        },
+        "batch": {"num_prompts": 7},
+        "objective": {
+            "group_size": 20,
+            "beta": 0.014,
+            "beta_final": 0.004,
+            "beta_schedule": "linear",
+            "beta_steps": 500,
+            "scale": "paper",
+        },
+        "optimizer": {
+            "learning_rate": 1e-5,
+            "schedule": "wsd",
+            "warmup_steps": 50,
+            "stable_steps": 350,
+            # Longer than what is left (300): the run ends at half the peak rate, as theirs.
+            "decay_steps": 600,
+            "clip_norm": 0.0,
+        },
+        "search": {
+            "samples_per_prompt": 24,
+            "prompts_per_round": 3,
+            "max_new_tokens": 512,
+            # TRL adds 1e-7; it does not matter in bfloat16.
+            "sampling_temperature": 0.7,
+            "initial_fill": 500,
+        },
+        "replay": {"recency_prob": 0.95},
+        "eval": {"period": 100, "max_new_tokens": 512, "batch_prompts": 64},
+    },
+    "math": {
+        "num_steps": 400,
+        "sync_period": 1,
+        "num_searchers": 4,
+        "placement": "split",
+        "num_trainer_devices": 4,
+        "task": {"name": "math", "max_prompt_tokens": 1024, "num_eval_prompts": 500},
+        "model": {
+            "path": "Qwen/Qwen2.5-7B",
+            "compute_dtype": "bfloat16",
+            "rollout_dtype": "bfloat16",
+        },
+        "batch": {"num_prompts": 32},
+        "objective": {"group_size": 16, "beta": 0.005, "beta_final": 0.005},
+        "optimizer": {
+            "learning_rate": 1e-6,
+            "b2": 0.99,
+            "weight_decay": 0.01,
+            "clip_norm": 1.0,
+        },
+        "reference": {"placement": "trainer", "reset_period": 50},
+        "search": {"samples_per_prompt": 16, "prompts_per_round": 8, "max_new_tokens": 2048},
+        # No replay and a constant lag of two, as TBA' with async_level = 2.
+        "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},
+        "eval": {"period": 5, "max_new_tokens": 2048, "batch_prompts": 64},
+    },
+}
+
+
+def get_config(preset: str = "arithmetic") -> Config:
+    """The default config with one preset's differences."""
+    if preset not in PRESETS:
+        raise ValueError(f"configs/math.py has no preset {preset!r}; it has {', '.join(PRESETS)}")
+    config = default_config()
+    config.name = f"math/{preset}"
+    config.update(PRESETS[preset])
+    return config
