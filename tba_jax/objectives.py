@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objectives: Trajectory Balance in its VarGrad form, the RLOO baseline, and the schedules.
+
+Arrays in, arrays out. Every function takes summed log-probs on an explicit [p k] group axis; this
+module does not know where log-probs come from, what a token is, or what a config looks like. It
+owns one invariant: nothing is ever averaged across prompts before log Z is taken.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Loss(NamedTuple):
+    """A scalar to minimise and what is worth logging about it.
+
+    Attributes:
+        loss: float32 scalar; gradients flow through `policy_logprob` only.
+        residual: [p k] balance residual (no log Z), gradient stopped.
+        log_z: [p] estimate of log Z(x), gradient stopped.
+        tb_loss: scalar, mean of (residual + log_z)^2 whatever the objective, gradient stopped.
+    """
+
+    loss: Float[Array, ""]
+    residual: Float[Array, "p k"]
+    log_z: Float[Array, " p"]
+    tb_loss: Float[Array, ""]
+
+
+def tb_residual(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+) -> Float[Array, "p k"]:
+    """Trajectory-balance residual of each response, up to log Z(x).
+
+    residual = log pi(y|x) - log pi_ref(y|x) - r(x, y) / beta
+
+    It is constant over y for a fixed prompt exactly when pi is the target
+    pi_ref * exp(r / beta) / Z.
+
+    Args:
+        policy_logprob: log pi(y|x), summed over response tokens; gradients flow here.
+        reference_logprob: log pi_ref(y|x), same tokens.
+        reward: raw reward, not divided by beta.
+        beta: KL coefficient, > 0.
+
+    Returns:
+        One residual per response, float32.
+
+    References:
+        TBA, arXiv:2503.18929, section 3.2.
+    """
+    return policy_logprob - reference_logprob - reward / beta
+
+
+def vargrad_log_z(residual: Float[Array, "p k"]) -> Float[Array, " p"]:
+    """VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
+
+    log_z(x) = -(1/K) sum_j residual(x, y_j), gradient stopped. Stopping the gradient changes
+    nothing as the centred residuals of a group sum to zero; it states the intent.
+
+    References:
+        TBA, arXiv:2503.18929, eq. 4; log-partition-variance form, arXiv:2302.05446.
+    """
+    return jax.lax.stop_gradient(-residual.mean(axis=1))
+
+
+def tb_loss(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+    scale: Literal["advantage", "paper"] = "advantage",
+) -> Loss:
+    """Trajectory-balance loss in VarGrad form, for responses from any sampler.
+
+    paper:      (1 / (p K)) sum_ij (log_z_i + residual_ij)^2          (no factor 1/2)
+    advantage:  beta / 2 times that, whose gradient is exactly
+                -(1 / (p K)) sum_ij A_ij grad log pi(y_ij|x_i) with
+                A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
+
+    `advantage` keeps the gradient in units of the reward, so that gradient clipping means the same
+    at every beta and a moving beta is not a hidden learning-rate schedule.
+
+    Args:
+        policy_logprob: log pi(y|x), summed; gradients flow here.
+        reference_logprob: log pi_ref(y|x), summed; no gradient.
+        reward: raw reward.
+        beta: KL coefficient, > 0.
+        scale: see above.
+
+    References:
+        TBA, arXiv:2503.18929, eq. 5 and 7.
+    """
+    reference_logprob = jax.lax.stop_gradient(reference_logprob)
+    residual = tb_residual(policy_logprob, reference_logprob, reward, beta=beta)
+    log_z = vargrad_log_z(residual)
+    mean_square = jnp.mean(jnp.square(residual + log_z[:, None]))
+    loss = mean_square * (beta / 2) if scale == "advantage" else mean_square
+    stop = jax.lax.stop_gradient
+    return Loss(loss, stop(residual), log_z, stop(mean_square))
+
+
+def rloo_loss(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+) -> Loss:
+    """REINFORCE with a leave-one-out baseline and the KL penalty inside the reward.
+
+    R_j = r_j - beta (log pi - log pi_ref), gradient stopped
+    A_j = R_j - mean of the other K - 1
+    loss = -(1 / (p K)) sum A_j log pi(y_j|x)
+
+    An on-policy estimator: on stale responses it is biased, which is the comparison it is here for.
+
+    Args:
+        policy_logprob: log pi(y|x), summed; gradients flow here.
+        reference_logprob: log pi_ref(y|x), summed.
+        reward: raw reward.
+        beta: KL coefficient.
+
+    References:
+        RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, eq. 6.
+    """
+    stop = jax.lax.stop_gradient
+    k = policy_logprob.shape[1]
+    residual = stop(tb_residual(policy_logprob, reference_logprob, reward, beta=beta))
+    log_z = vargrad_log_z(residual)
+    regularised = -beta * residual
+    advantage = (regularised - regularised.mean(axis=1, keepdims=True)) * (k / (k - 1))
+    loss = -jnp.mean(advantage * policy_logprob)
+    return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
+
+
+def beta_at(
+    step: Array | int,
+    *,
+    schedule: str,
+    beta: float,
+    beta_final: float,
+    beta_steps: int,
+    beta_jump_step: int,
+) -> Float[Array, ""]:
+    """KL coefficient at an optimiser step (counted from 0).
+
+    constant:          beta
+    linear:            from beta to beta_final over beta_steps, then constant (GSM8K)
+    linear_then_jump:  the same line, cut at beta_jump_step where it jumps to beta_final (TL;DR)
+
+    References:
+        TBA, arXiv:2503.18929, appendix B.1 and B.2.
+    """
+    if schedule == "constant":
+        return jnp.float32(beta)
+    share = jnp.clip(jnp.asarray(step, jnp.float32) / beta_steps, 0.0, 1.0)
+    value = beta + (beta_final - beta) * share
+    if schedule == "linear_then_jump":
+        value = jnp.where(jnp.asarray(step) >= beta_jump_step, beta_final, value)
+    return value.astype(jnp.float32)
+
+
+class OffPolicyStats(NamedTuple):
+    """How far a batch is from the current policy; all scalars, float32.
+
+    Attributes:
+        ess_fraction: effective sample size of the sequence ratios pi / mu, over the batch size.
+        log_ratio_p05: 5th percentile of log pi(y|x) - log mu(y|x), in nats per response.
+        log_ratio_p50: median.
+        log_ratio_p95: 95th percentile.
+    """
+
+    ess_fraction: Float[Array, ""]
+    log_ratio_p05: Float[Array, ""]
+    log_ratio_p50: Float[Array, ""]
+    log_ratio_p95: Float[Array, ""]
+
+
+def off_policy_stats(
+    policy_logprob: Float[Array, "p k"], behavior_logprob: Float[Array, "p k"]
+) -> OffPolicyStats:
+    """Diagnostics of the ratio policy / behavior. TB itself needs no ratio (paper section 3.3).
+
+    ess_fraction = (sum w)^2 / (n sum w^2), w = exp(log ratio), computed in log space.
+    """
+    log_ratio = (policy_logprob - behavior_logprob).reshape(-1)
+    log_ess = 2 * jax.nn.logsumexp(log_ratio) - jax.nn.logsumexp(2 * log_ratio)
+    p05, p50, p95 = jnp.quantile(log_ratio, jnp.array([0.05, 0.5, 0.95]))
+    return OffPolicyStats(jnp.exp(log_ess) / log_ratio.size, p05, p50, p95)
