@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fakes at the edges of the system, for tests."""
+
+
+def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=True, report=True):
+    """A work directory as a run of two searchers leaves it; texts hold HTML on purpose.
+
+    Args:
+        path: directory to fill.
+        num_steps: steps the run was asked for.
+        made_steps: steps it made; None: all.
+        evals: whether evaluations were logged.
+        schedule: whether schedule.jsonl was written.
+        report: whether report.json was written.
+    """
+    import json
+    from pathlib import Path
+
+    import numpy as np
+
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    made_steps = num_steps if made_steps is None else made_steps
+    rng = np.random.default_rng(0)
+    metrics, events, clock = [], [], 9.0
+
+    def progress(step):
+        return 1 / (1 + np.exp(-6 * (step / num_steps - 0.45)))
+
+    def evaluate(step, now):
+        if evals:
+            metrics.append(
+                {
+                    "step": step,
+                    "time_s": round(now, 3),
+                    "eval/pass_at_1": round((212 + 226 * progress(step)) / 512, 6),
+                    "eval/n": 512,
+                    "eval/kind_share": round(0.38 + 0.58 * progress(step), 4),
+                    "eval/response_length_mean": round(11.2 + 19 * progress(step), 3),
+                    "eval/version": step,
+                }
+            )
+            events.append(
+                {"event": "eval", "version": step, "start_s": now - 2.6, "end_s": now - 0.1}
+            )
+
+    evaluate(0, clock)
+    for step in range(1, made_steps + 1):
+        start, wait = clock, max(0.0, rng.normal(0.01, 0.03))
+        clock += wait + rng.uniform(0.85, 1.1)
+        done = progress(step)
+        histogram = [[0, 40], [1, 96], [2, 70], [3, 31], [int(4 + step % 9), 19]]
+        metrics.append(
+            {
+                "step": step,
+                "time_s": round(clock, 3),
+                "train/tb_loss": 0.4 + 1.4 * (1 - done) + rng.normal(0, 0.1),
+                "train/kl_reference": 6 * done + rng.normal(0, 0.2),
+                "train/log_z": -2 + 3 * done + rng.normal(0, 0.1),
+                "train/grad_norm": None if step == 7 else float(rng.gamma(8, 0.1)),
+                "train/ess_fraction": 0.9 - 0.3 * done + rng.normal(0, 0.03),
+                "train/reward_mean": 0.36 + 0.4 * done + rng.normal(0, 0.03),
+                "train/tokens_per_s": 11850.0,
+                "search/reward_mean": 0.34 + 0.4 * done + rng.normal(0, 0.04),
+                "search/kind_share": min(1.0, 0.38 + 0.55 * done + rng.normal(0, 0.02)),
+                "search/response_length_mean": 11 + 19 * done + rng.normal(0, 0.4),
+                "search/tokens_per_s": 8120.0,
+                "buffer/staleness_mean": 1.7 + rng.normal(0, 0.2),
+                "buffer/staleness_max": 4 + step % 9,
+                "buffer/staleness_histogram": histogram,
+            }
+        )
+        events.append(
+            {
+                "event": "step",
+                "step": step,
+                "start_s": start,
+                "end_s": clock,
+                "wait_s": wait,
+                "trajectory_ids": [[1, 2], [3, 4]],
+                "bucket": [32, 48],
+            }
+        )
+        if step % 2 == 0:
+            events.append(
+                {
+                    "event": "sync",
+                    "step": step,
+                    "version": step,
+                    "start_s": clock,
+                    "end_s": clock + 0.03,
+                }
+            )
+            clock += 0.03
+        if step % 20 == 0:
+            evaluate(step, clock)
+    for searcher in (0, 1):
+        now, number = 4.0 + 0.7 * searcher, 0
+        while now < clock:
+            decode, reference, reward = rng.uniform(1.0, 1.6), 0.21, rng.uniform(0.05, 0.12)
+            length = decode + reference + reward
+            events.append(
+                {
+                    "event": "round",
+                    "searcher": searcher,
+                    "round": number,
+                    "prompt_ids": [2 * number + searcher],
+                    "version": int(now / 2),
+                    "start_s": now,
+                    "end_s": now + length,
+                    "decode_s": decode,
+                    "reference_s": reference,
+                    "reward_s": reward,
+                    "generated": 128,
+                    "rejected": {},
+                    "merge_step": int(now),
+                }
+            )
+            number += 1
+            now += length + (0.5 if number % 9 == 0 else 0.01)
+    generated = 128 * sum(event["event"] == "round" for event in events)
+    config = {"name": "math/arithmetic", "seed": 0, "driver": "async", "num_steps": num_steps}
+    config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "versions.json").write_text(json.dumps({"python": "3.12.1", "jax": "0.12.0"}))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    if schedule:
+        (path / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    if not report:
+        return
+    measured = [
+        {name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}
+        for line in metrics
+        if "eval/pass_at_1" in line
+    ]
+    worked = "3+9=12, 12-4=8, 8+7=15, 15-6=9. So the answer is 9."
+    samples = [
+        {
+            "prompt": "3+9-4+7-6=",
+            "answer": "9",
+            "before": "8",
+            "after": worked,
+            "before_reward": 0.0,
+            "after_reward": 1.0,
+        },
+        {
+            "prompt": "8-5+6-2+9=",
+            "answer": "16",
+            "before": "16",
+            "after": "8-5=3, 3+6=9, 9-2=7, 7+9=16. So the answer is 16.",
+            "before_reward": 1.0,
+            "after_reward": 1.0,
+        },
+        {
+            "prompt": "5+5+5-9+4=",
+            "answer": "10",
+            "before": '<script>alert("x")</script> & <b>11',
+            "after": "5+5=10, 10+5=15, 15-9=7, 7+4=11. So the answer is 11.",
+            "before_reward": 0.0,
+            "after_reward": 0.0,
+        },
+        {
+            "prompt": "7+2-8+6+1=",
+            "answer": "8",
+            "before": "",
+            "after": "7+2=9, 9-8=1, 1+6=7, 7+1=8. So the answer is 8.\x1b[0m",
+            "before_reward": None,
+            "after_reward": 1.0,
+        },
+    ]
+    facts = {
+        "name": "math/arithmetic",
+        "seed": 0,
+        "driver": "async",
+        "eval": {
+            "before": measured[0] if measured else None,
+            "after": measured[-1] if len(measured) > 1 else None,
+        },
+        "steps": made_steps,
+        "wall_s": clock + 3.0,
+        "time_to_first_step_s": 10.3,
+        "tokens_per_s": {"decoded": 8120.0, "trained": 11850.0},
+        "idle_s": {"trainer": 2.1, "searchers": [4.0, 4.2]},
+        "staleness": {"mean": 1.8, "p50": 1, "p95": 5, "max": 12},
+        "ledger": {
+            "generated": generated,
+            "outbox": 128,
+            "stored": generated - 128 - 900 - 2100 - 17,
+            "evicted_capacity": 2100,
+            "evicted_bytes": 0,
+            "evicted_age": 0,
+            "evicted_reuse": 0,
+            "duplicate": 900,
+            "rejected": {"reward_timeout": 14, "reward_error": 3},
+            "used": 256 * made_steps,
+            "trained_unique": min(generated, 180 * made_steps),
+        },
+        "sync": {"count": made_steps // 2, "mean_s": 0.03, "max_s": 0.06},
+        "kinds": ["worked"],
+        "samples": samples,
+        "hardware": "2 CPU cores",
+        "versions": {"python": "3.12.1", "jax": "0.12.0"},
+        "config_changes": ["num_steps: 100 -> 120", "objective.beta: 0.1 -> 0.05"],
+    }
+    (path / "report.json").write_text(json.dumps(facts))
+
+
+def tiny_config(**changes):
+    """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens."""
+    from tba_jax.models.transformer import TransformerConfig
+
+    values = {
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "mlp_size": 20,
+        "max_positions": 64,
+    }
+    return TransformerConfig(**(values | changes))
+
+
+def random_params(config, seed=0):
+    """Parameters from numpy: what `init_params` gives, without its compile time."""
+    import jax
+    import numpy as np
+
+    from tba_jax.models.transformer import abstract_params
+
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
+        abstract_params(config),
+    )
