@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token log-probs: one definition, chunked, equal to the naive form and to the decoder's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import random_params, tiny_config
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.logprobs import response_mask, token_logprobs
+from tba_jax.models import transformer
+from tba_jax.trajectory import left_pad
+
+CONFIG = tiny_config()
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def params():
+    return random_params(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def decoded(params):
+    """Two prompts of different lengths, three responses each, from the real decoder."""
+    prompts = [np.array([1, 5, 6, 7], np.int32), np.array([1, 9], np.int32)]
+    decoder = Decoder(
+        CONFIG, compute_dtype=jnp.float32, eos_ids=(EOS,), pad_id=0, prompt_buckets=(8,)
+    )
+    out = decoder.decode(
+        params, prompts, num_samples=3, max_new_tokens=6, temperature=0.7, key=jax.random.key(1)
+    )
+    tokens = np.concatenate(
+        [np.repeat(left_pad(prompts, 8, 0)[:, None], 3, axis=1), out.tokens], axis=-1
+    )
+    prompt_lengths = np.array([[4] * 3, [2] * 3], np.int32)
+    return tokens, prompt_lengths, out
+
+
+def score(params, tokens, prompt_lengths, response_lengths, *, t=6, **kwargs):
+    return token_logprobs(
+        params,
+        jnp.asarray(tokens),
+        jnp.asarray(prompt_lengths),
+        jnp.asarray(response_lengths),
+        response_bucket=t,
+        config=CONFIG,
+        temperature=kwargs.pop("temperature", 0.7),
+        **kwargs,
+    )
+
+
+def naive(params, prompt, response, temperature):
+    """No padding, no chunks: softmax of the whole sequence's logits, in float64."""
+    row = jnp.asarray(np.concatenate([prompt, response]))[None]
+    positions = jnp.arange(row.shape[1])[None]
+    hidden, _ = transformer.apply(
+        params, row, positions, jnp.ones_like(row, bool), config=CONFIG, compute_dtype=jnp.float32
+    )
+    logits = np.asarray(
+        transformer.unembed(params, hidden, config=CONFIG, compute_dtype=jnp.float32), np.float64
+    )[0]
+    logits = logits / temperature
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logprobs[len(prompt) - 1 + np.arange(len(response)), response]
+
+
+def test_decoder_scoring_and_naive_log_probs_agree_per_token(params, decoded):
+    tokens, prompt_lengths, out = decoded
+    scored = score(params, tokens, prompt_lengths, out.lengths)
+    # float32 forward passes with different reduction orders
+    np.testing.assert_allclose(scored, out.token_logprobs, atol=2e-5)
+    for i in range(2):
+        for j in range(3):
+            n = out.lengths[i, j]
+            prompt = tokens[i, j, 8 - prompt_lengths[i, j] : 8]
+            expected = naive(params, prompt, out.tokens[i, j, :n], 0.7)
+            np.testing.assert_allclose(scored[i, j, :n], expected, atol=2e-5)
+            assert np.all(np.asarray(scored)[i, j, n:] == 0.0)
+
+
+# 7 leaves a padded last chunk, 1000 is one chunk
+@pytest.mark.parametrize("chunk_tokens", [7, 1000])
+def test_chunking_changes_neither_values_nor_gradients(params, decoded, chunk_tokens):
+    tokens, prompt_lengths, out = decoded
+
+    def total(p, chunk):
+        return jnp.sum(score(p, tokens, prompt_lengths, out.lengths, chunk_tokens=chunk))
+
+    value, grad = jax.value_and_grad(total)(params, 36)
+    chunked_value, chunked_grad = jax.value_and_grad(total)(params, chunk_tokens)
+    np.testing.assert_allclose(chunked_value, value, rtol=1e-5)
+    jax.tree.map(
+        # gradients of a sum over 36 tokens, of order 1 to 10
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        chunked_grad,
+        grad,
+    )
+
+
+def test_logits_of_the_whole_batch_never_exist(params, decoded):
+    tokens, prompt_lengths, out = decoded
+    jaxpr = jax.make_jaxpr(
+        lambda p: jax.grad(
+            lambda q: jnp.sum(score(q, tokens, prompt_lengths, out.lengths, chunk_tokens=6))
+        )(p)
+    )(params)
+    vocabulary_rows = [
+        int(np.prod(v.aval.shape[:-1]))
+        for eqn in _equations(jaxpr.jaxpr)
+        for v in eqn.outvars
+        if getattr(v.aval, "shape", ()) and v.aval.shape[-1] == CONFIG.vocab_size
+    ]
+    # 2 prompts x 3 responses x 6 positions = 36 rows would be the naive tensor
+    assert vocabulary_rows and max(vocabulary_rows) <= CONFIG.hidden_size
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def test_padding_content_and_bucket_change_nothing(params, decoded):
+    tokens, prompt_lengths, out = decoded
+    plain = np.asarray(score(params, tokens, prompt_lengths, out.lengths))
+    dirty = np.array(tokens)
+    index = np.arange(tokens.shape[-1])
+    padding = (index < 8 - prompt_lengths[..., None]) | (index >= 8 + out.lengths[..., None])
+    dirty[padding] = 11
+    np.testing.assert_array_equal(score(params, dirty, prompt_lengths, out.lengths), plain)
+    wider = np.pad(tokens, ((0, 0), (0, 0), (4, 3)))
+    np.testing.assert_allclose(
+        np.asarray(score(params, wider, prompt_lengths, out.lengths, t=9))[..., :6],
+        plain,
+        atol=2e-5,
+    )
+
+
+def test_mask_eos_leaves_only_the_stop_decision_out():
+    tokens = jnp.array([[[5, EOS, 0], [5, 6, 7]]])
+    lengths = jnp.array([[2, 3]])
+    keep = response_mask(tokens, lengths, eos_ids=(EOS,), mask_eos=False)
+    drop = response_mask(tokens, lengths, eos_ids=(EOS,), mask_eos=True)
+    assert keep.tolist() == [[[True, True, False], [True, True, True]]]
+    assert drop.tolist() == [[[True, False, False], [True, True, True]]]
