@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Reward for competition mathematics: the last \boxed{...} of a response, compared by math-verify.
+
+The package math-verify (extra `math`) is imported at the first call, in the reward process. Its own
+time limits are switched off: they turn a slow comparison into a silent "wrong", whereas the reward
+pool's deadline counts it. It does not know tasks or the pool. Invariant: a response without a boxed
+answer is wrong, whatever else it says.
+"""
+
+import logging
+from typing import Any
+
+_BOXED = "\\boxed{"
+
+
+def last_boxed(text: str) -> str | None:
+    r"""The contents of the last \boxed{...} whose braces are balanced; None without one.
+
+    last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    end = len(text)
+    while (start := text.rfind(_BOXED, 0, end)) >= 0:
+        depth = 0
+        for i in range(start + len(_BOXED) - 1, len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + len(_BOXED) : i]
+        end = start
+    return None
+
+
+def math_reward(
+    prompts: list[str], completions: list[str], answer: list[str], **columns: Any
+) -> list[float]:
+    r"""1.0 where the boxed answer of the response equals the gold one mathematically, else 0.0.
+
+    Args:
+        prompts: not looked at.
+        completions: the responses.
+        answer: gold solutions with the answer in \boxed{...}, or the bare answers.
+        columns: not looked at.
+
+    Raises:
+        ImportError: math-verify is not installed.
+        ValueError: a gold answer that math-verify cannot read.
+    """
+    try:
+        import math_verify
+    except ImportError:
+        raise ImportError(
+            "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
+        ) from None
+
+    # It warns, in every process, that its time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+
+    def parse(text: str) -> list[Any]:
+        return math_verify.parse(f"${_BOXED}{text}}}$", parsing_timeout=0)
+
+    rewards = []
+    for completion, gold in zip(completions, answer, strict=True):
+        boxed = last_boxed(gold)
+        right = parse(gold if boxed is None else boxed)
+        if not right:
+            raise ValueError(f"gold answer {gold!r:.200} is nothing that math-verify can read")
+        given = last_boxed(completion)
+        is_right = given is not None and math_verify.verify(
+            right, parse(given), timeout_seconds=0, raise_on_error=True
+        )
+        rewards.append(float(is_right))
+    return rewards

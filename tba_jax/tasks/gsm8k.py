@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `gsm8k` task: grade-school word problems, prompted and graded as in the paper.
+
+It does not know how grading works (`rewards.numeric` does). Invariant: a problem's index is its row
+in the published file.
+"""
+
+import functools
+from typing import Any
+
+from tba_jax.rewards.numeric import gsm8k_gold, last_number
+from tba_jax.tasks.rows import Row, load_rows
+
+# The template that the paper's start model, rho-1b-sft-GSM8K, was fine-tuned with.
+PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+HUB = ("openai/gsm8k", "main")
+COLUMNS = ("question", "answer")
+
+
+class GSM8K:
+    """7,473 training and 1,319 held-out problems; files are read when a split is first used.
+
+    Args:
+        data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
+    """
+
+    name = "gsm8k"
+    reward = "tba_jax.rewards.numeric:gsm8k_reward"
+    # marked: ends in "#### number", as the training solutions do; unmarked: some other number
+    response_kinds = ("marked", "unmarked", "no_number")
+
+    def __init__(self, data_path: str) -> None:
+        self._data_path = data_path
+
+    @functools.cached_property
+    def _train(self) -> list[Row]:
+        return load_rows(self._data_path, "train", COLUMNS, hub=HUB)
+
+    @functools.cached_property
+    def _eval(self) -> list[Row]:
+        return load_rows(self._data_path, "test", COLUMNS, hub=HUB)
+
+    def train_size(self) -> int:
+        """Number of training problems."""
+        return len(self._train)
+
+    def eval_size(self) -> int:
+        """Number of held-out problems."""
+        return len(self._eval)
+
+    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text of a training problem; column `answer` is the whole gold solution."""
+        return _problem(self._train[index])
+
+    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text of a held-out problem; column `answer` is the whole gold solution."""
+        return _problem(self._eval[index])
+
+    def response_kind(self, text: str) -> str:
+        """Whether the response marks its answer, as the data does, or ends in any number."""
+        marked = gsm8k_gold(text)
+        if marked is not None and last_number(marked) is not None:
+            return "marked"
+        return "unmarked" if last_number(text) is not None else "no_number"
+
+
+def _problem(row: Row) -> tuple[str, dict[str, Any]]:
+    return PROMPT.format(question=row["question"]), {"answer": row["answer"]}
