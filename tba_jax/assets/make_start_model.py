@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the embedded start model: a small character-level Llama that can add, but rarely bothers.
+
+    python -m tba_jax.assets.make_start_model --out=DIR [--seed=0] [--num_steps=1500]
+
+It is pretrained on text as a careless web would have it: sums of six digits, three in four of them
+answered at once and often wrongly (`hasty_response`), one in four worked out step by step and
+right (`worked_response`). So its habit is the hasty answer, it can do better, and reinforcement
+learning can bring that out. The folder is an ordinary Hugging Face model; no evaluation problem of
+the task is seen.
+
+Measured with seed 0 on 2 cores that others used as well: 15 minutes (900 s of training). On the
+1,024 evaluation problems: greedy pass@1 37.9 % (the careless reading itself is right on 38.1 %),
+every greedy response hasty; sampled at temperature 1, four responses each: pass@1
+49.7 %, 26.2 % of the responses worked, 100.0 % of these right, 31.7 % of the hasty ones right.
+
+It knows the package's model, its files and the arithmetic task; it does not know searchers,
+trainers or configs. The invariant it owns: same seed, same machine, same folder.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from tba_jax import tokenizer as tokenizer_lib
+from tba_jax.decoding.engine import Decoder
+from tba_jax.models import families, hf_weights, transformer
+from tba_jax.rewards.numeric import arithmetic_reward
+from tba_jax.tasks import arithmetic
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
+PAD, BOS, EOS, _ = range(len(SPECIAL_TOKENS))
+# All of printable ASCII, so that the model can be given any English text (it knows sums only).
+CHARACTERS = "\n" + "".join(map(chr, range(32, 127)))
+_CHARACTER_IDS = {c: len(SPECIAL_TOKENS) + i for i, c in enumerate(CHARACTERS)}
+
+CONFIG = transformer.TransformerConfig(
+    vocab_size=len(SPECIAL_TOKENS) + len(CHARACTERS),
+    hidden_size=96,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    mlp_size=256,
+    rope_theta=10000.0,
+    norm_eps=1e-5,
+    tie_embeddings=True,
+    max_positions=512,
+)
+
+# How often a hasty answer is off by a little more: sampled ones are right less often than greedy.
+SLIP_PROB = 0.1
+# Rows of a batch. The kinds are kept apart because hasty rows are shorter; one in four is worked,
+# as in the text.
+NUM_WORKED, NUM_HASTY = 64, 192
+MATRIX_LEARNING_RATE, OTHER_LEARNING_RATE = 0.01, 2e-3  # peaks: Muon, Adam
+PROMPT_TOKENS = 1 + arithmetic.MAX_PROMPT_CHARS  # every prompt has as many
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
+    parser.add_argument("--num_steps", type=int, default=1500, help="optimiser steps")
+    args = parser.parse_args(argv)
+    start = time.monotonic()
+    params = pretrain(args.seed, args.num_steps)
+    write_tokenizer(args.out)
+    hf_config = families.hf_config(CONFIG, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    hf_weights.save(args.out, CONFIG, params, hf_config)
+    print(f"{args.out}: written after {time.monotonic() - start:.0f} s")
+    for name, value in measure(args.out, num_samples=4, seed=args.seed).items():
+        print(f"  {name:24} {value}")
+    return 0
+
+
+def pretrain(seed: int, num_steps: int) -> transformer.Params:
+    """Parameters after `num_steps` of cross-entropy on responses of both kinds."""
+    params = transformer.init_params(CONFIG, jax.random.key(seed))
+    tx = _optimizer(num_steps)
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def step(params, opt_state, worked, hasty):
+        (_, losses), grads = jax.value_and_grad(_loss, has_aux=True)(params, worked, hasty)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, losses
+
+    batches = text_batches(seed)
+    start = time.monotonic()
+    for i in range(num_steps):
+        params, opt_state, losses = step(params, opt_state, *next(batches))
+        if i % 100 == 0 or i == num_steps - 1:
+            worked, hasty = map(float, losses)  # waits for the step, so that the time is true
+            print(
+                f"step {i} of {num_steps}, {time.monotonic() - start:.0f} s: nats per token after "
+                f"the first, worked {worked:.4f}, hasty {hasty:.4f}",
+                flush=True,
+            )
+    return params
+
+
+def text_batches(seed: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches without end: int32 [NUM_WORKED, s] and [NUM_HASTY, s], <bos> prompt response <eos>.
+
+    Every problem is drawn once, and its response is of either kind with the odds of
+    `worked_share`; a row waits until a batch has room for its kind.
+    """
+    rng = np.random.default_rng(seed)
+    # Other problems than the task's own training set, though these could be met as well.
+    index = arithmetic.TRAIN_SIZE * (1 + 16 * seed)
+    worked: list[str] = []
+    hasty: list[str] = []
+    while True:
+        while len(worked) < NUM_WORKED or len(hasty) < NUM_HASTY:
+            prompt, _ = arithmetic.problem(index, "train")
+            index += 1
+            if rng.random() < arithmetic.worked_share(prompt):
+                worked.append(prompt + arithmetic.worked_response(prompt))
+            else:
+                response = arithmetic.hasty_response(prompt, rng, slip_prob=SLIP_PROB)
+                hasty.append(prompt + response)
+        yield token_rows(worked[:NUM_WORKED]), token_rows(hasty[:NUM_HASTY])
+        del worked[:NUM_WORKED], hasty[:NUM_HASTY]
+
+
+def token_rows(texts: Sequence[str]) -> np.ndarray:
+    """int32 [rows, s]: <bos> text <eos> of texts of one kind, padded to the longest possible."""
+    is_worked = arithmetic.is_worked(texts[0][arithmetic.MAX_PROMPT_CHARS :])
+    longest = arithmetic.MAX_WORKED_CHARS if is_worked else arithmetic.MAX_HASTY_CHARS
+    rows = np.full((len(texts), PROMPT_TOKENS + longest + 1), PAD, np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        ids = [BOS, *(_CHARACTER_IDS[c] for c in text), EOS]
+        row[: len(ids)] = ids
+    return rows
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write the character-level tokenizer's files and generation_config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {token: i for i, token in enumerate(SPECIAL_TOKENS)} | _CHARACTER_IDS
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", BOS)]
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    roles = ("pad_token", "bos_token", "eos_token", "unk_token")
+    _write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **dict(zip(roles, SPECIAL_TOKENS, strict=True)),
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": CONFIG.max_positions,
+            "padding_side": "left",
+        },
+    )
+    _write_json(
+        folder / "generation_config.json",
+        {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
+    )
+
+
+def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
+    """What the model in a folder does on every evaluation problem, greedily and sampled.
+
+    Args:
+        folder: a model folder.
+        num_samples: responses sampled per problem, at temperature 1.
+        seed: root of the random numbers.
+
+    Returns:
+        Right answers and kinds as shares: of all responses, and right ones within each kind.
+    """
+    config, params, _ = hf_weights.load(folder)
+    tokenizer = tokenizer_lib.Tokenizer.load(folder)
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.float32,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=(PROMPT_TOKENS,),
+    )
+    task = arithmetic.Arithmetic()
+    problems = [task.eval_problem(i) for i in range(task.eval_size())]
+    prompts = [tokenizer.encode(text, add_bos=True) for text, _ in problems]
+    figures: dict[str, Any] = {"n": len(problems)}
+    for name, temperature, count in (("greedy", 0.0, 1), ("sampled", 1.0, num_samples)):
+        decoded = decoder.decode(
+            params,
+            prompts,
+            num_samples=count,
+            max_new_tokens=32,
+            temperature=temperature,
+            key=jax.random.key(seed),
+            batch_prompts=256,
+        )
+        tokens = np.asarray(decoded.tokens).reshape(len(problems) * count, -1)
+        lengths = np.asarray(decoded.lengths).reshape(-1)
+        texts = tokenizer.batch_decode([r[:n] for r, n in zip(tokens, lengths, strict=True)])
+        answers = [columns["answer"] for _, columns in problems for _ in range(count)]
+        right = np.array(arithmetic_reward([], texts, answers))
+        kinds = np.array([task.response_kind(text) or "other" for text in texts])
+        figures[f"{name}/pass_at_1"] = round(float(right.mean()), 4)
+        figures[f"{name}/max_tokens"] = int(lengths.max())
+        for kind in ("worked", "hasty", "other"):
+            is_kind = kinds == kind
+            figures[f"{name}/{kind}_share"] = round(float(is_kind.mean()), 4)
+            if is_kind.any():
+                figures[f"{name}/{kind}_right"] = round(float(right[is_kind].mean()), 4)
+    return figures
+
+
+def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tuple[Any, Any]:
+    """Mean cross-entropy over response tokens, and that of each kind after its first token."""
+    totals, counts, after_first = [], [], []
+    for tokens in (worked, hasty):
+        num_rows, length = tokens.shape
+        hidden, _ = transformer.apply(
+            params,
+            tokens[:, :-1],
+            jnp.broadcast_to(jnp.arange(length - 1), (num_rows, length - 1)),
+            jnp.ones((num_rows, length - 1), bool),  # causal; padding is only ever after the end
+            config=CONFIG,
+            compute_dtype=jnp.float32,
+        )
+        targets = tokens[:, PROMPT_TOKENS:]
+        logits = transformer.unembed(
+            params, hidden[:, PROMPT_TOKENS - 1 :], config=CONFIG, compute_dtype=jnp.float32
+        )
+        nats = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        is_token = (targets != PAD).astype(jnp.float32)
+        nats = nats * is_token
+        totals.append(nats.sum())
+        counts.append(is_token.sum())
+        # The first token decides the kind; its entropy would hide what the others have learned.
+        after_first.append(nats[:, 1:].sum() / is_token[:, 1:].sum())
+    return sum(totals) / sum(counts), jnp.stack(after_first)
+
+
+def _optimizer(num_steps: int) -> optax.GradientTransformation:
+    """Muon on matrices (a tenth of AdamW's steps here), Adam on the embedding and the norms."""
+
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(0.0, peak, num_steps // 10, num_steps, peak / 100)
+
+    axes = {
+        "q": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
+        "kv": optax.contrib.MuonDimensionNumbers(1, (3, 4)),
+        "o": optax.contrib.MuonDimensionNumbers((1, 2), 3),
+        "gate_up": optax.contrib.MuonDimensionNumbers(1, 3),
+        "down": optax.contrib.MuonDimensionNumbers(1, 2),
+    }
+    return optax.contrib.muon(
+        schedule(MATRIX_LEARNING_RATE),
+        weight_decay=0.05,
+        adam_b2=0.98,
+        adam_learning_rate=schedule(OTHER_LEARNING_RATE),
+        muon_weight_dimension_numbers=lambda params: jax.tree_util.tree_map_with_path(
+            lambda path, _: axes.get(path[-1].key), params
+        ),
+    )
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
