@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromptPool: prompts drawn at random without replacement, in epochs, while the set changes.
+
+It knows nothing of what a prompt holds. It owns one invariant: between two `recycle` calls no
+prompt is drawn twice, whatever is added or discarded meanwhile, at a constant cost per operation.
+"""
+
+from collections.abc import Collection, Iterable
+
+import numpy as np
+
+
+class PromptPool:
+    """A set of prompt ids of which some are still to be drawn.
+
+    Attributes:
+        ids: all of them; the first `num_left` are still to be drawn in this epoch.
+        num_left: how many those are.
+    """
+
+    def __init__(self, ids: Iterable[int] = (), num_left: int = 0) -> None:
+        self.ids = list(ids)
+        self.num_left = num_left
+        self._where = {prompt_id: index for index, prompt_id in enumerate(self.ids)}
+        self._aside: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def add(self, prompt_id: int) -> None:
+        """Add a prompt, to be drawn in this epoch; one that is there stays as it is."""
+        if prompt_id not in self._where:
+            self._where[prompt_id] = len(self.ids)
+            self.ids.append(prompt_id)
+            self._move_left(prompt_id)
+
+    def discard(self, prompt_id: int) -> None:
+        """Remove a prompt if it is there."""
+        index = self._where.get(prompt_id)
+        if index is None:
+            return
+        if index < self.num_left:
+            self.num_left -= 1
+            self._swap(index, self.num_left)
+            index = self.num_left
+        self._swap(index, len(self.ids) - 1)
+        self.ids.pop()
+        del self._where[prompt_id]
+
+    def draw(self, rng: np.random.Generator, excluded: Collection[int]) -> int | None:
+        """A random prompt of those left that is not excluded; None when there is none.
+
+        Excluded ones it comes upon are set aside until `give_back` or `recycle`.
+        """
+        while self.num_left:
+            # A float times a count is uniform enough below 2^53, and ten times as fast as
+            # rng.integers.
+            index = int(rng.random() * self.num_left)
+            self.num_left -= 1
+            self._swap(index, self.num_left)
+            prompt_id = self.ids[self.num_left]
+            if prompt_id not in excluded:
+                return prompt_id
+            self._aside.append(prompt_id)
+        return None
+
+    def give_back(self) -> None:
+        """Make what was set aside drawable again in this epoch."""
+        for prompt_id in self._aside:
+            if prompt_id in self._where:
+                self._move_left(prompt_id)
+        self._aside.clear()
+
+    def recycle(self) -> None:
+        """Begin a new epoch: everything can be drawn again."""
+        self.num_left = len(self.ids)
+        self._aside.clear()
+
+    def _move_left(self, prompt_id: int) -> None:
+        index = self._where[prompt_id]
+        if index >= self.num_left:
+            self._swap(index, self.num_left)
+            self.num_left += 1
+
+    def _swap(self, i: int, j: int) -> None:
+        ids = self.ids
+        ids[i], ids[j] = ids[j], ids[i]
+        self._where[ids[i]], self._where[ids[j]] = i, j

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds as a searcher would commit them, with made-up responses."""
+
+import numpy as np
+
+from tba_jax.replay_buffer import ReplayBuffer
+from tba_jax.rounds import RoundCommit
+from tba_jax.trajectory import Group, Prompt, Trajectory
+
+BUFFER_OPTIONS = {
+    "recency_prob": 0.0,
+    "fresh_window": 1,
+    "pace": "off",
+    "priority_temperature": float("inf"),
+    "uniform_mix": 0.0,
+    "capacity_per_prompt": 100,
+    "max_bytes": 2**30,
+    "evict": "oldest",
+    "max_age": 0,
+    "max_reuse": 0,
+    "max_staleness": 0,
+    "seed": 0,
+}
+
+
+def make_buffer(**changes):
+    return ReplayBuffer(**(BUFFER_OPTIONS | changes))
+
+
+def make_prompt(prompt_id):
+    tokens = np.arange(1, 3 + prompt_id % 3, dtype=np.int32)
+    return Prompt(prompt_id, f"prompt {prompt_id}", tokens, {"answer": str(prompt_id)})
+
+
+def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, searcher=0, parts=None):
+    tokens = np.array(tokens, np.int32)
+    return Trajectory(
+        prompt_id=prompt_id,
+        response_tokens=tokens,
+        reward=reward,
+        reward_parts=parts or {},
+        behavior_token_logprobs=-0.125 * tokens.astype(np.float32) - 0.1,
+        reference_logprob=-1.5 * len(tokens),
+        version_min=version,
+        version_max=version + 1,
+        searcher=searcher,
+        round=round,
+        sampling_temperature=0.7,
+        finish_reason="eos" if len(tokens) % 2 else "length",
+    )
+
+
+def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
+    """One round.
+
+    Args:
+        responses: prompt id -> list of responses (token lists).
+        rejected: prompt id -> {reason: count}.
+        rewards: prompt id -> rewards in the order of the responses; default 0.
+    """
+    rejected, rewards = rejected or {}, rewards or {}
+    groups = []
+    for prompt_id, token_lists in responses.items():
+        values = rewards.get(prompt_id, [0.0] * len(token_lists))
+        trajectories = tuple(
+            make_trajectory(
+                prompt_id, tokens, reward=value, version=version, round=round, searcher=searcher
+            )
+            for tokens, value in zip(token_lists, values, strict=True)
+        )
+        group = Group(make_prompt(prompt_id), trajectories, rejected.get(prompt_id, {}))
+        groups.append(group)
+    return RoundCommit(
+        searcher=searcher,
+        round=round,
+        version=version,
+        groups=tuple(groups),
+        prompt_state={"position": round + 1},
+        generated=sum(len(g.trajectories) + sum(g.rejected.values()) for g in groups),
+        wall={"start_s": float(round), "end_s": round + 0.5},
+    )
+
+
+def distinct_responses(count, start=0):
+    """`count` different responses of two tokens."""
+    return [[start + i, 7] for i in range(count)]
+
+
+def assert_same_trajectory(a, b):
+    for name in a.__slots__:
+        left, right = getattr(a, name), getattr(b, name)
+        if isinstance(left, np.ndarray):
+            assert left.dtype == right.dtype, name
+            np.testing.assert_array_equal(left, right, err_msg=name)
+        else:
+            assert left == right and type(left) is type(right), name

@@ -1,0 +1,621 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is kept, what is drawn how often, and that every response is accounted for."""
+
+import dataclasses
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from fake_rounds import (
+    BUFFER_OPTIONS,
+    assert_same_trajectory,
+    distinct_responses,
+    make_buffer,
+    make_commit,
+    make_trajectory,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba_jax.replay_buffer import LedgerError, response_log_weights
+from tba_jax.trajectory_store import RESPONSE_OVERHEAD_BYTES
+
+
+def stored(buffer):
+    """Sorted (prompt id, tokens) of everything stored, read from the snapshot."""
+    arrays, _ = buffer.snapshot()
+    ends = np.cumsum(arrays["tokens_sizes"])
+    return sorted(
+        (int(prompt_id), tuple(arrays["tokens"][end - size : end].view(np.int32).tolist()))
+        for prompt_id, end, size in zip(
+            arrays["row_prompt_id"], ends, arrays["tokens_sizes"], strict=True
+        )
+    )
+
+
+def drawn(draws):
+    """What identifies a batch."""
+    return [(d.prompt.prompt_id, d.is_fresh, d.trajectory_ids, d.num_repeats) for d in draws]
+
+
+def prompts_of(draws):
+    return [d.prompt.prompt_id for d in draws]
+
+
+def json_snapshot(buffer):
+    arrays, meta = buffer.snapshot()
+    return arrays, json.loads(json.dumps(meta))
+
+
+# --- keeping -------------------------------------------------------------------------------------
+
+
+def test_a_draw_gives_back_exactly_what_was_merged():
+    parts = {"accuracy": 0.1, "format": -1e-17}
+    y = make_trajectory(3, [9, 150_000, 2], reward=1 / 3, version=4, round=7, searcher=2)
+    y = dataclasses.replace(y, reward_parts=parts, reference_logprob=float("nan"))
+    z = make_trajectory(3, [1], reward=-2.0, version=5)
+    commit = make_commit({3: [[0]]})
+    group = dataclasses.replace(commit.groups[0], trajectories=(y, z))
+    buffer = make_buffer()
+    buffer.merge([dataclasses.replace(commit, groups=(group,), generated=2)], 0)
+    (draw,) = buffer.sample(1, 2, 0)
+    back_y, back_z = sorted(draw.trajectories, key=lambda t: -t.reward)
+    assert math.isnan(back_y.reference_logprob)
+    assert_same_trajectory(
+        dataclasses.replace(back_y, reference_logprob=0.0),
+        dataclasses.replace(y, reference_logprob=0.0),
+    )
+    assert_same_trajectory(back_z, z)
+    assert draw.prompt is group.prompt
+    assert not back_y.response_tokens.flags.writeable
+
+
+def test_an_equal_response_replaces_the_stored_one():
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: [[5, 6], [7, 8]]}, version=0)], 0)
+    counts = buffer.merge([make_commit({1: [[5, 6]], 2: [[5, 6]]}, version=3)], 3)
+    assert (counts["duplicate"], counts["stored"], counts["generated"]) == (1, 1, 2)
+    draws = buffer.sample(2, 2, 3)
+    versions = {
+        (d.prompt.prompt_id, tuple(y.response_tokens.tolist())): y.version_min
+        for d in draws
+        for y in d.trajectories
+    }
+    assert versions == {(1, (5, 6)): 3, (1, (7, 8)): 0, (2, (5, 6)): 3}
+
+
+def test_equal_responses_in_one_round_are_kept_once():
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
+    assert stored(buffer) == [(1, (5,)), (1, (6,))]
+    assert buffer.ledger()["duplicate"] == 2
+
+
+@pytest.mark.parametrize(
+    ("evict", "kept"), [("oldest", [(4,), (5,), (6,)]), ("lowest_reward", [(1,), (4,), (6,)])]
+)
+def test_capacity_per_prompt_evicts(evict, kept):
+    buffer = make_buffer(capacity_per_prompt=3, evict=evict)
+    # Version 1 arrives before version 0: age is the policy version, not the time of arrival.
+    buffer.merge([make_commit({1: [[4], [5]]}, version=1, rewards={1: [0.9, 0.1]})], 1)
+    buffer.merge([make_commit({1: [[1], [2]]}, version=0, rewards={1: [0.8, 0.0]})], 1)
+    buffer.merge([make_commit({1: [[6]], 2: [[1]]}, version=2, rewards={1: [0.5]})], 2)
+    assert stored(buffer) == [*((1, tokens) for tokens in kept), (2, (1,))]
+    assert buffer.ledger()["evicted_capacity"] == 2
+
+
+@pytest.mark.parametrize("evict", ["oldest", "lowest_reward"])
+def test_the_byte_bound_evicts_the_first_in_order_of_the_whole_buffer(evict):
+    """Against a sort of everything, over 40 merges."""
+    rng = np.random.default_rng(0)
+    prompt_bytes = 5 * 3 * 4 + 5 * len("prompt 0")  # at most 3 tokens of 4 bytes each, and text
+    limit = 20 * (16 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
+    buffer = make_buffer(max_bytes=limit, evict=evict)
+    kept = []  # (sort key, prompt, tokens)
+    serial = 0
+    for step in range(40):
+        responses = {int(p): distinct_responses(2, start=2 * step) for p in range(5)}
+        rewards = {p: rng.integers(-3, 3, 2).astype(float).tolist() for p in responses}
+        version = int(rng.integers(0, 5))
+        buffer.merge([make_commit(responses, version=version, rewards=rewards)], step)
+        for p, token_lists in responses.items():
+            for tokens, reward in zip(token_lists, rewards[p], strict=True):
+                key = (version if evict == "oldest" else reward, serial)
+                kept.append((key, p, tuple(tokens)))
+                serial += 1
+        kept.sort()
+        while len(kept) * (16 + RESPONSE_OVERHEAD_BYTES) + _bytes_of_prompts(kept) > limit:
+            kept.pop(0)
+        assert stored(buffer) == sorted((p, tokens) for _, p, tokens in kept)
+        assert buffer.num_bytes <= limit
+        buffer.check_ledger(0)
+
+
+def _bytes_of_prompts(kept):
+    prompts = {p for _, p, _ in kept}
+    return sum(4 * (2 + p % 3) + len(f"prompt {p}") for p in prompts)
+
+
+def test_responses_over_the_age_bound_are_gone_at_the_next_look():
+    buffer = make_buffer(max_age=3)
+    buffer.merge([make_commit({1: [[1]], 2: [[2]]}, version=0)], 0)
+    buffer.merge([make_commit({2: [[3]]}, version=2)], 2)
+    assert prompts_of(buffer.sample(2, 1, 3)) in ([1, 2], [2, 1])
+    assert {d.trajectories[0].version_min for d in buffer.sample(1, 1, 4)} == {2}
+    assert buffer.num_prompts == 1
+    assert buffer.ledger()["evicted_age"] == 2
+    assert buffer.sample(1, 1, 6) is None
+    buffer.check_ledger(0)
+
+
+def test_a_response_is_removed_when_it_was_used_up():
+    buffer = make_buffer(max_reuse=2, pace="trainer")
+    buffer.merge([make_commit({1: distinct_responses(4)})], 0)
+    uses = Counter()
+    while buffer.num_trajectories:
+        (draw,) = buffer.sample(1, 2, 0)
+        uses.update(set(draw.trajectory_ids))
+    assert set(uses.values()) == {2}
+    assert buffer.ledger()["evicted_reuse"] == 4
+    assert buffer.sample(1, 2, 0) is None
+    buffer.check_ledger(0)
+
+
+def test_waits_when_reuse_leaves_too_little_for_the_batch():
+    buffer = make_buffer(max_reuse=1, pace="trainer")
+    buffer.merge([make_commit({1: distinct_responses(5)})], 0)
+    assert buffer.sample(3, 2, 0) is None
+    buffer.merge([make_commit({1: distinct_responses(1, start=50)}, round=1)], 0)
+    draws = buffer.sample(3, 2, 0)
+    assert sorted(i for d in draws for i in d.trajectory_ids) == [0, 1, 2, 3, 4, 5]
+
+
+# --- the ledger ----------------------------------------------------------------------------------
+
+
+def test_rejected_responses_are_counted_by_reason():
+    buffer = make_buffer()
+    rejected = {1: {"reward_timeout": 2}, 2: {"reward_timeout": 1, "reward_nan": 1}}
+    counts = buffer.merge([make_commit({1: [[5]], 2: []}, rejected=rejected)], 0)
+    assert (counts["generated"], counts["stored"], counts["rejected"]) == (5, 1, 4)
+    assert buffer.ledger()["rejected"] == {"reward_nan": 1, "reward_timeout": 3}
+    assert buffer.num_prompts == 1
+    buffer.check_ledger(0)
+
+
+def test_the_ledger_check_sees_a_lost_and_an_invented_response():
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: distinct_responses(3)})], 0)
+    buffer.check_ledger(4, outbox_generated=7)
+    with pytest.raises(LedgerError, match="8 responses were generated, but 7 are accounted for"):
+        buffer.check_ledger(4, outbox_generated=8)
+    buffer._store.num_trajectories += 1
+    with pytest.raises(LedgerError, match="3 stored .counted 4."):
+        buffer.check_ledger(0)
+    buffer._store.num_trajectories -= 1
+    buffer._counters["generated"] -= 1
+    with pytest.raises(LedgerError, match="2 responses were generated, but 3 .* 3 stored"):
+        buffer.check_ledger(0)
+
+
+def test_a_refused_merge_changes_nothing():
+    buffer = make_buffer()
+    good = make_commit({1: distinct_responses(3)})
+    bad = make_commit({2: [[1]]}, rewards={2: [float("nan")]})
+    with pytest.raises(ValueError, match="reward is nan"):
+        buffer.merge([good, bad], 0)
+    assert buffer.num_trajectories == 0
+    assert buffer.ledger()["generated"] == 0
+
+
+def test_stats_are_those_of_what_is_stored():
+    buffer = make_buffer(capacity_per_prompt=3)
+    assert buffer.stats()["buffer/reward_mean"] == 0.0
+    rewards = {1: [1.0, 2.0, 3.0, 4.0], 2: [0.5, 0.5]}
+    responses = {1: distinct_responses(4), 2: [[1], [1]]}
+    buffer.merge([make_commit(responses, version=2, rewards=rewards)], 4)
+    buffer.sample(1, 2, 5)
+    stats = buffer.stats()
+    assert stats["buffer/num_trajectories"] == 4 and stats["buffer/num_prompts"] == 2
+    assert stats["buffer/reward_mean"] == (2.0 + 3.0 + 4.0 + 0.5) / 4
+    assert stats["buffer/age_mean"] == 3.0
+    assert stats["buffer/unique_fraction"] == 5 / 6
+    assert stats["buffer/replay_ratio"] == 2 / 6
+
+
+# --- fresh slots ---------------------------------------------------------------------------------
+
+
+def test_nothing_to_draw_means_wait():
+    assert make_buffer().sample(2, 2, 0) is None
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: []}, rejected={1: {"reward_error": 3}})], 0)
+    assert buffer.sample(2, 2, 0) is None
+
+
+def test_fresh_slots_take_each_prompt_of_the_newest_sync_once_then_become_replay():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({p: distinct_responses(2) for p in (1, 2, 3, 4)})], 0)
+    buffer.merge([make_commit({p: distinct_responses(2, 50) for p in (2, 3)}, version=1)], 1)
+    draws = buffer.sample(3, 2, 1)
+    assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {2, 3}
+    for d in draws:
+        if d.is_fresh:
+            assert {y.version_min for y in d.trajectories} == {1}
+    assert [d.is_fresh for d in draws].count(False) == 1
+    assert len(set(prompts_of(draws))) == 3
+    assert buffer.ledger()["fresh_short"] == 1
+    assert [d.is_fresh for d in buffer.sample(3, 2, 1)] == [False] * 3
+    assert buffer.ledger()["fresh_short"] == 4
+
+
+def test_a_prompt_is_fresh_once_per_sync_even_with_responses_to_spare():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: distinct_responses(5)})], 0)
+    assert [buffer.sample(1, 2, 0)[0].is_fresh for _ in range(2)] == [True, False]
+
+
+def test_the_fresh_window_walks_back_newest_first():
+    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
+    for step in range(3):
+        responses = {10 * step + i: distinct_responses(2) for i in range(2)}
+        buffer.merge([make_commit(responses, version=step)], step)
+    assert {d.prompt.prompt_id for d in buffer.sample(2, 2, 2)} == {20, 21}
+    draws = buffer.sample(3, 2, 2)
+    assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {10, 11}
+    assert sum(d.is_fresh for d in draws) == 2  # step 0 is outside of the window
+
+
+def test_a_prompt_of_two_syncs_is_fresh_twice_but_not_in_one_batch():
+    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
+    buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 0)
+    buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=1)], 1)
+    first = buffer.sample(2, 2, 1)
+    assert [d.is_fresh for d in first] == [True, True]
+    assert sorted(prompts_of(first)) == [1, 2]
+    (second,) = buffer.sample(1, 2, 1)
+    assert second.is_fresh and second.prompt.prompt_id == 1
+    assert {y.version_min for y in second.trajectories} == {0}
+
+
+def test_merges_at_one_step_are_one_sync_and_empty_ones_are_none():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: distinct_responses(2)})], 5)
+    buffer.merge([make_commit({2: distinct_responses(2)}, round=1)], 5)
+    buffer.merge([], 6)
+    buffer.merge([make_commit({3: []}, rejected={3: {"reward_nan": 1}}, round=2)], 7)
+    draws = buffer.sample(2, 2, 7)
+    assert [d.is_fresh for d in draws] == [True, True]
+    buffer.merge([make_commit({3: distinct_responses(2)}, round=3)], 8)
+    assert [d.is_fresh for d in buffer.sample(2, 2, 8)].count(True) == 1
+
+
+def test_responses_used_in_replay_are_no_longer_fresh():
+    buffer = make_buffer(recency_prob=0.0)
+    buffer.merge([make_commit({1: distinct_responses(3)})], 0)
+    buffer.sample(1, 2, 0)
+    buffer._recency_prob = 1.0
+    arrays, meta = json_snapshot(buffer)
+    (draw,) = buffer.sample(1, 1, 0)
+    assert draw.is_fresh  # one of the three is unused, and that is the one drawn
+    assert arrays["row_uses"][arrays["row_id"].tolist().index(draw.trajectory_ids[0])] == 0
+    other = make_buffer(recency_prob=0.0)
+    other.restore(arrays, meta)
+    other.sample(1, 3, 0)
+    other._recency_prob = 1.0
+    assert [d.is_fresh for d in other.sample(1, 1, 0)] == [False]
+
+
+def test_a_prompt_stays_fresh_while_one_response_is_unused():
+    # At this temperature the first response is drawn with probability 1 - e^-100.
+    buffer = make_buffer(priority_temperature=0.01)
+    buffer.merge([make_commit({1: [[5], [6]]}, rewards={1: [1.0, 0.0]})], 0)
+    assert [buffer.sample(1, 1, 0)[0].trajectory_ids for _ in range(3)] == [(0,)] * 3
+    buffer._recency_prob = 1.0
+    (draw,) = buffer.sample(1, 1, 0)
+    assert draw.is_fresh and draw.trajectory_ids == (1,)
+
+
+def test_a_replaced_response_is_no_longer_fresh_in_its_old_sync():
+    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
+    buffer.merge([make_commit({1: [[5]]})], 0)
+    buffer.merge([make_commit({1: [[5]]}, version=1)], 1)
+    assert [d.is_fresh for d in buffer.sample(1, 1, 1)] == [True]
+    assert [d.is_fresh for d in buffer.sample(1, 1, 1)] == [False]
+
+
+def test_pace_trainer_waits_for_enough_fresh_prompts():
+    buffer = make_buffer(recency_prob=1.0, pace="trainer")
+    buffer.merge([make_commit({1: distinct_responses(2)})], 0)
+    assert buffer.sample(2, 2, 0) is None
+    assert buffer.ledger()["used"] == 0
+    buffer.merge([make_commit({2: distinct_responses(2)}, round=1)], 0)
+    assert [d.is_fresh for d in buffer.sample(2, 2, 0)] == [True, True]
+    assert buffer.ledger()["fresh_short"] == 0
+
+
+def test_waiting_does_not_change_what_is_drawn():
+    """The slot kinds are kept over a wait; drawing them anew would favour replay."""
+    waiting, patient = (make_buffer(recency_prob=0.5, pace="trainer") for _ in range(2))
+    old = make_commit({p: distinct_responses(2) for p in range(8)})
+    new = make_commit({p: distinct_responses(2, 50) for p in range(8, 16)}, round=1)
+    few = make_commit({99: distinct_responses(2)}, round=2)
+    for buffer in (waiting, patient):
+        buffer.merge([old], 0)
+        buffer.merge([few], 1)
+    for _ in range(50):
+        assert waiting.sample(8, 2, 1) is None
+    for buffer in (waiting, patient):
+        buffer.merge([new], 1)
+    assert drawn(waiting.sample(8, 2, 1)) == drawn(patient.sample(8, 2, 1))
+
+
+def test_stale_responses_are_not_fresh_but_can_be_replayed():
+    buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=2)
+    buffer.merge([make_commit({1: distinct_responses(2)}, version=3)], 4)
+    buffer.merge([make_commit({2: distinct_responses(2)}, version=1, round=1)], 4)
+    assert buffer.sample(2, 2, 4) is None
+    (draw,) = buffer.sample(1, 2, 5)
+    assert draw.is_fresh and draw.prompt.prompt_id == 1
+    buffer.merge([make_commit({3: distinct_responses(2)}, version=6, round=2)], 6)
+    assert buffer.sample(1, 2, 9) is None
+    buffer._recency_prob = 0.0
+    buffer._plan = None
+    assert not buffer.sample(1, 2, 9)[0].is_fresh
+
+
+def test_a_fresh_slot_with_too_few_responses_repeats_and_counts():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: distinct_responses(5)})], 0)
+    buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=1)], 1)
+    (draw,) = buffer.sample(1, 5, 1)
+    assert draw.is_fresh and draw.num_repeats == 3
+    assert set(draw.trajectory_ids) == {5, 6} and len(draw.trajectory_ids) == 5
+    assert (buffer.ledger()["repeats"], buffer.ledger()["used"]) == (3, 5)
+    assert buffer.ledger()["trained_unique"] == 2
+
+
+# --- replay slots --------------------------------------------------------------------------------
+
+
+def test_replay_goes_through_all_prompts_before_any_comes_again():
+    buffer = make_buffer()
+    buffer.merge([make_commit({p: distinct_responses(2) for p in range(12)})], 0)
+    for _ in range(5):
+        epoch = [p for _ in range(3) for p in prompts_of(buffer.sample(4, 2, 0))]
+        assert sorted(epoch) == list(range(12))
+
+
+def test_a_fresh_draw_does_not_take_a_prompt_out_of_the_replay_epoch():
+    for seed in range(20):
+        buffer = make_buffer(recency_prob=1.0, seed=seed)
+        buffer.merge([make_commit({p: distinct_responses(1) for p in (1, 2, 3)})], 0)
+        buffer.merge([make_commit({3: distinct_responses(1, 50)})], 1)
+        draws = buffer.sample(2, 1, 1)  # 3 is fresh, so replay cannot take it in this batch
+        epoch = [d.prompt.prompt_id for d in draws if not d.is_fresh]
+        epoch += [buffer.sample(1, 1, 1)[0].prompt.prompt_id for _ in range(2)]
+        assert sorted(epoch) == [1, 2, 3]
+
+
+def test_no_prompt_comes_twice_in_a_batch_across_the_end_of_an_epoch():
+    buffer = make_buffer(recency_prob=0.4)
+    buffer.merge([make_commit({p: distinct_responses(4) for p in range(7)})], 0)
+    for step in range(1, 200):
+        if step % 5 == 0:
+            buffer.merge([make_commit({step % 7: distinct_responses(2, step)})], step)
+        assert len(set(prompts_of(buffer.sample(5, 2, step)))) == 5
+
+
+def test_fewer_prompts_than_slots_come_equally_often():
+    buffer = make_buffer()
+    buffer.merge([make_commit({p: distinct_responses(4) for p in range(3)})], 0)
+    counts = Counter(p for _ in range(10) for p in prompts_of(buffer.sample(8, 2, 0)))
+    assert sum(counts.values()) == 80
+    assert max(counts.values()) - min(counts.values()) <= 10
+
+
+def test_share_of_fresh_slots():
+    """4,000 slots at m = 0.7 while fresh prompts never run out.
+
+    The count is binomial with standard deviation 29; |count - 2800| > 145 (5 deviations) has
+    probability 6e-7 for a correct buffer. The seed is fixed.
+    """
+    buffer = make_buffer(recency_prob=0.7)
+    fresh = 0
+    for step in range(200):
+        responses = {20 * (step % 3) + i: [[step, 1], [step, 2]] for i in range(20)}
+        buffer.merge([make_commit(responses, version=step)], step)
+        fresh += sum(d.is_fresh for d in buffer.sample(20, 2, step))
+    assert buffer.ledger()["fresh_short"] == 0
+    assert abs(fresh - 2800) < 145
+
+
+def test_log_weights_are_those_of_the_mixture():
+    rewards = np.array([0.0, 1.0, 3.0])
+    softmax = np.exp(rewards / 2) / np.exp(rewards / 2).sum()
+    for mix in (0.0, 0.25, 1.0):
+        got = response_log_weights(rewards, priority_temperature=2.0, uniform_mix=mix)
+        np.testing.assert_allclose(np.exp(got), mix / 3 + (1 - mix) * softmax, rtol=1e-12)
+    got = response_log_weights(rewards, priority_temperature=math.inf, uniform_mix=0.0)
+    np.testing.assert_allclose(np.exp(got), 1 / 3, rtol=1e-12)
+
+
+def test_responses_are_drawn_by_their_probability_without_replacement():
+    """20,000 replay groups of 2 of 3 responses with p = (0.1, 0.3, 0.6).
+
+    Drawing one by one without replacement leaves out response i with probability
+    sum over the orders of the other two of p_a * p_b / (1 - p_a). A count is more than 5 standard
+    deviations off with probability 6e-7 each, 2e-6 for the three. The seed is fixed.
+    """
+    p = np.array([0.1, 0.3, 0.6])
+    buffer = make_buffer(priority_temperature=1.0)
+    rewards = {1: np.log(p).tolist()}
+    buffer.merge([make_commit({1: distinct_responses(3)}, rewards=rewards)], 0)
+    num = 20_000
+    left_out = Counter()
+    for _ in range(num):
+        (draw,) = buffer.sample(1, 2, 0)
+        assert draw.num_repeats == 0 and len(set(draw.trajectory_ids)) == 2
+        left_out[3 - sum(draw.trajectory_ids)] += 1
+    for i in range(3):
+        a, b = (j for j in range(3) if j != i)
+        prob = p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b])
+        deviation = math.sqrt(num * prob * (1 - prob))
+        assert abs(left_out[i] - num * prob) < 5 * deviation, i
+
+
+def test_repeats_are_drawn_by_the_same_probability():
+    """6,000 groups of 3 + 2 repeats, p = (0.2, 0.8) on two responses: 18,000 repeats.
+
+    5 standard deviations are 268; a false alarm has probability 6e-7. The seed is fixed.
+    """
+    buffer = make_buffer(priority_temperature=1.0)
+    rewards = {1: np.log([0.2, 0.8]).tolist()}
+    buffer.merge([make_commit({1: distinct_responses(2)}, rewards=rewards)], 0)
+    repeats = Counter()
+    for _ in range(6000):
+        (draw,) = buffer.sample(1, 5, 0)
+        assert draw.num_repeats == 3 and set(draw.trajectory_ids[:2]) == {0, 1}
+        repeats.update(draw.trajectory_ids[2:])
+    assert abs(repeats[1] - 0.8 * 18_000) < 268
+
+
+# --- saving, and everything together -------------------------------------------------------------
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "recency_prob": st.sampled_from([0.0, 0.5, 1.0]),
+        "fresh_window": st.integers(1, 3),
+        "pace": st.sampled_from(["off", "trainer"]),
+        "priority_temperature": st.sampled_from([0.5, math.inf]),
+        "uniform_mix": st.sampled_from([0.0, 0.5]),
+        "capacity_per_prompt": st.integers(3, 6),
+        "max_bytes": st.sampled_from([2500, 6000, 2**30]),
+        "evict": st.sampled_from(["oldest", "lowest_reward"]),
+        "max_age": st.sampled_from([0, 2]),
+        "max_reuse": st.sampled_from([0, 1, 3]),
+        "max_staleness": st.sampled_from([0, 1]),
+    }
+)
+ROUNDS = st.lists(
+    st.dictionaries(
+        st.integers(0, 5),
+        st.lists(st.tuples(st.integers(0, 4), st.integers(-2, 2)), max_size=4),
+        max_size=4,
+    ),
+    min_size=3,
+    max_size=12,
+)
+
+
+def _commit_of(round_, number):
+    return make_commit(
+        {p: [[token, 9] for token, _ in ys] for p, ys in round_.items()},
+        round=number,
+        version=max(0, number - 1),
+        rewards={p: [float(r) for _, r in ys] for p, ys in round_.items()},
+        rejected={p: {"reward_none": 1} for p in round_ if p == 3},
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(OPTIONS, ROUNDS)
+def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
+    buffer = make_buffer(**options)
+    half = len(rounds) // 2
+    twin = None
+    generated = 0
+    for step, round_ in enumerate(rounds):
+        if step == half:
+            twin = make_buffer(**(options | {"seed": 99}))
+            twin.restore(*json_snapshot(buffer))
+        commit = _commit_of(round_, step)
+        generated += commit.generated
+        before = buffer.num_trajectories
+        counts = buffer.merge([commit], step)
+        assert counts["stored"] == buffer.num_trajectories - before
+        buffer.check_ledger(0, outbox_generated=generated)
+        contents = stored(buffer)
+        assert len(set(contents)) == len(contents) == buffer.num_trajectories
+        per_prompt = Counter(p for p, _ in contents)
+        assert len(per_prompt) == buffer.num_prompts
+        assert max(per_prompt.values(), default=0) <= options["capacity_per_prompt"]
+        assert buffer.num_bytes <= options["max_bytes"]
+        for attempt in range(2):
+            num_prompts = buffer.num_prompts
+            draws = buffer.sample(3, 3, step)
+            buffer.check_ledger(0, outbox_generated=generated)
+            if draws is not None:
+                _check_draws(draws, options, num_prompts, step)
+            if twin is not None:
+                if attempt == 0:
+                    twin.merge([commit], step)
+                twins = twin.sample(3, 3, step)
+                assert (twins is None) == (draws is None)
+                if twins is not None:
+                    assert drawn(twins) == drawn(draws)
+        if twin is not None:
+            assert twin.ledger() == buffer.ledger()
+            assert twin.stats() == buffer.stats()
+
+
+def _check_draws(draws, options, num_prompts, step):
+    assert len(draws) == 3
+    if num_prompts >= 3 and not options["max_age"]:
+        assert len(set(prompts_of(draws))) == 3
+    for d in draws:
+        assert len(d.trajectories) == len(d.trajectory_ids) == 3
+        assert len(set(d.trajectory_ids)) == 3 - d.num_repeats
+        assert {y.prompt_id for y in d.trajectories} == {d.prompt.prompt_id}
+        for y in d.trajectories:
+            age = step - y.version_min
+            assert not options["max_age"] or age <= options["max_age"]
+            assert not (d.is_fresh and options["max_staleness"]) or age <= options["max_staleness"]
+
+
+def test_restore_replaces_what_was_there():
+    buffer = make_buffer(max_bytes=3000, evict="lowest_reward", seed=(3, 4))
+    other = make_buffer(max_bytes=3000, evict="lowest_reward", seed=5)
+    rng = np.random.default_rng(0)
+    for step in range(12):
+        for target in (buffer, other):
+            rewards = {1: rng.normal(size=4).tolist()}
+            commit = make_commit({1: distinct_responses(4, 4 * step)}, rewards=rewards)
+            target.merge([commit], step)
+            target.sample(2, 2, step)
+    other.restore(*json_snapshot(buffer))
+    assert stored(other) == stored(buffer)
+    assert other.ledger() == buffer.ledger()
+    assert other.stats() == buffer.stats()
+    later = make_commit({2: distinct_responses(4)}, rewards={2: [9.0, 9.0, -9.0, 9.0]})
+    for target in (buffer, other):
+        target.merge([later], 12)
+    assert stored(other) == stored(buffer)
+    assert drawn(other.sample(2, 2, 12)) == drawn(buffer.sample(2, 2, 12))
+
+
+def test_a_sync_that_was_saved_in_the_middle_goes_on():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: distinct_responses(2)})], 5)
+    other = make_buffer(recency_prob=1.0)
+    other.restore(*json_snapshot(buffer))
+    assert other.stats() == buffer.stats()
+    other.merge([make_commit({2: distinct_responses(2)}, round=1)], 5)
+    assert [d.is_fresh for d in other.sample(2, 2, 5)] == [True, True]
+
+
+def test_an_empty_buffer_can_be_saved():
+    buffer = make_buffer()
+    buffer.restore(*json_snapshot(make_buffer()))
+    buffer.merge([make_commit({1: distinct_responses(2)})], 0)
+    assert len(buffer.sample(1, 2, 0)) == 1
+
+
+def test_options_are_those_of_the_config():
+    from tba_jax.config import default_config
+
+    assert set(BUFFER_OPTIONS) - {"seed"} == set(default_config().replay)
