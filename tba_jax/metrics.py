@@ -1,0 +1,449 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where numbers go: metrics.jsonl always, a progress display, TensorBoard and W&B on request.
+
+Every sink has the same two methods (`MetricWriter`), so the rest of the project writes once. This
+module does not know what the numbers mean, except that `ProgressDisplay` picks a few by name. It
+owns one invariant: a JSON-lines file holds complete lines only. A line torn by a kill is cut off
+when the file is opened again, and floats that JSON has no number for (nan, inf) become null.
+"""
+
+import collections
+import contextlib
+import importlib
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+
+SPARK = "▁▂▃▄▅▆▇█"
+
+
+class MetricWriter(Protocol):
+    """A sink for the metrics of a run."""
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record `values` (metric name -> number, string or list) of one optimiser step."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release; calling it twice is fine."""
+        ...
+
+
+def jsonable(value: Any) -> Any:
+    """`value` with numpy scalars and arrays as Python numbers and lists, nan and inf as None."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(item) for item in value]
+    return value
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All complete lines of a JSON-lines file; [] when there is no file.
+
+    A last line without newline was torn by a kill and is left out.
+
+    Raises:
+        ValueError: for any other line that is not a JSON object, with file and line number.
+    """
+    path = Path(path)
+    if not path.exists():
+        return []
+    records = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number}: not JSON ({error}); got {line[:80]!r}. Remove that line"
+            ) from error
+        if not isinstance(record, dict):
+            raise ValueError(
+                f"{path}, line {number}: got {line[:80]!r}, wanted a JSON object. Remove that line"
+            )
+        records.append(record)
+    return records
+
+
+class JsonlWriter:
+    """Appends one JSON object per line and flushes each; safe to call from several threads.
+
+    Opening a file whose last line was torn cuts that line off.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._lock = threading.Lock()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "ab+") as file:
+            file.seek(0)
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+        self._file = open(self._path, "a", encoding="utf-8")
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append {"step": step, **values}."""
+        self.append({"step": step, **values})
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one object as it is, non-finite floats as null."""
+        line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
+        with self._lock:
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps; a resumed run writes them again."""
+        self.keep(lambda record: record.get("step", 0) <= step)
+
+    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Rewrite the file with the lines for which `wanted(record)` holds, atomically."""
+        with self._lock:
+            lines = [
+                json.dumps(record, ensure_ascii=False) + "\n"
+                for record in read_jsonl(self._path)
+                if wanted(record)
+            ]
+            new_path = self._path.with_name(self._path.name + ".new")
+            new_path.write_text("".join(lines), encoding="utf-8")
+            self._file.close()
+            os.replace(new_path, self._path)
+            self._file = open(self._path, "a", encoding="utf-8")
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+class MultiWriter:
+    """Hands everything to several writers; close() closes all of them even if one raises."""
+
+    def __init__(self, writers: Sequence[MetricWriter]) -> None:
+        self._writers = tuple(writers)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Write to every writer, in order."""
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        """Close every writer."""
+        with contextlib.ExitStack() as stack:
+            for writer in self._writers:
+                stack.callback(writer.close)
+
+
+def _optional(module: str, package: str, extra: str, field: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"{field} is set but the package {package} cannot be imported ({error}). "
+            f"Install it with: pip install 'tba_jax[{extra}]', or unset {field}"
+        ) from error
+
+
+def _finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in values.items():
+        value = jsonable(value)
+        if isinstance(value, int | float):
+            numbers[name] = float(value)
+    return numbers
+
+
+class TensorBoardWriter:
+    """Scalars to TensorBoard event files (extra `tensorboard`); lists and texts are left out.
+
+    Raises:
+        ValueError: when tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        module = _optional("tensorboardX", "tensorboardX", "tensorboard", "config.log.tensorboard")
+        self._writer = module.SummaryWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add the finite numbers of `values`."""
+        for name, value in _finite_numbers(values).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """Scalars to Weights & Biases (extra `wandb`); a resumed work directory continues its run.
+
+    Args:
+        project: W&B project.
+        name: name of the run there.
+        workdir: where W&B keeps its files; also how it recognises a resumed run.
+        config: flat config fields shown with the run.
+
+    Raises:
+        ValueError: when wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        *,
+        name: str,
+        workdir: str | os.PathLike[str],
+        config: Mapping[str, Any],
+    ) -> None:
+        module = _optional("wandb", "wandb", "wandb", "config.log.wandb_project")
+        self._run = module.init(
+            project=project, name=name, dir=str(workdir), config=dict(config), resume="auto"
+        )
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Log the finite numbers of `values`."""
+        self._run.log(_finite_numbers(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+def format_duration(seconds: float) -> str:
+    """ "0:07", "3:12", "1:02:05"."""
+    total = max(0, round(seconds))
+    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def format_count(number: float) -> str:
+    """Three digits at most with k, M or G: "845", "8.1k", "12k", "1.3M"."""
+    for unit in ("", "k", "M", "G"):
+        if abs(number) < 999.5 or unit == "G":
+            break
+        number /= 1000
+    return f"{number:.1f}{unit}" if unit and abs(number) < 9.95 else f"{number:.0f}{unit}"
+
+
+def sparkline(numbers: Sequence[float], width: int) -> str:
+    """The course of `numbers` as at most `width` block characters, each the mean of its stretch."""
+    if len(numbers) < 2:
+        return ""
+    stretches = np.array_split(np.asarray(numbers, np.float64), min(width, len(numbers)))
+    means = np.array([stretch.mean() for stretch in stretches])
+    low, span = means.min(), max(float(np.ptp(means)), 1e-9)
+    return "".join(SPARK[round((m - low) / span * (len(SPARK) - 1))] for m in means)
+
+
+class ProgressDisplay:
+    """What a person watches: a live panel on a terminal, else one plain line every few seconds.
+
+    On a plain stream the first step, evaluations, phases and notes are printed at once.
+
+    Args:
+        num_steps: steps of the whole run.
+        title: name of the run, in the frame of the panel.
+        kind: name of the response kind that `*/kind_share` counts, e.g. "worked".
+        console: a rich Console; None means standard output.
+        plain_period_s: least seconds between two plain lines.
+        clock: monotonic seconds, replaced in tests.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        title: str,
+        kind: str = "",
+        console: Any = None,
+        plain_period_s: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._num_steps = num_steps
+        self._title = title
+        self._kind = kind
+        self._console = console if console is not None else Console(highlight=False)
+        self._plain_period_s = plain_period_s
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._start = clock()
+        self._phase = "starting"
+        self._step = 0
+        self._marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=32)
+        self._last: dict[str, float] = {}
+        self._rewards: list[float] = []
+        self._evals: list[float] = []
+        self._printed_at, self._printed_step = -math.inf, -1
+        self._closed = False
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                get_renderable=self._panel, console=self._console, refresh_per_second=4
+            )
+            self._live.start()
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take the newest values; shows them at the next refresh."""
+        numbers = _finite_numbers(values)
+        with self._lock:
+            self._take(numbers)
+            is_first = not self._marks
+            if step > self._step:
+                self._step = step
+                self._marks.append((self._clock(), step))
+                self._phase = ""
+            due = self._clock() - self._printed_at >= self._plain_period_s
+            due = due or "eval/pass_at_1" in numbers or (is_first and bool(self._marks))
+            if self._live is None and due:
+                self._plain_line()
+
+    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
+        """Continue the curves and the clock of a run from the lines of its metrics.jsonl."""
+        with self._lock:
+            for record in records:
+                self._take(_finite_numbers(record))
+                self._step = max(self._step, record.get("step", 0))
+            self._start = self._clock() - self._last.get("time_s", 0.0)
+
+    def phase(self, text: str) -> None:
+        """Say what is going on while no steps are made, e.g. "compiling"."""
+        with self._lock:
+            if self._live is None and text and text != self._phase:
+                self._print(f"[{self._elapsed()}] {text}")
+            self._phase = text
+
+    def note(self, text: str) -> None:
+        """Print one line that stays, above the panel."""
+        with self._lock:
+            self._print(text if self._live else f"[{self._elapsed()}] {text}")
+
+    def close(self) -> None:
+        """Show the final state and give the terminal back."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._live is not None:
+            self._live.stop()
+        elif self._marks and self._printed_step != self._step:
+            self._plain_line()
+
+    def _take(self, numbers: Mapping[str, float]) -> None:
+        self._last.update(numbers)
+        if "eval/pass_at_1" in numbers:
+            self._evals.append(numbers["eval/pass_at_1"])
+        reward = numbers.get("search/reward_mean", numbers.get("train/reward_mean"))
+        if reward is not None:
+            self._rewards.append(reward)
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def _elapsed(self) -> str:
+        return format_duration(self._clock() - self._start)
+
+    def _left(self) -> str:
+        """Time to the last step at the pace of the last steps; "" before there is a pace."""
+        if len(self._marks) < 2 or self._step >= self._num_steps:
+            return ""
+        (first_time, first_step), (last_time, last_step) = self._marks[0], self._marks[-1]
+        pace = (last_time - first_time) / (last_step - first_step)
+        seconds = (self._num_steps - last_step) * pace - (self._clock() - last_time)
+        return format_duration(seconds)
+
+    def _pass_at_1(self) -> str:
+        if not self._evals:
+            return ""
+        first, last = self._evals[0], self._evals[-1]
+        return f"{first:.1%}" if len(self._evals) == 1 else f"{first:.1%} -> {last:.1%}"
+
+    def _field(self, name: str, form: Callable[[float], str]) -> str:
+        return form(self._last[name]) if name in self._last else ""
+
+    def _fields(self) -> dict[str, str]:
+        """Label -> text of every quantity that is known so far."""
+        stale = self._field("buffer/staleness_mean", "{:.1f}".format)
+        if stale and "buffer/staleness_max" in self._last:
+            stale += f" (max {self._last['buffer/staleness_max']:.0f})"
+        share = "search/kind_share" if "search/kind_share" in self._last else "eval/kind_share"
+        length = "search/response_length_mean"
+        if length not in self._last:
+            length = "eval/response_length_mean"
+        fields = {
+            "pass@1": self._pass_at_1(),
+            "reward": f"{self._rewards[-1]:.3f}" if self._rewards else "",
+            self._kind: self._field(share, "{:.0%}".format) if self._kind else "",
+            "length": self._field(length, "{:.1f}".format),
+            "staleness": stale,
+            "decoded": self._field("search/tokens_per_s", lambda x: format_count(x) + " tok/s"),
+            "trained": self._field("train/tokens_per_s", lambda x: format_count(x) + " tok/s"),
+        }
+        return {label: text for label, text in fields.items() if text}
+
+    def _plain_line(self) -> None:
+        self._printed_at, self._printed_step = self._clock(), self._step
+        parts = [f"step {self._step}/{self._num_steps}"]
+        parts += [f"{label} {text}" for label, text in self._fields().items()]
+        if left := self._left():
+            parts.append(f"left {left}")
+        self._print(f"[{self._elapsed()}] " + "  ".join(parts))
+
+    def _panel(self) -> Any:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        with self._lock:
+            fields = self._fields()
+            done = self._step >= self._num_steps
+            left = self._left()
+            if self._phase:
+                times = f"{self._elapsed()}, {self._phase}"
+            elif done:
+                times = f"{self._elapsed()}, done"
+            else:
+                times = f"{self._elapsed()}, {left or '?'} left"
+            head = Table.grid(padding=(0, 1), expand=True)
+            head.add_column(no_wrap=True)
+            head.add_column(ratio=1)
+            head.add_column(no_wrap=True, justify="right")
+            head.add_row(
+                Text(f"step {self._step}/{self._num_steps}", style="bold"),
+                ProgressBar(total=self._num_steps, completed=self._step),
+                Text(times),
+            )
+
+            def line(*labels: str) -> Text:
+                text = Text(no_wrap=True, overflow="ellipsis")
+                for label in labels:
+                    if label in fields:
+                        text.append(f"{label} ", style="dim")
+                        style = "bold green" if label == "pass@1" else "bold"
+                        text.append(fields[label].replace("->", "→"), style=style)
+                        if label == "reward":
+                            text.append(" " + sparkline(self._rewards, 24), style="cyan")
+                        text.append("   ")
+                return text
+
+            body = Table.grid(expand=True)
+            body.add_row(head)
+            body.add_row(line("pass@1", "reward"))
+            body.add_row(line(self._kind, "length", "staleness"))
+            body.add_row(line("decoded", "trained"))
+            return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")
