@@ -85,9 +85,9 @@ def default_config() -> Config:
     config.optimizer.warmup_steps = 0  # linear from 0
     config.optimizer.stable_steps = 0  # wsd: steps at the peak after warm-up
     config.optimizer.decay_steps = 0  # wsd, linear, cosine: decay horizon; 0: to the last step
-    config.optimizer.b1 = 0.9  # AdamW
-    config.optimizer.b2 = 0.999
-    config.optimizer.eps = 1e-8
+    config.optimizer.b1 = 0.9  # AdamW: decay of the gradient's mean
+    config.optimizer.b2 = 0.999  # AdamW: decay of the squared gradient's mean
+    config.optimizer.eps = 1e-8  # AdamW: added to the root of the squared gradient's mean
     config.optimizer.weight_decay = 0.0  # on matrices, not on norms and biases
     config.optimizer.clip_norm = 1.0  # global gradient norm; 0: no clipping
 

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two drivers: the same parts, stepped in a fixed order or running beside one another.
+
+`drive_sync` uses one thread and is bit-reproducible; it is also the on-policy baseline mode.
+`drive_async` runs every searcher on a worker thread beside the trainer loop, and neither waits for
+the other. Drivers decide when to publish, merge, evaluate and save; they know no mathematics.
+"""
+
+import faulthandler
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax.background import StopFlag, Worker
+from tba_jax.evaluation import Evaluation
+from tba_jax.searcher import summarise_rounds
+from tba_jax.wiring import Run
+
+# Sleep between two looks at the outboxes while the trainer has nothing to train on.
+POLL_S = 0.002
+
+
+def rounds_per_sync(run: Run) -> int:
+    """Rounds each searcher does per publication so that every fresh slot has new data."""
+    config = run.config
+    prompts = config.batch.num_prompts * config.sync_period
+    return -(-prompts // (config.search.prompts_per_round * config.num_searchers))
+
+
+def _is_eval_due(run: Run, step: int, newest: int) -> bool:
+    """Whether to evaluate the version published at `step`; `newest` is the last one begun."""
+    if newest < 0:
+        return True
+    period = run.config.eval.period
+    return bool(period) and step // period > newest // period and step < run.config.num_steps
+
+
+def _after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Log, checkpoint and note the first step; common to both drivers."""
+    step = run.trainer.step_index
+    if run.time_to_first_step_s is None:
+        run.time_to_first_step_s = run.clock()
+    config = run.config
+    if step % config.log.period == 0 or step == config.num_steps:
+        run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
+    run.checkpoints.check()
+    if _saves_now(run):
+        run.save()
+
+
+def _evaluate(run: Run, step: int, params: Any) -> None:
+    start = run.clock()
+    run.record_evaluation(step, run.evaluator.run(params), start)
+
+
+def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Search, merge, train in one thread until the last step or an interruption.
+
+    Every `sync_period` steps the weights are published, each searcher does as many rounds as the
+    next steps need, and the outboxes are merged. With `search.exact_lag` D the merge takes the
+    rounds of D publications ago (the first D ones train on version 0 data drawn ahead).
+    """
+    trainer, config = run.trainer, run.config
+    rounds = rounds_per_sync(run)
+    lag = config.search.exact_lag
+    extra: dict[str, Any] = {}
+    while trainer.step_index < config.num_steps and not interrupted():
+        step = trainer.step_index
+        if step % config.sync_period == 0:
+            publish_s = trainer.publish()
+            run.transport.poll()
+            published = run.transport.latest(0)
+            assert published is not None
+            if _is_eval_due(run, step, run.last_eval_step):
+                run.progress.phase("evaluating")
+                _evaluate(run, step, published.params)
+                run.progress.phase("")
+            ahead = lag + 1 if step == 0 else 1
+            for _ in range(rounds * ahead):
+                for searcher in run.searchers:
+                    if not searcher.step():
+                        raise RuntimeError(
+                            f"searcher {searcher.index} could not do a round: its outbox is full; "
+                            "raise config.search.outbox_bytes"
+                        )
+            merge_start = run.clock()
+            summaries = trainer.merge(rounds if lag else None)
+            extra = {
+                "sync/publish_s": publish_s,
+                "sync/merge_s": run.clock() - merge_start,
+                "sync/version": step,
+                **summarise_rounds(summaries),
+            }
+        values = trainer.step()
+        if values is None:
+            raise RuntimeError(
+                "the replay buffer holds nothing to train on: every response of the last rounds "
+                f"was rejected or aged out; ledger: {run.buffer.ledger()}"
+            )
+        _after_step(run, values, extra)
+        extra = {}
+
+
+class _Watchdog:
+    """Ends the process loudly when no step is made for `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last = time.monotonic()
+
+    def kick(self) -> None:
+        self._last = time.monotonic()
+
+    def step(self) -> bool:
+        if time.monotonic() - self._last > self._limit_s:
+            print(
+                f"error: no trainer step for {self._limit_s:.0f} s (config.log.watchdog_s); the "
+                "stacks of all threads follow. The newest checkpoint is intact: run the same "
+                "command again to continue from it",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.stderr)
+            os._exit(3)  # a thread stuck in native code cannot be stopped in another way
+        return False
+
+
+def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Searcher threads beside the trainer loop until the last step or an interruption.
+
+    Raises:
+        WorkerError: a searcher (or the weight poller) failed; its cause has the traceback.
+    """
+    stop = StopFlag()
+    watchdog = _Watchdog(run.config.log.watchdog_s)
+    searchers = [Worker(f"searcher-{s.index}", s.step, stop) for s in run.searchers]
+    others = [
+        Worker("weight-poller", run.transport.poll, stop),
+        Worker("watchdog", watchdog.step, stop, idle_s=1.0),
+    ]
+    results: queue.SimpleQueue[tuple[int, Evaluation, float]] = queue.SimpleQueue()
+    idle_before = dict(run.searcher_idle_s)
+
+    def count_idle() -> None:
+        for searcher, worker in zip(run.searchers, searchers, strict=True):
+            i = searcher.index
+            run.searcher_idle_s[i] = idle_before.get(i, 0.0) + worker.idle_total_s
+
+    try:
+        run.trainer.publish()
+        for worker in [*searchers, *others]:
+            worker.start()
+        _AsyncLoop(run, stop, watchdog, results, count_idle).run(interrupted)
+    except BaseException:
+        # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
+        stop.set()
+        raise
+    for worker in [*searchers, *others]:
+        worker.close()
+    count_idle()
+    _drain(run, results)
+
+
+def _drain(run: Run, results: "queue.SimpleQueue[tuple[int, Evaluation, float]]") -> None:
+    while not results.empty():
+        run.record_evaluation(*results.get_nowait())
+
+
+class _AsyncLoop:
+    """The trainer's side of the asynchronous driver."""
+
+    def __init__(
+        self,
+        run: Run,
+        stop: StopFlag,
+        watchdog: _Watchdog,
+        results: "queue.SimpleQueue[tuple[int, Evaluation, float]]",
+        count_idle: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._stop = stop
+        self._watchdog = watchdog
+        self._results = results
+        self._count_idle = count_idle
+        self._newest_eval = run.last_eval_step
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Sync, train, log until the last step."""
+        run, trainer = self._run, self._run.trainer
+        num_steps, period = run.config.num_steps, run.config.sync_period
+        # First data, then the evaluation of the start model: the trainer waits for the former only.
+        self._fill(interrupted)
+        self._submit_evaluation(trainer.step_index)
+        synced_at = trainer.step_index  # published when the driver began
+        extra: dict[str, Any] = {}
+        summaries: list[Any] = []
+        while trainer.step_index < num_steps and not interrupted():
+            self._stop.check()
+            step = trainer.step_index
+            if step % period == 0 and synced_at != step:
+                synced_at = step
+                extra["sync/publish_s"] = trainer.publish()
+                extra["sync/version"] = step
+                merge_start = run.clock()
+                summaries += trainer.merge()
+                extra["sync/merge_s"] = run.clock() - merge_start
+                self._submit_evaluation(step)
+            values = trainer.step()
+            if values is None:
+                # Not a sync: no weights move, the trainer only looks for the data it waits for.
+                self._stop.wait(POLL_S)
+                summaries += trainer.merge()
+                continue
+            self._watchdog.kick()
+            _drain(run, self._results)
+            if run.before is None and _saves_now(run):
+                self._await_first_evaluation(interrupted)
+            self._count_idle()
+            extra.update(summarise_rounds(summaries))
+            extra["search/idle_s"] = sum(run.searcher_idle_s.values())
+            _after_step(run, values, extra)
+            extra, summaries = {}, []
+
+    def _submit_evaluation(self, step: int) -> None:
+        """Ask searcher 0 to evaluate the version published at `step`, if one is due."""
+        run = self._run
+        if not _is_eval_due(run, step, self._newest_eval):
+            return
+        self._newest_eval = step
+        published = run.transport.latest(0)
+        if published is None:  # checkpoint transport: not restored yet at the very start
+            while not run.transport.poll():
+                self._stop.wait(POLL_S)
+            published = run.transport.latest(0)
+        assert published is not None
+        version, params = published
+
+        def job() -> None:
+            start = run.clock()
+            self._results.put((version, run.evaluator.run(params), start))
+
+        run.searchers[0].submit(job)
+
+    def _fill(self, interrupted: Callable[[], bool]) -> None:
+        """Wait, before the first step, until `search.initial_fill` responses are stored."""
+        run = self._run
+        start = run.clock()
+        target = max(1, run.config.search.initial_fill)
+        run.progress.phase("searchers fill the buffer")
+        while run.trainer.step_index == 0 and run.buffer.num_trajectories < target:
+            self._stop.check()
+            if interrupted():
+                return
+            run.trainer.merge()
+            self._stop.wait(POLL_S)
+        run.progress.phase("")
+        run.trainer.wait_s += run.clock() - start
+        self._watchdog.kick()
+
+    def _await_first_evaluation(self, interrupted: Callable[[], bool]) -> None:
+        # The first checkpoint must hold the starting point, which later weights cannot give.
+        while self._run.before is None and not interrupted():
+            self._stop.check()
+            self._stop.wait(POLL_S)
+            _drain(self._run, self._results)
+
+
+def _saves_now(run: Run) -> bool:
+    period, step = run.config.checkpoint.period, run.trainer.step_index
+    # The last checkpoint is saved after the final evaluation, which it holds.
+    return bool(period) and step % period == 0 and step < run.config.num_steps

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
+
+python -m tba_jax.evaluate --config=configs/math.py[:PRESET] --model=DIR_OR_HUB_ID [--json]
+python -m tba_jax.evaluate --workdir=DIR [--json]
+"""
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tba_jax.config import Config, validate
+
+
+def _config(path: str) -> Config:
+    file, _, preset = path.partition(":")
+    try:
+        get_config = runpy.run_path(file)["get_config"]
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{file} is not a config file: {error}") from error
+    return get_config(preset) if preset else get_config()
+
+
+def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
+    """Evaluate params on the task of a config; greedy, the whole configured split."""
+    import jax.numpy as jnp
+
+    from tba_jax.data import eval_prompts
+    from tba_jax.decoding.engine import Decoder
+    from tba_jax.evaluation import Evaluator
+    from tba_jax.rewards.pool import RewardPool
+    from tba_jax.tasks import get_task
+    from tba_jax.tokenizer import Tokenizer
+    from tba_jax.trajectory import length_buckets
+
+    task = get_task(config.task.name, config.task.data_path)
+    rewards = RewardPool(
+        config.task.reward or task.reward,
+        num_workers=config.reward.num_workers,
+        timeout_s=config.reward.timeout_s,
+        max_failure_rate=config.reward.max_failure_rate,
+    )
+    try:
+        tokenizer = Tokenizer.load(folder)
+        prompts = eval_prompts(
+            task, tokenizer, config.task.num_eval_prompts, config.task.max_prompt_tokens
+        )
+        evaluator = Evaluator(
+            prompts=prompts,
+            decoder=Decoder(
+                model_config,
+                compute_dtype=jnp.dtype(config.model.rollout_dtype),
+                eos_ids=tokenizer.eos_ids,
+                pad_id=tokenizer.pad_id,
+                prompt_buckets=length_buckets(
+                    config.task.max_prompt_tokens, config.batch.num_length_buckets
+                ),
+            ),
+            rewards=rewards,
+            decode_text=tokenizer.batch_decode,
+            response_kind=task.response_kind,
+            first_kind=task.response_kinds[0] if task.response_kinds else "",
+            max_new_tokens=config.eval.max_new_tokens,
+            batch_prompts=config.eval.batch_prompts,
+        )
+        return evaluator.run(params).metrics()
+    finally:
+        rewards.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.evaluate", description=__doc__)
+    parser.add_argument("--config", default="", help="config file, FILE.py[:PRESET]")
+    parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
+    parser.add_argument("--workdir", default="", help="directory of a run")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args = parser.parse_args(argv)
+    from tba_jax.checkpointing import CheckpointError
+    from tba_jax.wiring import load_policy, load_run_config, model_path
+
+    try:
+        if args.workdir:
+            config = load_run_config(args.workdir)
+            step, model_config, params, _, folder = load_policy(args.workdir)
+            what = f"{args.workdir} at step {step}"
+        elif args.config:
+            import jax.numpy as jnp
+
+            from tba_jax.models import hf_weights
+
+            config = _config(args.config)
+            what = args.model or model_path(config)
+            folder = str(hf_weights.resolve(what))
+            model_config, params, _ = hf_weights.load(
+                folder, param_dtype=jnp.dtype(config.model.rollout_dtype)
+            )
+        else:
+            raise ValueError("give --workdir, or --config with an optional --model")
+        validate(config)
+        result = evaluate(config, model_config, params, folder)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps({"model": what, **result}))
+    else:
+        print(
+            f"{what}: pass@1 {100 * result['pass_at_1']:.1f} % of {result['n']} held-out prompts, "
+            f"{result['response_length_mean']:.1f} tokens per response"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

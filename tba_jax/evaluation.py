@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out evaluation of a policy: greedy responses to the task's evaluation split, graded.
+
+It uses the decoder and the reward pool that training uses, at one pinned policy version. It does
+not know whether a trainer is running.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.rewards.pool import RewardPool
+from tba_jax.trajectory import Prompt
+
+
+class Evaluation(NamedTuple):
+    """Result of one evaluation.
+
+    Attributes:
+        pass_at_1: mean reward of the greedy responses (share right where rewards are 0 or 1).
+        n: prompts graded.
+        num_failed: responses whose reward could not be computed; they count as 0 in pass_at_1.
+        response_length_mean: tokens, end-of-sequence included.
+        kind_share: share of the task's first response kind, 0 where it names none.
+        texts: every response.
+        rewards: every reward, None where it failed.
+    """
+
+    pass_at_1: float
+    n: int
+    num_failed: int
+    response_length_mean: float
+    kind_share: float
+    texts: list[str]
+    rewards: list[float | None]
+
+    def metrics(self) -> dict[str, float]:
+        """The scalar part, JSON-compatible."""
+        return {
+            "pass_at_1": self.pass_at_1,
+            "n": self.n,
+            "num_failed": self.num_failed,
+            "response_length_mean": self.response_length_mean,
+            "kind_share": self.kind_share,
+        }
+
+
+class Evaluator:
+    """Greedy evaluation over a fixed list of prompts.
+
+    Args:
+        prompts: the evaluation prompts, the same for every call.
+        decoder: the decoding engine.
+        rewards: the reward pool.
+        decode_text: token ids -> texts.
+        response_kind, first_kind: as for the searcher.
+        max_new_tokens: response limit.
+        batch_prompts: prompts decoded at a time; the last batch is padded by repetition, so that
+            every batch has one compiled shape.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Sequence[Prompt],
+        decoder: Decoder,
+        rewards: RewardPool,
+        decode_text: Callable[[Sequence[np.ndarray]], list[str]],
+        response_kind: Callable[[str], str | None],
+        first_kind: str,
+        max_new_tokens: int,
+        batch_prompts: int,
+    ) -> None:
+        self.prompts = list(prompts)
+        self._decoder = decoder
+        self._rewards = rewards
+        self._decode_text = decode_text
+        self._response_kind = response_kind
+        self._first_kind = first_kind
+        self._max_new_tokens = max_new_tokens
+        self._batch_prompts = min(batch_prompts, len(self.prompts))
+
+    def run(self, params: Any) -> Evaluation:
+        """Decode greedily and grade."""
+        texts: list[str] = []
+        lengths: list[int] = []
+        size = self._batch_prompts
+        for start in range(0, len(self.prompts), size):
+            batch = self.prompts[start : start + size]
+            padded = batch + [batch[-1]] * (size - len(batch))
+            decoded = self._decoder.decode(
+                params,
+                [p.tokens for p in padded],
+                num_samples=1,
+                max_new_tokens=self._max_new_tokens,
+                temperature=0.0,
+                key=jax.random.key(0),  # greedy decoding draws nothing from it
+            )
+            rows = [decoded.tokens[i, 0, : decoded.lengths[i, 0]] for i in range(len(batch))]
+            texts += self._decode_text(rows)
+            lengths += [len(row) for row in rows]
+        columns = {
+            name: [p.columns[name] for p in self.prompts] for name in self.prompts[0].columns
+        }
+        scores = self._rewards.score([p.text for p in self.prompts], texts, columns)
+        values = [0.0 if r is None else float(r) for r in scores.rewards]
+        kinds = [self._response_kind(text) for text in texts]
+        return Evaluation(
+            pass_at_1=float(np.mean(values)),
+            n=len(values),
+            num_failed=sum(r is None for r in scores.rewards),
+            response_length_mean=float(np.mean(lengths)),
+            kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds)
+            if self._first_kind
+            else 0.0,
+            texts=texts,
+            rewards=list(scores.rewards),
+        )

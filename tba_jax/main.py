@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: flags -> config -> wiring -> drive -> report.
+
+    python -m tba_jax.main --config=configs/math.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
+
+Running it again on a work directory that holds a run resumes it. Nothing heavy is imported at
+module level: reward processes import this module again when they start.
+"""
+
+import difflib
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from absl import flags
+from ml_collections import config_flags
+
+from tba_jax import config as config_lib
+from tba_jax.config import Config
+
+if TYPE_CHECKING:
+    from tba_jax.wiring import Run
+
+# Before jax is imported, so that times count from the command.
+_PROCESS_START = time.perf_counter()
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, FILE.py[:PRESET].")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."
+)
+_DRY_RUN = flags.DEFINE_bool(
+    "dry_run", False, "Resolve and check the config, print it, touch nothing, exit."
+)
+
+
+class UserError(Exception):
+    """A mistake of the user's: printed as one line, without a traceback."""
+
+
+class Interruption:
+    """Turns SIGINT and SIGTERM into a flag that the drivers look at between steps.
+
+    A second signal of the same kind has its usual effect.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number: int | None = None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        del frame
+        self.signal_number = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def __call__(self) -> bool:
+        return self.signal_number is not None
+
+
+def default_workdir(config: Config) -> str:
+    """runs/NAME-seedN."""
+    return os.path.join("runs", f"{config.name.replace('/', '-')}-seed{config.seed}")
+
+
+def claim_workdir(workdir: Path, config: Config) -> bool:
+    """Create the directory, or check that the run in it has this very config.
+
+    Returns:
+        Whether it holds a run already.
+
+    Raises:
+        UserError: it holds a run with another config; the difference is shown.
+    """
+    path = workdir / "config.json"
+    flat = config_lib.flatten(config)
+    if path.exists():
+        try:
+            old = json.loads(path.read_text())["config"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise UserError(
+                f"{path} is not readable as the config of a run ({error}); give another --workdir"
+            ) from error
+        lines = config_lib.difference(old, json.loads(json.dumps(flat)))
+        if lines:
+            raise UserError(
+                f"{workdir} holds a run with another config: " + "; ".join(lines) + ". Give "
+                "another --workdir, or the old values to resume"
+            )
+        return True
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"config": flat, "versions": versions()}, indent=1))
+    except OSError as error:
+        raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
+    return False
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    import importlib.metadata
+    import platform
+
+    names = ("tba_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}
+
+
+def _setup_jax(config: Config) -> None:
+    """Settings that must precede the first use of a device."""
+    import jax
+
+    if config.num_cpu_devices > 1:
+        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+
+
+def _writers(config: Config, workdir: Path) -> list[Any]:
+    from tba_jax.metrics import TensorBoardWriter, WandbWriter
+
+    writers: list[Any] = []
+    if config.log.tensorboard:
+        writers.append(TensorBoardWriter(workdir / "tensorboard"))
+    if config.log.wandb_project:
+        writers.append(
+            WandbWriter(
+                config.log.wandb_project,
+                name=workdir.name,
+                workdir=workdir,
+                config=config_lib.flatten(config),
+            )
+        )
+    return writers
+
+
+def run_config(config: Config, workdir: Path, interrupted: Interruption) -> int:
+    """Build, drive, evaluate at the end, write the report.
+
+    Returns:
+        Process exit code.
+    """
+    _setup_jax(config)
+    from tba_jax import drivers
+    from tba_jax.metrics import ProgressDisplay, read_jsonl
+    from tba_jax.tasks import get_task
+    from tba_jax.wiring import RunClock, build
+
+    clock = RunClock(time.perf_counter, _PROCESS_START)
+    task_kinds = get_task(config.task.name, config.task.data_path).response_kinds
+    progress = ProgressDisplay(
+        config.num_steps, title=workdir.name, kind=task_kinds[0] if task_kinds else ""
+    )
+    try:
+        run = build(
+            config,
+            workdir,
+            clock=clock,
+            progress=progress,
+            extra_writers=_writers(config, workdir),
+        )
+    except BaseException:
+        progress.close()
+        raise
+    try:
+        begun = run.trainer.step_index
+        if begun:
+            progress.resume(read_jsonl(workdir / "metrics.jsonl"))
+            progress.note(f"resumed {workdir} at step {begun} of {config.num_steps}")
+        drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
+        if begun < config.num_steps:
+            drive(run, interrupted)
+        finished = run.trainer.step_index >= config.num_steps
+        if finished and run.last_eval_step < config.num_steps:
+            progress.phase("evaluating the final policy")
+            start = clock()
+            run.trainer.publish()
+            run.transport.poll()
+            published = run.transport.latest(0)
+            assert published is not None
+            run.record_evaluation(published.version, run.evaluator.run(published.params), start)
+        progress.phase("saving")
+        run.save()
+        run.checkpoints.wait()
+    except BaseException:
+        run.abort()
+        raise
+    run.close()
+    write_report_json(run)
+    if not finished:
+        print(
+            f"Stopped by {signal.Signals(interrupted.signal_number or 2).name} at step "
+            f"{run.trainer.step_index} of {config.num_steps}; saved. Run the same command again "
+            "to continue."
+        )
+        return 128 + (interrupted.signal_number or 2)
+    from tba_jax.report import build_report
+
+    print(f"Report: {build_report(workdir)}")
+    return 0
+
+
+def write_report_json(run: "Run") -> None:
+    """WORKDIR/report.json: the figures that scripts may rely on."""
+    import platform
+
+    import jax
+
+    from tba_jax.metrics import jsonable
+
+    trainer, clock = run.trainer, run.clock
+    wall_s = clock()
+
+    def evaluation(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if record is None:
+            return None
+        return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+
+    samples = []
+    if run.before is not None and run.after is not None:
+        for prompt, before, before_reward, after, after_reward in zip(
+            run.evaluator.prompts,
+            run.before["texts"],
+            run.before["rewards"],
+            run.after["texts"],
+            run.after["rewards"],
+            strict=False,  # the report shows the first few prompts only
+        ):
+            samples.append(
+                {
+                    "prompt": prompt.text,
+                    "answer": prompt.columns.get("answer", ""),
+                    "before": before,
+                    "after": after,
+                    "before_reward": before_reward,
+                    "after_reward": after_reward,
+                }
+            )
+    decoded = sum(s.decoded_tokens for s in run.searchers)
+    device = jax.local_devices()[0]
+    report = {
+        "name": run.config.name,
+        "seed": run.config.seed,
+        "driver": run.config.driver,
+        "eval": {"before": evaluation(run.before), "after": evaluation(run.after)},
+        "steps": trainer.step_index,
+        "num_steps": run.config.num_steps,
+        "wall_s": wall_s,
+        "time_to_first_step_s": run.time_to_first_step_s,
+        "tokens_per_s": {"decoded": decoded / wall_s, "trained": trainer.trained_tokens / wall_s},
+        "idle_s": {
+            "trainer": trainer.wait_s,
+            "searchers": [run.searcher_idle_s.get(s.index, 0.0) for s in run.searchers],
+        },
+        "staleness": staleness_summary(trainer.staleness_counts),
+        "ledger": {
+            **run.buffer.ledger(),
+            "generated": sum(outbox.counts.generated for outbox in run.outboxes),
+            "outbox": sum(outbox.counts.pending for outbox in run.outboxes),
+        },
+        "sync": {
+            "count": len(trainer.sync_s),
+            "mean_s": sum(trainer.sync_s) / max(1, len(trainer.sync_s)),
+            "max_s": max(trainer.sync_s, default=0.0),
+        },
+        "compiled_decode_programs": run.decoder.compile_count,
+        "kinds": list(run.task.response_kinds),
+        "samples": samples,
+        "hardware": f"{device.platform} {device.device_kind} x {len(jax.local_devices())}, "
+        f"{os.cpu_count()} CPU cores, {platform.platform()}",
+        "versions": versions(),
+        "config_changes": config_lib.difference(
+            config_lib.flatten(config_lib.default_config()), config_lib.flatten(run.config)
+        ),
+    }
+    (run.workdir / "report.json").write_text(json.dumps(jsonable(report), indent=1))
+
+
+def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
+    """Mean, median, 95th percentile and maximum over all uses of trajectories; {} for none."""
+    import numpy as np
+
+    if not counts:
+        return {}
+    values = np.array(sorted(counts))
+    weights = np.array([counts[v] for v in values.tolist()])
+    reached = np.cumsum(weights) / weights.sum()
+    return {
+        "mean": float((values * weights).sum() / weights.sum()),
+        "p50": int(values[np.searchsorted(reached, 0.5)]),
+        "p95": int(values[np.searchsorted(reached, 0.95)]),
+        "max": int(values[-1]),
+    }
+
+
+def main(argv: Sequence[str]) -> int:
+    """absl entry point."""
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
+    config = _CONFIG.value
+    if config is None:
+        raise UserError("no --config given; try --config=configs/math.py")
+    config_lib.validate(config)
+    workdir = Path(_WORKDIR.value or default_workdir(config))
+    if _DRY_RUN.value:
+        print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
+        return 0
+    interrupted = Interruption()
+    claim_workdir(workdir, config)
+    return run_config(config, workdir, interrupted)
+
+
+def _parse_flags(argv: Sequence[str]) -> list[str]:
+    """absl's parser, with every mistake as a UserError."""
+    for argument in argv:
+        if argument.startswith("--config="):
+            path = argument.removeprefix("--config=").split(":")[0]
+            if not os.path.isfile(path):
+                raise UserError(f"no config file {path!r} here ({os.getcwd()})")
+    try:
+        return flags.FLAGS(list(argv))
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        raise UserError(_explain(argv, error)) from error
+
+
+def _explain(argv: Sequence[str], error: Exception) -> str:
+    """One line about a flag that could not be parsed: an unknown field, or what the parser said."""
+    fields = [*config_lib.flatten(config_lib.default_config())]
+    for argument in argv:
+        if argument.startswith("--config."):
+            field = argument.removeprefix("--config.").split("=")[0]
+            if field not in fields:
+                near = difflib.get_close_matches(field, fields, n=3, cutoff=0.5)
+                near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
+                hint = f"did you mean {' or '.join(near)}?" if near else "--dry_run lists them all"
+                return f"config has no field {field!r}; {hint}"
+    # The parser of config files wraps a whole traceback; its last exception is the news.
+    return re.split(r"\b\w*Error: ", " ".join(str(error).split()))[-1]
+
+
+def cli(argv: Sequence[str] | None = None) -> int:
+    """Run the command; what a user can mend becomes one line on standard error."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
+    from tba_jax.background import WorkerError
+
+    try:
+        return main(_parse_flags(sys.argv if argv is None else argv))
+    except WorkerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        cause = error.__cause__
+        if cause is not None and not isinstance(cause, _mendable()):
+            traceback.print_exception(cause)
+        return 1
+    except _mendable() as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError | ValueError) else 1
+
+
+def _mendable() -> tuple[type[BaseException], ...]:
+    """Errors whose message tells a user what to do; evaluated only when something was raised."""
+    from tba_jax.checkpointing import CheckpointError
+    from tba_jax.rewards.pool import RewardFailure
+    from tba_jax.trainer import NonFiniteError
+    from tba_jax.weight_sync import PublicationError
+
+    return (UserError, ValueError, CheckpointError, PublicationError, RewardFailure, NonFiniteError)
+
+
+if __name__ == "__main__":
+    sys.exit(cli())

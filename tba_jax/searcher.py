@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The searcher: one round is prompts -> responses -> rewards and reference log-probs -> outbox.
+
+A round is a transaction: the prompt-stream state and the round number are committed with its
+groups, so a round that did not finish is simply redone after a resume. A searcher holds whatever
+weights were newest when its round began; it waits only when its outbox is full, or before the
+first publication, and whoever drives it counts that as idle. It does no learning and cannot see
+the trainer.
+"""
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.outbox import Outbox
+from tba_jax.rewards.pool import RewardPool, ScoreResult
+from tba_jax.rounds import RoundCommit
+from tba_jax.trajectory import (
+    Group,
+    Prompt,
+    Trajectory,
+    bucket_length,
+    left_pad,
+)
+from tba_jax.weight_sync import Transport
+
+# First fold of the root key: keeps searcher draws apart from any other use of the seed.
+SEARCHER_ROLE = 1
+
+
+class PromptSource(Protocol):
+    """What a searcher needs of a prompt stream."""
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """Next prompts."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """JSON-compatible position after the last `take`."""
+        ...
+
+
+class ReferenceScorer(Protocol):
+    """Summed reference log-probs of padded responses."""
+
+    def __call__(
+        self,
+        tokens: np.ndarray,
+        prompt_lengths: np.ndarray,
+        response_lengths: np.ndarray,
+        response_bucket: int,
+    ) -> jax.Array:
+        """[p S s], [p S], [p S] -> [p S], dispatched without waiting."""
+        ...
+
+
+class Searcher:
+    """One searcher. `step()` does one round, or one submitted job.
+
+    Args:
+        index: which searcher.
+        stream: its prompts.
+        decoder: the engine; programs compile for the devices the weights live on.
+        transport: source of versioned weights.
+        outbox: where finished rounds go.
+        rewards: the reward process pool.
+        reference: scores log pi_ref, or None where the trainer does.
+        decode_text: token ids -> text of each response, special tokens dropped.
+        response_kind: names a response's kind for the `kind_share` metric.
+        first_kind: the kind whose share is logged, "" for none.
+        key: root key of the run.
+        prompts_per_round, samples_per_prompt, max_new_tokens, temperature: sampling settings.
+        prompt_buckets, response_buckets: padded lengths that are compiled for.
+        pad_id: token id at padding.
+        clock: seconds since the run began.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        stream: PromptSource,
+        decoder: Decoder,
+        transport: Transport,
+        outbox: Outbox,
+        rewards: RewardPool,
+        reference: ReferenceScorer | None,
+        decode_text: Callable[[Sequence[np.ndarray]], list[str]],
+        response_kind: Callable[[str], str | None],
+        first_kind: str,
+        key: jax.Array,
+        prompts_per_round: int,
+        samples_per_prompt: int,
+        max_new_tokens: int,
+        temperature: float,
+        prompt_buckets: Sequence[int],
+        response_buckets: Sequence[int],
+        pad_id: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.index = index
+        self._stream = stream
+        self._decoder = decoder
+        self._transport = transport
+        self._outbox = outbox
+        self._rewards = rewards
+        self._reference = reference
+        self._decode_text = decode_text
+        self._response_kind = response_kind
+        self._first_kind = first_kind
+        self._key = jax.random.fold_in(jax.random.fold_in(key, SEARCHER_ROLE), index)
+        self._prompts_per_round = prompts_per_round
+        self._samples_per_prompt = samples_per_prompt
+        self._max_new_tokens = max_new_tokens
+        self._temperature = temperature
+        self._prompt_buckets = tuple(prompt_buckets)
+        self._response_buckets = tuple(response_buckets)
+        self._pad_id = pad_id
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.decoded_tokens = 0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` on this searcher's thread before its next round (evaluation does this)."""
+        self._jobs.put(job)
+
+    def step(self) -> bool:
+        """One job or one round; False when there is nothing it may do now."""
+        try:
+            job = self._jobs.get_nowait()
+        except queue.Empty:
+            return self._round()
+        job()
+        return True
+
+    def _round(self) -> bool:
+        if not self._outbox.has_room():
+            return False
+        published = self._transport.latest(self.index)
+        if published is None:
+            return False
+        start = self._clock()
+        number, _ = self._outbox.committed
+        prompts = self._stream.take(self._prompts_per_round)
+        decoded = self._decoder.decode(
+            published.params,
+            [p.tokens for p in prompts],
+            num_samples=self._samples_per_prompt,
+            max_new_tokens=self._max_new_tokens,
+            temperature=self._temperature,
+            key=jax.random.fold_in(self._key, number),
+        )
+        decoded_at = self._clock()
+        reference = self._dispatch_reference(prompts, decoded)
+        responses = [
+            decoded.tokens[i, j, : decoded.lengths[i, j]]
+            for i in range(len(prompts))
+            for j in range(self._samples_per_prompt)
+        ]
+        texts = self._decode_text(responses)
+        scores = self._score(prompts, texts)
+        scored_at = self._clock()
+        # The device has worked on the reference meanwhile; only the rest of it is waited for.
+        reference_logprob = (
+            np.full(decoded.lengths.shape, np.nan, np.float32)
+            if reference is None
+            else np.asarray(reference)
+        )
+        end = self._clock()
+        groups = self._groups(
+            prompts, decoded, responses, scores, reference_logprob, published.version, number
+        )
+        num_tokens = int(decoded.lengths.sum())
+        self.decoded_tokens += num_tokens
+        known = [r for r in scores.rewards if r is not None]
+        kinds = [self._response_kind(text) for text in texts]
+        self._outbox.put(
+            RoundCommit(
+                searcher=self.index,
+                round=number,
+                version=published.version,
+                groups=groups,
+                prompt_state=self._stream.state(),
+                generated=len(responses),
+                wall={
+                    "start_s": start,
+                    "end_s": end,
+                    "decode_s": decoded_at - start,
+                    "reward_s": scored_at - decoded_at,
+                    "reference_s": end - scored_at,
+                    "tokens": num_tokens,
+                    "reward_mean": float(np.mean(known)) if known else float("nan"),
+                    "response_length_mean": float(decoded.lengths.mean()),
+                    "unique_fraction": len(
+                        {
+                            (r.tobytes(), i // self._samples_per_prompt)
+                            for i, r in enumerate(responses)
+                        }
+                    )
+                    / len(responses),
+                    "kind_share": sum(kind == self._first_kind for kind in kinds) / len(kinds),
+                },
+            )
+        )
+        return True
+
+    def _dispatch_reference(self, prompts: Sequence[Prompt], decoded: Decoded) -> jax.Array | None:
+        if self._reference is None:
+            return None
+        lengths = decoded.lengths
+        response_len = bucket_length(int(lengths.max()), self._response_buckets)
+        prompt_len = bucket_length(max(len(p.tokens) for p in prompts), self._prompt_buckets)
+        padded = left_pad([p.tokens for p in prompts], prompt_len, self._pad_id)
+        tokens = np.concatenate(
+            [
+                np.repeat(padded[:, None], self._samples_per_prompt, axis=1),
+                decoded.tokens[:, :, :response_len],
+            ],
+            axis=-1,
+        )
+        prompt_lengths = np.array([len(p.tokens) for p in prompts], np.int32)
+        return self._reference(
+            tokens,
+            np.repeat(prompt_lengths[:, None], self._samples_per_prompt, axis=1),
+            lengths,
+            response_len,
+        )
+
+    def _score(self, prompts: Sequence[Prompt], texts: list[str]) -> ScoreResult:
+        columns: dict[str, list[Any]] = {
+            name: [p.columns[name] for p in prompts for _ in range(self._samples_per_prompt)]
+            for name in prompts[0].columns
+        }
+        repeated = [p.text for p in prompts for _ in range(self._samples_per_prompt)]
+        return self._rewards.score(repeated, texts, columns)
+
+    def _groups(
+        self,
+        prompts: Sequence[Prompt],
+        decoded: Decoded,
+        responses: Sequence[np.ndarray],
+        scores: ScoreResult,
+        reference_logprob: np.ndarray,
+        version: int,
+        number: int,
+    ) -> tuple[Group, ...]:
+        groups = []
+        for i, prompt in enumerate(prompts):
+            trajectories = []
+            rejected: dict[str, int] = {}
+            for j in range(self._samples_per_prompt):
+                flat = i * self._samples_per_prompt + j
+                reward, reason = scores.rewards[flat], scores.reasons[flat]
+                if reward is None:
+                    name = reason or "reward_none"
+                    rejected[name] = rejected.get(name, 0) + 1
+                    continue
+                length = int(decoded.lengths[i, j])
+                trajectories.append(
+                    Trajectory(
+                        prompt_id=prompt.prompt_id,
+                        response_tokens=np.array(responses[flat], np.int32),
+                        reward=float(reward),
+                        reward_parts={},
+                        behavior_token_logprobs=np.array(
+                            decoded.token_logprobs[i, j, :length], np.float32
+                        ),
+                        reference_logprob=float(reference_logprob[i, j]),
+                        version_min=version,
+                        version_max=version,
+                        searcher=self.index,
+                        round=number,
+                        sampling_temperature=self._temperature,
+                        finish_reason="eos" if decoded.has_eos[i, j] else "length",
+                    )
+                )
+            groups.append(Group(prompt, tuple(trajectories), rejected))
+        return tuple(groups)
+
+
+def summarise_rounds(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Search metrics over the rounds merged at one sync; {} when there were none."""
+    if not summaries:
+        return {}
+    tokens = sum(s["tokens"] for s in summaries)
+    busy = sum(s["end_s"] - s["start_s"] for s in summaries)
+    out = {"search/rounds": float(len(summaries)), "search/tokens_per_s": tokens / max(busy, 1e-9)}
+    for name in ("reward_mean", "response_length_mean", "kind_share", "unique_fraction"):
+        out[f"search/{name}"] = float(np.nanmean([s[name] for s in summaries]))
+    return out

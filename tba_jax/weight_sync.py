@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Publish and fetch of versioned policy weights: the one channel from trainer to searchers.
+
+A publication is an immutable `(version, params)` pair in the rollout dtype. It is never an alias of
+train state, whose buffers the next donated train step deletes. Two transports give searchers the
+same `latest()`: in memory, and through Orbax checkpoints in the work directory. This module does
+not know what the params compute. Its invariant: a reader sees a complete version or the one before.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+
+class PublicationError(RuntimeError):
+    """Weights could not be written; the message says which and what to do."""
+
+
+class Published(NamedTuple):
+    """Weights as searchers see them: the trainer step of publication, and the params."""
+
+    version: int
+    params: Any
+
+
+class Transport(Protocol):
+    """What trainer and searchers need of a weight channel."""
+
+    def publish(self, version: int, params: Any) -> None:
+        """Make `params` the newest version; returns when the source may be donated."""
+        ...
+
+    def latest(self, searcher: int) -> Published | None:
+        """Newest complete version, on that searcher's devices; None before the first one."""
+        ...
+
+    def poll(self) -> bool:
+        """Move a newly completed version to the searchers; True when there was one."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        ...
+
+
+def make_publish_program(dtype: jnp.dtype) -> Callable[[Any], Any]:
+    """Jitted copy and cast of a params tree to the rollout dtype.
+
+    `jnp.copy` is what makes it a copy: a jitted identity returns its input buffers, which the next
+    donated train step deletes.
+    """
+    return jax.jit(lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), params))
+
+
+def check_same_tree(old: Any, new: Any) -> None:
+    """Refuse weights that the compiled searcher programs would not accept.
+
+    Raises:
+        ValueError: naming the first leaf that differs in path, shape or dtype.
+    """
+    old_leaves = {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(old)
+    }
+    new_leaves = {
+        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(new)
+    }
+    if old_leaves.keys() != new_leaves.keys():
+        names = sorted(old_leaves.keys() ^ new_leaves.keys())
+        raise ValueError(
+            f"published weights have another tree than the version before; differing: {names[:5]}"
+        )
+    for name, leaf in new_leaves.items():
+        before = old_leaves[name]
+        if (leaf.shape, leaf.dtype) != (before.shape, before.dtype):
+            raise ValueError(
+                f"published weight {name} is {leaf.shape} {leaf.dtype}, "
+                f"the version before had {before.shape} {before.dtype}"
+            )
+
+
+class MemoryTransport:
+    """Weights handed over inside one process.
+
+    Args:
+        dtype: rollout dtype.
+        shardings: one per searcher; None where trainer and searchers share devices, so that the
+            copy made by the publish program is the only one.
+    """
+
+    def __init__(self, dtype: jnp.dtype, shardings: Sequence[jax.sharding.Sharding | None]) -> None:
+        self._program = make_publish_program(dtype)
+        self._shardings = list(shardings)
+        self._lock = threading.Lock()
+        self._published: list[Published] | None = None
+
+    def publish(self, version: int, params: Any) -> None:
+        """Copy, cast, move to each searcher's devices, wait until ready, swap.
+
+        Raises:
+            ValueError: when the tree differs from the version before.
+        """
+        self.put(version, self._program(params))
+
+    def put(self, version: int, params: Any) -> None:
+        """Swap in params that already are a copy in the rollout dtype."""
+        by_sharding: dict[Any, Any] = {}
+        for sharding in self._shardings:
+            if sharding not in by_sharding:
+                by_sharding[sharding] = (
+                    params if sharding is None else jax.device_put(params, sharding)
+                )
+        # A searcher must never adopt arrays that are still being computed: its thread would wait
+        # on the device inside a round, where nobody counts the wait.
+        jax.block_until_ready(list(by_sharding.values()))
+        with self._lock:
+            if self._published is not None:
+                check_same_tree(self._published[0].params, params)
+            self._published = [Published(version, by_sharding[s]) for s in self._shardings]
+
+    def latest(self, searcher: int) -> Published | None:
+        """Newest version on that searcher's devices."""
+        with self._lock:
+            return None if self._published is None else self._published[searcher]
+
+    def poll(self) -> bool:
+        """Nothing to move: publication is complete when `publish` returns."""
+        return False
+
+    def close(self) -> None:
+        """Nothing is under way."""
+
+
+class CheckpointTransport:
+    """Weights handed over as versioned Orbax checkpoints under WORKDIR/weights.
+
+    The trainer writes `weights/<version>` asynchronously and then names it in `versions.json`, the
+    completion marker. Whoever drives `poll` (a worker thread beside asynchronous searchers, the
+    synchronous driver itself) restores the newest named version into an in-memory mailbox; searcher
+    threads never call Orbax.
+
+    Args:
+        workdir: the run's directory.
+        keep: versions kept on disk, at least 2 (one may be being read while one is written).
+        dtype, shardings: as MemoryTransport.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        *,
+        keep: int,
+        dtype: jnp.dtype,
+        shardings: Sequence[jax.sharding.Sharding | None],
+    ) -> None:
+        self._folder = epath.Path(workdir) / "weights"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._marker = epath.Path(workdir) / "versions.json"
+        self._keep = keep
+        self._program = make_publish_program(dtype)
+        self._mailbox = MemoryTransport(dtype, shardings)
+        self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
+        self._abstract: Any = None
+        self._in_flight: int | None = None
+        self._lock = threading.Lock()  # guards _in_flight: trainer publishes, poller completes
+
+    def publish(self, version: int, params: Any) -> None:
+        """Copy and cast, then write in the background; waits only for the save before this one.
+
+        Raises:
+            PublicationError: when storage refuses.
+        """
+        copied = self._program(params)
+        jax.block_until_ready(copied)
+        with self._lock:
+            self._complete()
+            if self._abstract is None:
+                self._abstract = jax.tree.map(
+                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copied
+                )
+            check_same_tree(self._abstract, copied)
+            self._guard(
+                f"publishing weights {self._folder / str(version)}",
+                lambda: self._writer.save(
+                    self._folder / str(version), args=ocp.args.StandardSave(copied), force=True
+                ),
+            )
+            self._in_flight = version
+
+    def _complete(self) -> None:
+        """Wait for the save under way, then mark it complete and drop old versions."""
+        if self._in_flight is None:
+            return
+        self._guard(
+            f"publishing weights {self._folder / str(self._in_flight)}",
+            self._writer.wait_until_finished,
+        )
+        versions = [v for v in self._marked() if v != self._in_flight] + [self._in_flight]
+        versions, old = versions[-self._keep :], versions[: -self._keep]
+        temporary = self._marker.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"versions": versions, "time": time.time()}))
+        temporary.replace(self._marker)
+        for version in old:
+            (self._folder / str(version)).rmtree(missing_ok=True)
+        self._in_flight = None
+
+    def _marked(self) -> list[int]:
+        if not self._marker.exists():
+            return []
+        return list(json.loads(self._marker.read_text())["versions"])
+
+    def _guard(self, what: str, action: Callable[[], Any]) -> None:
+        try:
+            action()
+        except (OSError, ValueError, RuntimeError) as error:
+            raise PublicationError(
+                f"{what} failed: {type(error).__name__}: {str(error)[:300]}. Make room or fix the "
+                "storage, then run the same command again"
+            ) from error
+
+    def poll(self) -> bool:
+        """Complete the save under way and restore it for the searchers."""
+        with self._lock:
+            version = self._in_flight
+            if version is None:
+                return False
+            self._complete()
+        # Outside the lock: the trainer may publish meanwhile; `keep` >= 2 protects this version.
+        params = self._reader.restore(
+            self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
+        )
+        self._mailbox.put(version, params)
+        return True
+
+    def latest(self, searcher: int) -> Published | None:
+        """Newest restored version on that searcher's devices."""
+        return self._mailbox.latest(searcher)
+
+    def close(self) -> None:
+        """Wait for the save under way and release Orbax's threads."""
+        with self._lock:
+            self._complete()
+            self._writer.close()
+            self._reader.close()

@@ -1,0 +1,580 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wiring: a validated config becomes the parts of a run, connected and not yet moving.
+
+The only module that knows every part and the whole config; sections of the config end here, as
+keyword arguments. It starts no thread except the reward processes' own. Its invariant: what
+`host_state` saves, `restore` puts back.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tba_jax import sharding
+from tba_jax.checkpointing import Checkpoints
+from tba_jax.config import Config, default_config, validate_devices
+from tba_jax.data import PromptStream, eval_prompts
+from tba_jax.decoding.engine import Decoder
+from tba_jax.evaluation import Evaluation, Evaluator
+from tba_jax.logprobs import response_mask, token_logprobs
+from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
+from tba_jax.models import families, hf_weights
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.outbox import Outbox
+from tba_jax.replay_buffer import ReplayBuffer
+from tba_jax.rewards.pool import RewardPool
+from tba_jax.searcher import Searcher
+from tba_jax.tasks import Task, get_task
+from tba_jax.tokenizer import Tokenizer
+from tba_jax.trainer import (
+    StepSettings,
+    Trainer,
+    TrainState,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+    make_train_step,
+)
+from tba_jax.trajectory import Batch, length_buckets
+from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, Transport
+
+START_MODEL = Path(__file__).parent / "assets" / "start_model"
+
+
+def model_path(config: Config) -> str:
+    """The configured model, or the embedded start model."""
+    return config.model.path or str(START_MODEL)
+
+
+@dataclasses.dataclass
+class Run:
+    """The parts of one run, and the counters that belong to none of them.
+
+    Attributes:
+        clock: seconds of running time, accumulated over resumes.
+        before: the first evaluation with its sample texts, None until it is done.
+        after: the newest one.
+        last_eval_step: step of the newest finished evaluation, -1 before the first.
+    """
+
+    config: Config
+    workdir: Path
+    task: Task
+    trainer: Trainer
+    searchers: list[Searcher]
+    streams: list[PromptStream]
+    outboxes: list[Outbox]
+    buffer: ReplayBuffer
+    transport: Transport
+    rewards: RewardPool
+    evaluator: Evaluator
+    decoder: Decoder
+    checkpoints: Checkpoints
+    metrics: MultiWriter
+    progress: ProgressDisplay
+    schedule_log: JsonlWriter
+    metrics_log: JsonlWriter
+    clock: "RunClock"
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+    last_eval_step: int = -1
+    last_saved_step: int = -1
+    time_to_first_step_s: float | None = None
+    searcher_idle_s: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def host_state(self) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
+        """Everything that is not train state, copied, for one atomic checkpoint."""
+        state: dict[str, tuple[Mapping[str, np.ndarray], Any]] = {
+            "buffer": self.buffer.snapshot(),
+            "run": (
+                {},
+                {
+                    "elapsed_s": self.clock(),
+                    "before": self.before,
+                    "after": self.after,
+                    "last_eval_step": self.last_eval_step,
+                    "time_to_first_step_s": self.time_to_first_step_s,
+                    "wait_s": self.trainer.wait_s,
+                    "sync_s": self.trainer.sync_s,
+                    "trained_tokens": self.trainer.trained_tokens,
+                    "staleness_counts": sorted(self.trainer.staleness_counts.items()),
+                    "decoded_tokens": [s.decoded_tokens for s in self.searchers],
+                    "searcher_idle_s": sorted(self.searcher_idle_s.items()),
+                },
+            ),
+        }
+        for i, outbox in enumerate(self.outboxes):
+            state[f"outbox_{i}"] = outbox.snapshot()
+        return state
+
+    def restore(self, state: Mapping[str, tuple[Mapping[str, np.ndarray], Any]]) -> None:
+        """Put back what `host_state` saved; the train state is the trainer's constructor's."""
+        self.buffer.restore(*state["buffer"])
+        for i, (outbox, stream) in enumerate(zip(self.outboxes, self.streams, strict=True)):
+            outbox.restore(*state[f"outbox_{i}"])
+            _, prompt_state = outbox.committed
+            if prompt_state is not None:
+                stream.set_state(prompt_state)
+        _, run = state["run"]
+        self.clock.add(run["elapsed_s"])
+        self.before, self.after = run["before"], run["after"]
+        self.last_eval_step = run["last_eval_step"]
+        self.last_saved_step = self.trainer.step_index
+        self.time_to_first_step_s = run["time_to_first_step_s"]
+        self.trainer.wait_s = run["wait_s"]
+        self.trainer.sync_s = list(run["sync_s"])
+        self.trainer.trained_tokens = run["trained_tokens"]
+        self.trainer.staleness_counts = {int(k): int(v) for k, v in run["staleness_counts"]}
+        self.searcher_idle_s = {int(k): float(v) for k, v in run["searcher_idle_s"]}
+        for searcher, count in zip(self.searchers, run["decoded_tokens"], strict=True):
+            searcher.decoded_tokens = count
+
+    def save(self) -> None:
+        """Start an asynchronous checkpoint at the trainer's step, unless it has one."""
+        step = self.trainer.step_index
+        if step == self.last_saved_step:
+            return
+        # A copy: the save reads in the background what the next donated step overwrites.
+        state = jax.tree.map(jnp.copy, self.trainer.state)
+        self.checkpoints.save(step, state, self.host_state())
+        self.last_saved_step = step
+
+    def record_evaluation(self, step: int, evaluation: Evaluation, start_s: float) -> None:
+        """Log one evaluation and keep what the report compares."""
+        end = self.clock()
+        values = evaluation.metrics()
+        self.schedule_log.append(
+            {"event": "eval", "step": step, "version": step, "start_s": start_s, "end_s": end}
+        )
+        self.metrics.write(
+            step,
+            {"time_s": end, **{f"eval/{k}": v for k, v in values.items()}, "eval/version": step},
+        )
+        shown = self.config.eval.num_report_samples
+        record = {
+            **values,
+            "step": step,
+            "texts": evaluation.texts[:shown],
+            "rewards": evaluation.rewards[:shown],
+        }
+        if self.before is None:
+            self.before = record
+        self.after = record
+        self.last_eval_step = step
+
+    def abort(self) -> None:
+        """Release what would outlive a failure; waits for no storage, which may be what failed."""
+        self.rewards.close()
+        self.progress.close()
+        self.metrics.close()
+        self.schedule_log.close()
+
+    def close(self) -> None:
+        """Release processes, threads and files; complete what is being written."""
+        self.rewards.close()
+        self.transport.close()
+        self.checkpoints.close()
+        self.progress.close()
+        self.metrics.close()
+        self.schedule_log.close()
+
+
+class RunClock:
+    """Seconds of running time; resumes add what earlier processes spent."""
+
+    def __init__(self, now: Callable[[], float], start: float) -> None:
+        self._now = now
+        self._start = start
+
+    def __call__(self) -> float:
+        """Seconds since the run began, without the pauses between processes."""
+        return self._now() - self._start
+
+    def add(self, seconds: float) -> None:
+        """Count time an earlier process spent."""
+        self._start -= seconds
+
+
+def _score_reference(
+    params: Any,
+    tokens: Array,
+    prompt_lengths: Array,
+    response_lengths: Array,
+    *,
+    response_bucket: int,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: str,
+    chunk_tokens: int,
+    eos_ids: tuple[int, ...],
+    mask_eos: bool,
+) -> Array:
+    token_values = token_logprobs(
+        params,
+        tokens,
+        prompt_lengths,
+        response_lengths,
+        response_bucket=response_bucket,
+        config=config,
+        temperature=temperature,
+        compute_dtype=jnp.dtype(compute_dtype),
+        chunk_tokens=chunk_tokens,
+    )
+    mask = response_mask(
+        tokens[..., -response_bucket:], response_lengths, eos_ids=eos_ids, mask_eos=mask_eos
+    )
+    return jnp.sum(token_values * mask, axis=-1)
+
+
+class _Reference:
+    """Reference scorer on one searcher device; the jitted program is shared between searchers."""
+
+    def __init__(self, program: Callable[..., Array], params: Any) -> None:
+        self._program = program
+        self._params = params
+
+    def __call__(
+        self,
+        tokens: np.ndarray,
+        prompt_lengths: np.ndarray,
+        response_lengths: np.ndarray,
+        response_bucket: int,
+    ) -> Array:
+        return self._program(
+            self._params,
+            tokens,
+            prompt_lengths,
+            response_lengths,
+            response_bucket=response_bucket,
+        )
+
+
+def _step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
+    return StepSettings(
+        objective=config.objective.name,
+        scale=config.objective.scale,
+        beta=config.objective.beta,
+        beta_schedule=config.objective.beta_schedule,
+        beta_final=config.objective.beta_final,
+        beta_steps=config.objective.beta_steps,
+        beta_jump_step=config.objective.beta_jump_step,
+        mask_eos=config.objective.mask_eos,
+        eos_ids=eos_ids,
+        temperature=config.search.sampling_temperature,
+        reference_reset_period=config.reference.reset_period,
+        compute_dtype=config.model.compute_dtype,
+        logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+    )
+
+
+def make_optimizer_from(config: Config) -> tuple[Any, Any]:
+    """(optax transformation, learning-rate schedule) of a config."""
+    o = config.optimizer
+    schedule = learning_rate_schedule(
+        schedule=o.schedule,
+        learning_rate=o.learning_rate,
+        warmup_steps=o.warmup_steps,
+        stable_steps=o.stable_steps,
+        decay_steps=o.decay_steps,
+        num_steps=config.num_steps,
+    )
+    optimizer = make_optimizer(
+        schedule,
+        b1=o.b1,
+        b2=o.b2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
+    )
+    return optimizer, schedule
+
+
+def abstract_state(
+    config: Config, model_config: TransformerConfig, state_sharding: Any
+) -> TrainState:
+    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into."""
+    optimizer, _ = make_optimizer_from(config)
+    keep_reference = config.reference.placement == "trainer"
+    params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
+    shapes = jax.eval_shape(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+    )
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding), shapes
+    )
+
+
+def build(
+    config: Config,
+    workdir: str | os.PathLike[str],
+    *,
+    clock: RunClock,
+    progress: ProgressDisplay,
+    extra_writers: Sequence[Any] = (),
+) -> Run:
+    """Make every part and restore the newest checkpoint of the work directory, if there is one.
+
+    Args:
+        config: validated.
+        workdir: exists.
+        clock: started when the process did.
+        progress: the display that phases are announced on.
+        extra_writers: more metric sinks.
+
+    Raises:
+        ConfigError: the devices do not fit the placement.
+        ValueError: model folder, data or reward function are not usable; says which and why.
+        CheckpointError: the newest checkpoint is not readable.
+    """
+    folder = Path(workdir)
+    devices = jax.local_devices()
+    validate_devices(config, len(devices))
+    placement = sharding.place(
+        config.placement,
+        devices,
+        num_trainer_devices=config.num_trainer_devices,
+        num_searchers=config.num_searchers,
+    )
+    task = get_task(config.task.name, config.task.data_path)
+    rewards = RewardPool(
+        config.task.reward or task.reward,
+        num_workers=config.reward.num_workers,
+        timeout_s=config.reward.timeout_s,
+        max_failure_rate=config.reward.max_failure_rate,
+    )
+    progress.phase("loading the model")
+    tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
+    param_dtype = jnp.dtype(config.model.param_dtype)
+    model_config, params, _ = hf_weights.load(model_path(config), param_dtype=param_dtype)
+    prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
+    response_buckets = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)
+    longest = config.task.max_prompt_tokens + max(
+        config.search.max_new_tokens, config.eval.max_new_tokens
+    )
+    if longest > model_config.max_positions:
+        raise ValueError(
+            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
+            f"was made for {model_config.max_positions}; lower config.task.max_prompt_tokens or "
+            "config.search.max_new_tokens and config.eval.max_new_tokens"
+        )
+
+    reference_program = jax.jit(
+        functools.partial(
+            _score_reference,
+            config=model_config,
+            temperature=config.search.sampling_temperature,
+            compute_dtype=config.model.compute_dtype,
+            chunk_tokens=config.batch.logprob_chunk_tokens,
+            eos_ids=tokenizer.eos_ids,
+            mask_eos=config.objective.mask_eos,
+        ),
+        static_argnames=("response_bucket",),
+    )
+    references: dict[Any, _Reference] = {}
+    if config.reference.placement == "searcher":
+        for device in placement.searcher_devices:
+            if device not in references:
+                where = jax.sharding.SingleDeviceSharding(device)
+                references[device] = _Reference(reference_program, sharding.copy_to(params, where))
+
+    optimizer, schedule = make_optimizer_from(config)
+    checkpoints = Checkpoints(str(folder / "checkpoints"), keep=config.checkpoint.keep)
+    host_state = None
+    if checkpoints.latest_step() is None:
+        state = init_state(
+            sharding.copy_to(params, placement.replicated_sharding),
+            optimizer,
+            keep_reference=config.reference.placement == "trainer",
+        )
+        state = jax.device_put(state, placement.replicated_sharding)
+    else:
+        progress.phase("restoring the newest checkpoint")
+        target = abstract_state(config, model_config, placement.replicated_sharding)
+        _, state, host_state = checkpoints.restore(target)
+        state = TrainState(*state) if not isinstance(state, TrainState) else state
+    del params
+
+    rollout_dtype = jnp.dtype(config.model.rollout_dtype)
+    shardings = placement.publication_shardings()
+    transport: Transport
+    if config.sync.transport == "memory":
+        transport = MemoryTransport(rollout_dtype, shardings)
+    else:
+        transport = CheckpointTransport(
+            str(folder), keep=config.sync.keep, dtype=rollout_dtype, shardings=shardings
+        )
+    outboxes = [Outbox(config.search.outbox_bytes) for _ in range(config.num_searchers)]
+    buffer = ReplayBuffer(**config.replay, seed=config.seed)
+    schedule_log = JsonlWriter(folder / "schedule.jsonl")
+    metrics_log = JsonlWriter(folder / "metrics.jsonl")
+    decoder = Decoder(
+        model_config,
+        compute_dtype=rollout_dtype,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=prompt_buckets,
+    )
+    streams = [
+        PromptStream(
+            task,
+            tokenizer,
+            searcher=i,
+            num_searchers=config.num_searchers,
+            ownership=config.search.ownership,
+            seed=config.seed,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+        )
+        for i in range(config.num_searchers)
+    ]
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    root_key = jax.random.key(config.seed)
+    searchers = [
+        Searcher(
+            index=i,
+            stream=streams[i],
+            decoder=decoder,
+            transport=transport,
+            outbox=outboxes[i],
+            rewards=rewards,
+            reference=references.get(placement.searcher_devices[i]),
+            decode_text=tokenizer.batch_decode,
+            response_kind=task.response_kind,
+            first_kind=first_kind,
+            key=root_key,
+            prompts_per_round=config.search.prompts_per_round,
+            samples_per_prompt=config.search.samples_per_prompt,
+            max_new_tokens=config.search.max_new_tokens,
+            temperature=config.search.sampling_temperature,
+            prompt_buckets=prompt_buckets,
+            response_buckets=response_buckets,
+            pad_id=tokenizer.pad_id,
+            clock=clock,
+        )
+        for i in range(config.num_searchers)
+    ]
+    evaluator = Evaluator(
+        prompts=eval_prompts(
+            task, tokenizer, config.task.num_eval_prompts, config.task.max_prompt_tokens
+        ),
+        decoder=decoder,
+        rewards=rewards,
+        decode_text=tokenizer.batch_decode,
+        response_kind=task.response_kind,
+        first_kind=first_kind,
+        max_new_tokens=config.eval.max_new_tokens,
+        batch_prompts=config.eval.batch_prompts,
+    )
+
+    def place_batch(batch: Batch) -> Batch:
+        return jax.device_put(batch, placement.batch_sharding)
+
+    trainer = Trainer(
+        state=state,
+        train_step=make_train_step(
+            model_config, optimizer, schedule, _step_settings(config, tokenizer.eos_ids)
+        ),
+        buffer=buffer,
+        outboxes=outboxes,
+        transport=transport,
+        num_prompts=config.batch.num_prompts,
+        group_size=config.objective.group_size,
+        prompt_buckets=prompt_buckets,
+        response_buckets=response_buckets,
+        pad_id=tokenizer.pad_id,
+        place_batch=place_batch,
+        log_event=schedule_log.append,
+        clock=clock,
+    )
+    run = Run(
+        config=config,
+        workdir=folder,
+        task=task,
+        trainer=trainer,
+        searchers=searchers,
+        streams=streams,
+        outboxes=outboxes,
+        buffer=buffer,
+        transport=transport,
+        rewards=rewards,
+        evaluator=evaluator,
+        decoder=decoder,
+        checkpoints=checkpoints,
+        metrics=MultiWriter([metrics_log, progress, *extra_writers]),
+        progress=progress,
+        schedule_log=schedule_log,
+        metrics_log=metrics_log,
+        clock=clock,
+    )
+    if host_state is not None:
+        run.restore(host_state)
+    _forget_after(run, trainer.step_index)
+    return run
+
+
+def _forget_after(run: Run, step: int) -> None:
+    """Drop log lines of work that was done after the restored checkpoint and is now redone.
+
+    A metrics line of step n was written after update n; schedule events carry the number of
+    updates done when they began.
+    """
+
+    def is_kept_metric(record: Mapping[str, Any]) -> bool:
+        if "eval/pass_at_1" in record:
+            return record["step"] <= run.last_eval_step
+        return record["step"] <= step
+
+    def is_kept_event(record: Mapping[str, Any]) -> bool:
+        if record["event"] == "eval":
+            return record["step"] <= run.last_eval_step
+        return record.get("merge_step", record.get("step", 0)) < step
+
+    run.metrics_log.keep(is_kept_metric)
+    run.schedule_log.keep(is_kept_event)
+
+
+def load_run_config(workdir: str) -> Config:
+    """The config a run was made with.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    path = Path(workdir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
+    config = default_config()
+    for field, value in json.loads(path.read_text())["config"].items():
+        value = float("inf") if value == "inf" else value
+        *sections, name = field.split(".")
+        section = config
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    return config
+
+
+def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
+    """Policy of the newest checkpoint of a run.
+
+    Returns:
+        step, model config, params, the source model's config.json, the source model's folder.
+
+    Raises:
+        ValueError: no run there. CheckpointError: no readable checkpoint.
+    """
+    config = load_run_config(workdir)
+    folder = hf_weights.resolve(model_path(config))
+    hf_config = hf_weights.load_config(folder)
+    model_config = families.transformer_config(hf_config)
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
+    step, state, _ = checkpoints.restore(abstract_state(config, model_config, where))
+    return step, model_config, state.params, hf_config, str(folder)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main command on the embedded start model, shrunk to seconds, in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SMALL = (
+    "num_steps=8",
+    "batch.num_prompts=4",
+    "search.prompts_per_round=4",
+    "task.num_eval_prompts=16",
+    "eval.batch_prompts=16",
+    "eval.period=4",
+    "checkpoint.period=4",
+)
+SYNC = ("driver=sync", "replay.pace=off")
+
+
+def command(workdir, *overrides, config="configs/math.py"):
+    """argv of a small run."""
+    return [
+        sys.executable,
+        "-m",
+        "tba_jax.main",
+        f"--config={ROOT / config}",
+        f"--workdir={workdir}",
+        *(f"--config.{override}" for override in (*SMALL, *overrides)),
+    ]
+
+
+def environment(cache):
+    """Environment with a compilation cache that the runs of a test share."""
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+
+
+def run(workdir, *overrides, cache, timeout=150, cwd=None, **kwargs):
+    """Run to the end; returns the completed process."""
+    return subprocess.run(
+        command(workdir, *overrides, **kwargs),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(cache),
+        cwd=cwd or ROOT,
+    )
+
+
+def start(workdir, *overrides, cache, **kwargs):
+    """Start without waiting."""
+    return subprocess.Popen(
+        command(workdir, *overrides, **kwargs),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cache),
+        cwd=ROOT,
+    )
+
+
+def lines(path):
+    """Complete JSON lines of a file, [] when it is not there yet."""
+    if not Path(path).exists():
+        return []
+    text = Path(path).read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def losses(workdir):
+    """step -> loss of every training line."""
+    return {
+        record["step"]: record["train/loss"]
+        for record in lines(Path(workdir) / "metrics.jsonl")
+        if "train/loss" in record
+    }
+
+
+def wait_for(condition, *, process, timeout=120.0):
+    """Poll until `condition()`; fails when the process ends or the time is over."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The asynchronous driver: real threads, both transports, interruption and resume."""
+
+import json
+import signal
+
+import pytest
+from commands import lines, losses, run, start, wait_for
+
+
+def balance(ledger):
+    evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
+    rejected = sum(ledger["rejected"].values())
+    return ledger["outbox"] + ledger["stored"] + evicted + ledger["duplicate"] + rejected
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("num_searchers=2", "sync_period=2"),
+        ("sync.transport=checkpoint", "num_cpu_devices=2", "placement=split"),
+    ],
+    ids=["memory-2-searchers", "checkpoint-split"],
+)
+def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
+    workdir = tmp_path / "run"
+    done = run(workdir, *overrides, cache=cache)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((workdir / "report.json").read_text())
+    assert sorted(losses(workdir)) == list(range(1, 9))
+    assert balance(report["ledger"]) == report["ledger"]["generated"] > 0
+    events = lines(workdir / "schedule.jsonl")
+    rounds = [e for e in events if e["event"] == "round"]
+    # Rounds are committed in order, without gaps, per searcher.
+    for searcher in {e["searcher"] for e in rounds}:
+        numbers = [e["round"] for e in rounds if e["searcher"] == searcher]
+        assert numbers == list(range(len(numbers)))
+    # A round never carries a version that was not published before it was merged.
+    published = {e["version"] for e in events if e["event"] == "sync"}
+    assert {e["version"] for e in rounds} <= published
+    assert all(e["version"] <= e["merge_step"] for e in rounds)
+    if "sync.transport=checkpoint" in overrides:
+        versions = json.loads((workdir / "versions.json").read_text())["versions"]
+        assert versions[-1] == 8 and len(versions) == 2
+        assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_path):
+    workdir = tmp_path / "run"
+    overrides = ("num_steps=300", "checkpoint.period=0", "eval.period=0")
+    process = start(workdir, *overrides, cache=cache)
+    wait_for(lambda: len(losses(workdir)) >= 3, process=process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, err
+    assert f"Stopped by {number.name}" in out and "Run the same command again" in out
+    stopped_at = json.loads((workdir / "report.json").read_text())["steps"]
+    assert stopped_at >= 3
+    process = start(workdir, *overrides, cache=cache)
+    wait_for(lambda: max(losses(workdir), default=0) > stopped_at, process=process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert f"resumed {workdir} at step {stopped_at} of 300" in out, err
+    report = json.loads((workdir / "report.json").read_text())
+    assert balance(report["ledger"]) == report["ledger"]["generated"]
+    assert sorted(losses(workdir)) == list(range(1, report["steps"] + 1))

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schema, validation and presets: every mistake is one clear line before anything is written."""
+
+import ast
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tba_jax import config as config_lib
+from tba_jax.config import ConfigError, default_config, validate, validate_devices
+
+ROOT = Path(__file__).parents[1]
+CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
+PRESETS = [
+    (path, preset) for path in CONFIG_FILES for preset in runpy.run_path(str(path))["PRESETS"]
+]
+
+
+def load(path, preset):
+    return runpy.run_path(str(path))["get_config"](preset)
+
+
+@pytest.mark.parametrize(("path", "preset"), PRESETS, ids=lambda x: getattr(x, "stem", x))
+def test_every_preset_validates_and_names_itself(path, preset):
+    config = load(path, preset)
+    validate(config)
+    assert config.name == f"{path.stem}/{preset}"
+
+
+def test_default_presets_run_offline_on_one_device():
+    for path in CONFIG_FILES:
+        config = runpy.run_path(str(path))["get_config"]()
+        assert config.model.path == "" and config.task.data_path == ""
+        validate_devices(config, config.num_cpu_devices)
+
+
+def test_gsm8k_is_the_papers_figure_1_run():
+    config = load(ROOT / "configs" / "math.py", "gsm8k")
+    # paper.md 3.1, column "Figure-1 run": 700 x 140 = 98,000 responses
+    assert config.num_steps * config.batch.num_prompts * config.objective.group_size == 98_000
+    assert (config.objective.group_size, config.search.samples_per_prompt) == (20, 24)
+    assert (config.objective.beta, config.objective.beta_final) == (0.014, 0.004)
+    assert (config.replay.recency_prob, config.sync_period, config.num_searchers) == (0.95, 2, 3)
+    assert (config.model.param_dtype, config.optimizer.clip_norm) == ("bfloat16", 0.0)
+
+
+def test_every_field_has_a_comment():
+    source = (ROOT / "tba_jax" / "config.py").read_text()
+    start = source.index("def default_config")
+    body = source[start : source.index("config.lock()")]
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(body).readline)
+        if token.type == tokenize.COMMENT
+    }
+    fields = [
+        number
+        for number, line in enumerate(body.splitlines(), 1)
+        if line.strip().startswith("config.") and "ConfigDict()" not in line
+    ]
+    assert len(fields) == len(config_lib.flatten(default_config()))
+    assert [n for n in fields if n not in comments] == []
+
+
+def test_no_field_is_dead():
+    """Each field's name is read somewhere outside config.py, as attribute or keyword."""
+    used = set()
+    for path in (ROOT / "tba_jax").rglob("*.py"):
+        if path.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.arg):
+                used.add(node.arg)
+    leaves = {field.split(".")[-1] for field in config_lib.flatten(default_config())}
+    assert leaves - used == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"driver": "both"}, "config.driver = 'both': must be one of async, sync"),
+        ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
+        ({"objective.beta": 0.0}, "config.objective.beta = 0.0: must be positive"),
+        ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
+        ({"objective.group_size": 32}, "S must be at least K"),
+        (
+            {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
+            "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",
+        ),
+        ({"search.exact_lag": 2}, "search.exact_lag = 2: an exact lag exists only in the sync"),
+        ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
+        ({"replay.max_staleness": 2}, "Set --config.replay.pace=trainer"),
+        (
+            {"replay.max_staleness": 1, "replay.pace": "trainer", "sync_period": 4},
+            "wait for ever",
+        ),
+        ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
+        ({"driver": "sync", "replay.pace": "trainer"}, "has nobody to wait for"),
+        ({"objective.beta_final": 0.1, "objective.beta_steps": 5}, "a constant beta does not move"),
+        ({"objective.beta_schedule": "linear"}, "objective.beta_steps = 0"),
+        ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
+        ({"task.data_path": "/no/such/folder"}, "is not a folder"),
+        ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message) as info:
+        validate(config)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "message"),
+    [
+        ({"placement": "split"}, 1, "needs a device for searchers, and this process sees 1"),
+        (
+            {"placement": "split", "num_searchers": 4},
+            4,
+            "num_searchers = 4: placement=split leaves 3 devices",
+        ),
+        ({"num_trainer_devices": 3}, 2, "this process sees 2 devices"),
+        ({"num_trainer_devices": 3}, 3, "must divide by the 3 trainer devices"),
+    ],
+)
+def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    validate(config)
+    with pytest.raises(ConfigError, match=message):
+        validate_devices(config, num_devices)
+
+
+def test_difference_ignores_what_a_resume_may_change():
+    old = config_lib.flatten(default_config())
+    new = {**old, "log.period": 5, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
+    assert config_lib.difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
+
+
+def run_main(*arguments, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=configs/math.py:nope"], "no preset 'nope'; it has arithmetic, gsm8k, math"),
+        (["--config=configs/none.py"], "no config file 'configs/none.py'"),
+        (
+            ["--config=configs/math.py", "--config.search.max_tokens=4"],
+            "no field 'search.max_tokens'; did you mean search.max_new_tokens",
+        ),
+        (["--config=configs/math.py", "--config.num_steps=1e3"], "--config.num_steps=1e3"),
+        (["--config=configs/math.py", "--config.objective.group_size=200"], "S must be at least K"),
+        (["--config=configs/math.py", "stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_command_line_mistakes_are_one_line_and_write_nothing(arguments, message, tmp_path):
+    done = run_main(*arguments, f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
+    done = run_main(
+        f"--config={ROOT / 'configs' / 'math.py'}:gsm8k",
+        "--config.objective.beta=0.02",
+        "--dry_run",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 20)
+    assert list(tmp_path.iterdir()) == []
