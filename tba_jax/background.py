@@ -106,6 +106,10 @@ class Worker:
         """Whether the thread runs."""
         return self._thread.is_alive()
 
+    def join(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` and raise nothing: for a run that has failed already."""
+        self._thread.join(timeout_s)
+
     def close(self, timeout_s: float = 60.0) -> None:
         """Set stop, wait for the thread, then re-raise the first failure of the run.
 

@@ -9,9 +9,14 @@ complete or invisible, and that nothing on disk is pickled.
 """
 
 import asyncio
+import contextlib
 import dataclasses
+import gc
 import io
 import json
+import logging as std_logging
+import sys
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -44,6 +49,30 @@ _READ_ERRORS = (
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which and what to do."""
+
+
+def _has_no_traceback(record: std_logging.LogRecord) -> bool:
+    return not record.exc_info
+
+
+def _print_unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
+    if not str(unraisable.exc_value).startswith(
+        ("Event loop is closed", "Encountered error while")
+    ):
+        sys.__unraisablehook__(unraisable)
+
+
+def _tell_failures_once() -> None:
+    """Keep Orbax from burying the message that says what to do.
+
+    It logs one failure up to five times with all its frames, and after the first damaged array the
+    reads of the others end in an event loop that is gone. All of it also reaches the caller as one
+    exception. Doing this again has no effect.
+    """
+    for logger in (logging.get_absl_logger(), std_logging.getLogger("asyncio")):
+        logger.addFilter(_has_no_traceback)
+    if sys.unraisablehook is sys.__unraisablehook__:
+        sys.unraisablehook = _print_unless_late
 
 
 def pack_host_state(state: HostState) -> bytes:
@@ -139,6 +168,8 @@ class Checkpoints:
 
     def __init__(self, folder: str | epath.Path, *, keep: int = 1, read_only: bool = False) -> None:
         self._folder = epath.Path(folder)
+        self._saving: int | None = None
+        _tell_failures_once()
         if read_only:
             # Orbax warns about what read-only was asked for.
             logging.set_verbosity(logging.ERROR)
@@ -167,8 +198,9 @@ class Checkpoints:
         Raises:
             CheckpointError: when this save, or the one before it, failed.
         """
+        self.wait()  # Orbax would, too, but then its failure would carry this step's number
+        self._saving = step
         self._guard(
-            f"writing checkpoint {self._folder / str(step)}",
             lambda: self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -181,22 +213,40 @@ class Checkpoints:
 
     def check(self) -> None:
         """Raise the error of a background save, if there is one."""
-        self._guard(f"writing a checkpoint in {self._folder}", self._manager.check_for_errors)
+        self._guard(self._manager.check_for_errors)
 
     def wait(self) -> None:
         """Block until the save under way is complete."""
-        self._guard(f"writing a checkpoint in {self._folder}", self._manager.wait_until_finished)
+        self._guard(self._manager.wait_until_finished)
 
-    def _guard(self, what: str, action: Callable[[], Any]) -> None:
+    def abandon(self, timeout_s: float) -> None:
+        """Let the save under way complete if it can in `timeout_s`; for a run that failed.
+
+        Nothing is raised: that run has its failure, and a save that does not complete stays
+        invisible.
+        """
+
+        def finish() -> None:
+            with contextlib.suppress(CheckpointError):
+                self.wait()
+
+        thread = threading.Thread(target=finish, name="last-save", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+
+    def _guard(self, action: Callable[[], Any]) -> None:
         # Orbax reports storage trouble as OSError, ValueError (TensorStore) or RuntimeError.
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            complete = self._manager.all_steps()
+            complete = list(self._manager.all_steps())
+            # Orbax counts a save as done when it begins.
+            complete = [step for step in complete if step != self._saving]
+            where = self._folder / str(self._saving) if self._saving is not None else self._folder
             raise CheckpointError(
-                f"{what} failed: {type(error).__name__}: {_first_line(error)}. "
-                f"Complete checkpoints kept: {list(complete) or 'none'}. Make room or fix the "
-                "storage, then run the same command again to continue from the newest one"
+                f"writing checkpoint {where} failed: {type(error).__name__}: {_brief(error)}. "
+                f"Complete checkpoints kept: {complete or 'none'}. Make room or fix the storage, "
+                "then run the same command again to continue from the newest one"
             ) from error
 
     def restore(
@@ -215,16 +265,13 @@ class Checkpoints:
             CheckpointError: no checkpoint, or an unreadable one; it is left as it is.
         """
         step = self._resolve(step)
-        try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    train_state=ocp.args.StandardRestore(abstract_state),
-                    host_state=HostStateRestore(),
-                ),
-            )
-        except _READ_ERRORS as error:
-            raise self._unreadable(step, error) from error
+        restored = self._read(
+            step,
+            ocp.args.Composite(
+                train_state=ocp.args.StandardRestore(abstract_state),
+                host_state=HostStateRestore(),
+            ),
+        )
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_state(
@@ -232,13 +279,24 @@ class Checkpoints:
     ) -> tuple[int, dict[str, tuple[dict[str, np.ndarray], Any]]]:
         """Only the host state of this process: what the inspection commands need."""
         step = self._resolve(step)
-        try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(host_state=HostStateRestore())
-            )
-        except _READ_ERRORS as error:
-            raise self._unreadable(step, error) from error
+        restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
         return step, restored["host_state"]
+
+    def _read(self, step: int, args: ocp.args.Composite) -> Any:
+        try:
+            return self._manager.restore(step, args=args)
+        except Exception as error:
+            # A damaged array arrives as a bare Exception, caused by what TensorStore found (or by
+            # the cancellation that another damaged array led to).
+            is_array = type(error) is Exception
+            if not is_array and not isinstance(error, _READ_ERRORS):
+                raise
+            cause = error.__cause__ if is_array else None
+            unreadable = self._unreadable(step, cause or error)
+        # Its frames hold the unfinished reads, which complain when they are dropped: not at the end
+        # of the process, below the message.
+        gc.collect()
+        raise unreadable
 
     def _resolve(self, step: int | None) -> int:
         step = self.latest_step() if step is None else step
@@ -248,7 +306,7 @@ class Checkpoints:
             )
         return step
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+    def _unreadable(self, step: int, error: BaseException) -> CheckpointError:
         older = [s for s in self._manager.all_steps() if s < step]
         way_out = (
             f"Move that folder away to continue from checkpoint {max(older)}"
@@ -257,7 +315,7 @@ class Checkpoints:
         )
         return CheckpointError(
             f"checkpoint {self._folder / str(step)} cannot be read: {type(error).__name__}: "
-            f"{_first_line(error)}. {way_out}"
+            f"{_brief(error)}. {way_out}"
         )
 
     def close(self) -> None:
@@ -266,9 +324,12 @@ class Checkpoints:
         self._manager.close()
 
 
-def _first_line(error: BaseException) -> str:
+def _brief(error: BaseException) -> str:
+    """First line of an error's text; the middle of a long one is left out, as the end has why."""
     lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "(no message)"
+    if not lines:
+        return "(no message)"
+    return lines[0] if len(lines[0]) <= 400 else f"{lines[0][:150]} ... {lines[0][-240:]}"
 
 
 def load_host_state(workdir: str) -> tuple[int, dict[str, tuple[dict[str, np.ndarray], Any]]]:

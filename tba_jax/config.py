@@ -20,6 +20,7 @@ Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
 TASKS = ("arithmetic", "gsm8k", "math")
+LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
 LOSS_SCALES = ("advantage", "paper")
 BETA_SCHEDULES = ("constant", "linear", "linear_then_jump")
@@ -27,7 +28,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 PACES = ("off", "trainer")
 EVICTIONS = ("oldest", "lowest_reward")
 OWNERSHIPS = ("by_prompt", "any")
-PLACEMENTS = ("shared", "split")
+PLACEMENTS = ("auto", "shared", "split")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
@@ -46,7 +47,7 @@ def default_config() -> Config:
     config.num_steps = 100  # optimiser steps of the run
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
     config.num_searchers = 1  # searchers (threads of the asynchronous driver)
-    config.placement = "shared"  # shared: one device set; split: trainer and searchers apart
+    config.placement = "auto"  # shared: one device set; split: apart; auto: split where they fit
     config.num_trainer_devices = 1  # devices of the trainer's mesh; split: the rest search
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
 
@@ -54,13 +55,15 @@ def default_config() -> Config:
     config.task.name = "arithmetic"  # one of TASKS
     config.task.data_path = ""  # folder with train.jsonl and test.jsonl; empty: the task's source
     config.task.reward = ""  # package.module:function; empty: the task's own reward
-    config.task.max_prompt_tokens = 32  # longer prompts are refused with their row
+    config.task.max_prompt_tokens = 32  # what happens to longer prompts: task.long_prompts
+    config.task.long_prompts = "refuse"  # refuse: stop and name the row; skip: count and go on
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
     config.model.path = ""  # HF folder or hub id; empty: the embedded start model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
+    config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
     config.batch = ConfigDict()
@@ -198,6 +201,7 @@ RESUME_MAY_CHANGE = frozenset(
         "checkpoint.keep",
         "reward.num_workers",
         "reward.timeout_s",
+        "reward.max_failure_rate",
         "eval.num_report_samples",
     }
 )
@@ -230,6 +234,7 @@ def validate(config: Config) -> None:
         ("driver", DRIVERS),
         ("placement", PLACEMENTS),
         ("task.name", TASKS),
+        ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
         ("objective.beta_schedule", BETA_SCHEDULES),
@@ -425,7 +430,7 @@ def validate_devices(config: Config, num_devices: int) -> None:
     Raises:
         ConfigError: as `validate`.
     """
-    if config.placement == "shared":
+    if config.placement != "split":
         _need(
             config.num_trainer_devices <= num_devices,
             "num_trainer_devices",
@@ -439,7 +444,7 @@ def validate_devices(config: Config, num_devices: int) -> None:
             "num_trainer_devices",
             config.num_trainer_devices,
             f"placement=split needs a device for searchers, and this process sees {num_devices}",
-            "Lower it, or set --config.placement=shared.",
+            ("Lower it, or set" if num_devices > 1 else "Set") + " --config.placement=shared.",
         )
         left = num_devices - config.num_trainer_devices
         _need(

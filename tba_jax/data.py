@@ -4,7 +4,7 @@
 Grain does the sharding, the shuffling and the position; this module turns a problem's index into a
 tokenized Prompt. It does not know rewards, models or who consumes the prompts. Invariants: a
 stream restored from `state()` continues with exactly the prompts that would have come, and a
-prompt that does not fit is refused, never cut.
+prompt that does not fit is refused or skipped and counted, never cut.
 
 Prompts are tokenized when they are taken, so that starting costs nothing. Grain is imported when
 the first stream is made, for the sake of commands that need none.
@@ -19,6 +19,7 @@ from tba_jax.tasks import Task
 from tba_jax.trajectory import Prompt
 
 Ownership = Literal["by_prompt", "any"]
+LongPrompts = Literal["refuse", "skip"]
 
 
 class Encoder(Protocol):
@@ -35,15 +36,19 @@ def _prompt(
     split: Literal["train", "eval"],
     index: int,
     max_prompt_tokens: int,
-) -> Prompt:
+    long_prompts: LongPrompts,
+) -> Prompt | None:
+    """The prompt, or None for one that is skipped because it is too long."""
     problem = task.train_problem if split == "train" else task.eval_problem
     text, columns = problem(index)
     tokens = tokenizer.encode(text, add_bos=True)
     if len(tokens) > max_prompt_tokens:
+        if long_prompts == "skip":
+            return None
         raise ValueError(
             f"{split} problem {index} of task {task.name} has {len(tokens)} tokens, more than "
-            f"task.max_prompt_tokens = {max_prompt_tokens}; raise that, or take the row out. "
-            f"It begins: {text[:80]!r}"
+            f"task.max_prompt_tokens = {max_prompt_tokens}; raise that, or leave such prompts out "
+            f"with task.long_prompts=skip. It begins: {text[:80]!r}"
         )
     return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
 
@@ -59,7 +64,11 @@ class PromptStream:
         ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
             searcher draws all prompts, each in its own order.
         seed: of the run.
-        max_prompt_tokens: longer prompts are refused.
+        max_prompt_tokens: longer prompts are refused or skipped.
+        long_prompts: which of the two.
+
+    Attributes:
+        num_skipped: prompts skipped so far, as often as they came up; part of the state.
 
     Raises:
         ValueError: a searcher would own no prompt.
@@ -75,6 +84,7 @@ class PromptStream:
         ownership: Ownership,
         seed: int,
         max_prompt_tokens: int,
+        long_prompts: LongPrompts,
     ) -> None:
         import grain
 
@@ -89,9 +99,12 @@ class PromptStream:
         self._task = task
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
+        self._long_prompts: LongPrompts = long_prompts
+        self._num_owned = len(range(first, size, stride))
+        self.num_skipped = 0
         shuffle_seed = int(np.random.SeedSequence([seed, searcher]).generate_state(1)[0])
         indices = grain.MapDataset.range(first, size, stride).shuffle(seed=shuffle_seed).repeat()
-        # No threads and no prefetching: the position is then the number of prompts taken.
+        # No threads and no prefetching: the position is then the number of prompts drawn.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._indices = iter(indices.to_iter_dataset(options))
 
@@ -99,40 +112,74 @@ class PromptStream:
         """The next prompts.
 
         Raises:
-            ValueError: a prompt of more than `max_prompt_tokens` tokens; says which.
+            ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all
+                of them are that long.
         """
-        return [
-            _prompt(
+        prompts: list[Prompt] = []
+        num_skipped_in_a_row = 0
+        while len(prompts) < num_prompts:
+            prompt = _prompt(
                 self._task,
                 self._tokenizer,
                 "train",
                 int(next(self._indices)),
                 self._max_prompt_tokens,
+                self._long_prompts,
             )
-            for _ in range(num_prompts)
-        ]
+            if prompt is not None:
+                prompts.append(prompt)
+                num_skipped_in_a_row = 0
+                continue
+            self.num_skipped += 1
+            num_skipped_in_a_row += 1
+            # Two passes' worth in a row hold one whole pass, wherever they began.
+            if num_skipped_in_a_row == 2 * self._num_owned:
+                raise _all_too_long(self._task, "train", self._num_owned, self._max_prompt_tokens)
+        return prompts
 
     def state(self) -> dict[str, Any]:
-        """The position, JSON-compatible; later calls of `take` do not change it."""
-        return self._indices.get_state()
+        """Position and count, JSON-compatible; later calls of `take` do not change it."""
+        return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from a position that `state` of an equally configured stream returned."""
-        self._indices.set_state(dict(state))
+        self._indices.set_state(dict(state["position"]))
+        self.num_skipped = state["num_skipped"]
 
 
 def eval_prompts(
-    task: Task, tokenizer: Encoder, limit: int, max_prompt_tokens: int
-) -> list[Prompt]:
+    task: Task, tokenizer: Encoder, limit: int, max_prompt_tokens: int, long_prompts: LongPrompts
+) -> tuple[list[Prompt], int]:
     """The first `limit` held-out prompts (0: all of them), in the same order for every seed.
 
     Their ids are indices in the evaluation split, a number space of its own.
 
+    Returns:
+        The prompts, and how many too long ones were skipped to find them.
+
     Raises:
-        ValueError: a prompt of more than `max_prompt_tokens` tokens; says which.
+        ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all of
+            them are that long.
     """
     size = task.eval_size()
-    return [
-        _prompt(task, tokenizer, "eval", index, max_prompt_tokens)
-        for index in range(min(limit, size) if limit else size)
-    ]
+    prompts: list[Prompt] = []
+    num_skipped = 0
+    for index in range(size):
+        prompt = _prompt(task, tokenizer, "eval", index, max_prompt_tokens, long_prompts)
+        if prompt is None:
+            num_skipped += 1
+            continue
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise _all_too_long(task, "eval", size, max_prompt_tokens)
+    return prompts, num_skipped
+
+
+def _all_too_long(task: Task, split: str, num_prompts: int, max_prompt_tokens: int) -> ValueError:
+    return ValueError(
+        f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
+        f"{task.name} have more than task.max_prompt_tokens = {max_prompt_tokens} tokens; raise "
+        "that"
+    )

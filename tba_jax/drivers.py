@@ -21,6 +21,8 @@ from tba_jax.wiring import Run
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
+# Time that the threads of a failed run get to end their current step.
+STOP_S = 10.0
 
 
 def rounds_per_sync(run: Run) -> int:
@@ -38,20 +40,22 @@ def _is_eval_due(run: Run, step: int, newest: int) -> bool:
     return bool(period) and step // period > newest // period and step < run.config.num_steps
 
 
-def _after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
+def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
     """Log, checkpoint and note the first step; common to both drivers."""
     step = run.trainer.step_index
     if run.time_to_first_step_s is None:
         run.time_to_first_step_s = run.clock()
     config = run.config
     if step % config.log.period == 0 or step == config.num_steps:
+        extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.streams)
         run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
     run.checkpoints.check()
     if _saves_now(run):
         run.save()
 
 
-def _evaluate(run: Run, step: int, params: Any) -> None:
+def evaluate_now(run: Run, step: int, params: Any) -> None:
+    """Evaluate on this thread and record the result for `step`."""
     start = run.clock()
     run.record_evaluation(step, run.evaluator.run(params), start)
 
@@ -76,16 +80,13 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
             assert published is not None
             if _is_eval_due(run, step, run.last_eval_step):
                 run.progress.phase("evaluating")
-                _evaluate(run, step, published.params)
+                evaluate_now(run, step, published.params)
                 run.progress.phase("")
             ahead = lag + 1 if step == 0 else 1
             for _ in range(rounds * ahead):
                 for searcher in run.searchers:
-                    if not searcher.step():
-                        raise RuntimeError(
-                            f"searcher {searcher.index} could not do a round: its outbox is full; "
-                            "raise config.search.outbox_bytes"
-                        )
+                    did_round = searcher.step()
+                    assert did_round  # weights are published, and the outbox has no bound here
             merge_start = run.clock()
             summaries = trainer.merge(rounds if lag else None)
             extra = {
@@ -100,7 +101,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                 "the replay buffer holds nothing to train on: every response of the last rounds "
                 f"was rejected or aged out; ledger: {run.buffer.ledger()}"
             )
-        _after_step(run, values, extra)
+        after_step(run, values, extra)
         extra = {}
 
 
@@ -157,6 +158,11 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     except BaseException:
         # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
         stop.set()
+        # A thread inside native code must not meet the end of the interpreter.
+        run.rewards.close()  # ends a `score` that waits for a reward
+        deadline = time.monotonic() + STOP_S
+        for worker in [*searchers, *others]:
+            worker.join(max(0.0, deadline - time.monotonic()))
         raise
     for worker in [*searchers, *others]:
         worker.close()
@@ -192,11 +198,10 @@ class _AsyncLoop:
         run, trainer = self._run, self._run.trainer
         num_steps, period = run.config.num_steps, run.config.sync_period
         # First data, then the evaluation of the start model: the trainer waits for the former only.
-        self._fill(interrupted)
+        summaries = self._fill(interrupted)
         self._submit_evaluation(trainer.step_index)
         synced_at = trainer.step_index  # published when the driver began
         extra: dict[str, Any] = {}
-        summaries: list[Any] = []
         while trainer.step_index < num_steps and not interrupted():
             self._stop.check()
             step = trainer.step_index
@@ -221,7 +226,7 @@ class _AsyncLoop:
             self._count_idle()
             extra.update(summarise_rounds(summaries))
             extra["search/idle_s"] = sum(run.searcher_idle_s.values())
-            _after_step(run, values, extra)
+            after_step(run, values, extra)
             extra, summaries = {}, []
 
     def _submit_evaluation(self, step: int) -> None:
@@ -244,21 +249,28 @@ class _AsyncLoop:
 
         run.searchers[0].submit(job)
 
-    def _fill(self, interrupted: Callable[[], bool]) -> None:
-        """Wait, before the first step, until `search.initial_fill` responses are stored."""
+    def _fill(self, interrupted: Callable[[], bool]) -> list[Any]:
+        """Wait, before the first step, until `search.initial_fill` responses are stored.
+
+        Returns:
+            Summaries of the rounds that filled the buffer.
+        """
         run = self._run
+        summaries: list[Any] = []
         start = run.clock()
         target = max(1, run.config.search.initial_fill)
         run.progress.phase("searchers fill the buffer")
         while run.trainer.step_index == 0 and run.buffer.num_trajectories < target:
             self._stop.check()
             if interrupted():
-                return
-            run.trainer.merge()
+                return summaries
+            summaries += run.trainer.merge()
             self._stop.wait(POLL_S)
-        run.progress.phase("")
+        # The first step of a process compiles; the display drops the phase when a step is made.
+        run.progress.phase("compiling the training step")
         run.trainer.wait_s += run.clock() - start
         self._watchdog.kick()
+        return summaries
 
     def _await_first_evaluation(self, interrupted: Callable[[], bool]) -> None:
         # The first checkpoint must hold the starting point, which later weights cannot give.

@@ -1,27 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
 
-python -m tba_jax.evaluate --config=configs/math.py[:PRESET] --model=DIR_OR_HUB_ID [--json]
-python -m tba_jax.evaluate --workdir=DIR [--json]
+python -m tba_jax.evaluate --config=configs/math.py[:PRESET] [--model=DIR_OR_HUB_ID] ...
+python -m tba_jax.evaluate --workdir=DIR ...
+
+Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
 """
 
 import argparse
 import json
-import runpy
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tba_jax.command_line import override
 from tba_jax.config import Config, validate
-
-
-def _config(path: str) -> Config:
-    file, _, preset = path.partition(":")
-    try:
-        get_config = runpy.run_path(file)["get_config"]
-    except (OSError, KeyError) as error:
-        raise ValueError(f"{file} is not a config file: {error}") from error
-    return get_config(preset) if preset else get_config()
 
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
@@ -45,11 +38,18 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     )
     try:
         tokenizer = Tokenizer.load(folder)
-        prompts = eval_prompts(
-            task, tokenizer, config.task.num_eval_prompts, config.task.max_prompt_tokens
+        prompts, num_skipped = eval_prompts(
+            task,
+            tokenizer,
+            config.task.num_eval_prompts,
+            config.task.max_prompt_tokens,
+            config.task.long_prompts,
         )
+        # On standard error: a big model takes minutes, and standard output is for the result.
+        print(f"{task.name}: asking {len(prompts):,} held-out prompts", file=sys.stderr, flush=True)
         evaluator = Evaluator(
             prompts=prompts,
+            num_skipped=num_skipped,
             decoder=Decoder(
                 model_config,
                 compute_dtype=jnp.dtype(config.model.rollout_dtype),
@@ -73,18 +73,29 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.evaluate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", default="", help="config file, FILE.py[:PRESET]")
     parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
     parser.add_argument("--workdir", default="", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args = parser.parse_args(argv)
+    args, overrides = parser.parse_known_args(argv)
     from tba_jax.checkpointing import CheckpointError
     from tba_jax.wiring import load_policy, load_run_config, model_path
 
     try:
+        if args.workdir and (args.config or args.model):
+            raise ValueError(
+                "--workdir brings its own config and model; leave out --config and --model, or "
+                "--workdir"
+            )
         if args.workdir:
-            config = load_run_config(args.workdir)
+            config = override(load_run_config(args.workdir), overrides)
+            validate(config)
             step, model_config, params, _, folder = load_policy(args.workdir)
             what = f"{args.workdir} at step {step}"
         elif args.config:
@@ -92,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             from tba_jax.models import hf_weights
 
-            config = _config(args.config)
+            config = override(None, [f"--config={args.config}", *overrides])
+            validate(config)
             what = args.model or model_path(config)
             folder = str(hf_weights.resolve(what))
             model_config, params, _ = hf_weights.load(
@@ -100,7 +112,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         else:
             raise ValueError("give --workdir, or --config with an optional --model")
-        validate(config)
         result = evaluate(config, model_config, params, folder)
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,9 +119,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"model": what, **result}))
     else:
+        skipped = result["num_skipped"]
         print(
-            f"{what}: pass@1 {100 * result['pass_at_1']:.1f} % of {result['n']} held-out prompts, "
-            f"{result['response_length_mean']:.1f} tokens per response"
+            f"{what}: pass@1 {100 * result['pass_at_1']:.1f} % of {result['n']} held-out prompts"
+            + (f" ({skipped} skipped as too long)" if skipped else "")
+            + f", {result['response_length_mean']:.1f} tokens per response"
         )
     return 0
 

@@ -22,6 +22,7 @@ class Evaluation(NamedTuple):
     Attributes:
         pass_at_1: mean reward of the greedy responses (share right where rewards are 0 or 1).
         n: prompts graded.
+        num_skipped: prompts left out as too long.
         num_failed: responses whose reward could not be computed; they count as 0 in pass_at_1.
         response_length_mean: tokens, end-of-sequence included.
         kind_share: share of the task's first response kind, 0 where it names none.
@@ -31,6 +32,7 @@ class Evaluation(NamedTuple):
 
     pass_at_1: float
     n: int
+    num_skipped: int
     num_failed: int
     response_length_mean: float
     kind_share: float
@@ -42,6 +44,7 @@ class Evaluation(NamedTuple):
         return {
             "pass_at_1": self.pass_at_1,
             "n": self.n,
+            "num_skipped": self.num_skipped,
             "num_failed": self.num_failed,
             "response_length_mean": self.response_length_mean,
             "kind_share": self.kind_share,
@@ -53,6 +56,7 @@ class Evaluator:
 
     Args:
         prompts: the evaluation prompts, the same for every call.
+        num_skipped: how many prompts were left out as too long; only reported.
         decoder: the decoding engine.
         rewards: the reward pool.
         decode_text: token ids -> texts.
@@ -66,6 +70,7 @@ class Evaluator:
         self,
         *,
         prompts: Sequence[Prompt],
+        num_skipped: int,
         decoder: Decoder,
         rewards: RewardPool,
         decode_text: Callable[[Sequence[np.ndarray]], list[str]],
@@ -75,6 +80,7 @@ class Evaluator:
         batch_prompts: int,
     ) -> None:
         self.prompts = list(prompts)
+        self.num_skipped = num_skipped
         self._decoder = decoder
         self._rewards = rewards
         self._decode_text = decode_text
@@ -111,6 +117,7 @@ class Evaluator:
         return Evaluation(
             pass_at_1=float(np.mean(values)),
             n=len(values),
+            num_skipped=self.num_skipped,
             num_failed=sum(r is None for r in scores.rewards),
             response_length_mean=float(np.mean(lengths)),
             kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds)

@@ -7,10 +7,8 @@ Running it again on a work directory that holds a run resumes it. Nothing heavy 
 module level: reward processes import this module again when they start.
 """
 
-import difflib
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -23,6 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax import config as config_lib
+from tba_jax.command_line import parse_flags
 from tba_jax.config import Config
 
 if TYPE_CHECKING:
@@ -34,6 +33,9 @@ _PROCESS_START = time.perf_counter()
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, FILE.py[:PRESET].")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."
+)
+_REPLAY_SCHEDULE = flags.DEFINE_string(
+    "replay_schedule", None, "schedule.jsonl of an asynchronous run: do it again in one thread."
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Resolve and check the config, print it, touch nothing, exit."
@@ -80,10 +82,11 @@ def claim_workdir(workdir: Path, config: Config) -> bool:
     """
     path = workdir / "config.json"
     flat = config_lib.flatten(config)
-    if path.exists():
+    # What failed before it left anything may be corrected in place.
+    if path.exists() and _is_begun(workdir):
         try:
             old = json.loads(path.read_text())["config"]
-        except (json.JSONDecodeError, KeyError) as error:
+        except (OSError, json.JSONDecodeError, KeyError) as error:
             raise UserError(
                 f"{path} is not readable as the config of a run ({error}); give another --workdir"
             ) from error
@@ -94,12 +97,22 @@ def claim_workdir(workdir: Path, config: Config) -> bool:
                 "another --workdir, or the old values to resume"
             )
         return True
+    unfinished = path.with_name("config.json.unfinished")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"config": flat, "versions": versions()}, indent=1))
+        unfinished.write_text(json.dumps({"config": flat, "versions": versions()}, indent=1))
+        os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
     return False
+
+
+def _is_begun(workdir: Path) -> bool:
+    """Whether a run has left anything there; one that failed before its first step has not."""
+    metrics = workdir / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
+        any((workdir / name).glob("*")) for name in ("checkpoints", "weights")
+    )
 
 
 def versions() -> dict[str, str]:
@@ -138,8 +151,19 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
     return writers
 
 
-def run_config(config: Config, workdir: Path, interrupted: Interruption) -> int:
+def run_config(
+    config: Config,
+    workdir: Path,
+    interrupted: Interruption,
+    events: Sequence[Mapping[str, Any]] | None = None,
+) -> int:
     """Build, drive, evaluate at the end, write the report.
+
+    Args:
+        config: validated.
+        workdir: claimed.
+        interrupted: looked at between steps.
+        events: schedule to replay; None: the configured driver.
 
     Returns:
         Process exit code.
@@ -147,6 +171,7 @@ def run_config(config: Config, workdir: Path, interrupted: Interruption) -> int:
     _setup_jax(config)
     from tba_jax import drivers
     from tba_jax.metrics import ProgressDisplay, read_jsonl
+    from tba_jax.schedule_replay import drive_schedule
     from tba_jax.tasks import get_task
     from tba_jax.wiring import RunClock, build
 
@@ -167,12 +192,15 @@ def run_config(config: Config, workdir: Path, interrupted: Interruption) -> int:
         progress.close()
         raise
     try:
+        _check_reward(run)
         begun = run.trainer.step_index
         if begun:
             progress.resume(read_jsonl(workdir / "metrics.jsonl"))
             progress.note(f"resumed {workdir} at step {begun} of {config.num_steps}")
-        drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
-        if begun < config.num_steps:
+        if events is not None:
+            drive_schedule(run, events, interrupted)
+        elif begun < config.num_steps:
+            drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
             drive(run, interrupted)
         finished = run.trainer.step_index >= config.num_steps
         if finished and run.last_eval_step < config.num_steps:
@@ -202,6 +230,14 @@ def run_config(config: Config, workdir: Path, interrupted: Interruption) -> int:
 
     print(f"Report: {build_report(workdir)}")
     return 0
+
+
+def _check_reward(run: "Run") -> None:
+    """Refuse a reward function that cannot be used while nothing has been computed yet."""
+    try:
+        run.rewards.check()
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(str(error)) from error
 
 
 def write_report_json(run: "Run") -> None:
@@ -267,6 +303,10 @@ def write_report_json(run: "Run") -> None:
             "mean_s": sum(trainer.sync_s) / max(1, len(trainer.sync_s)),
             "max_s": max(trainer.sync_s, default=0.0),
         },
+        "skipped_prompts": {
+            "train": sum(stream.num_skipped for stream in run.streams),
+            "eval": run.evaluator.num_skipped,
+        },
         "compiled_decode_programs": run.decoder.compile_count,
         "kinds": list(run.task.response_kinds),
         "samples": samples,
@@ -309,37 +349,16 @@ def main(argv: Sequence[str]) -> int:
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
         return 0
+    events = None
+    if _REPLAY_SCHEDULE.value:
+        from tba_jax.schedule_replay import read_schedule
+
+        events = read_schedule(_REPLAY_SCHEDULE.value)
+        workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     interrupted = Interruption()
-    claim_workdir(workdir, config)
-    return run_config(config, workdir, interrupted)
-
-
-def _parse_flags(argv: Sequence[str]) -> list[str]:
-    """absl's parser, with every mistake as a UserError."""
-    for argument in argv:
-        if argument.startswith("--config="):
-            path = argument.removeprefix("--config=").split(":")[0]
-            if not os.path.isfile(path):
-                raise UserError(f"no config file {path!r} here ({os.getcwd()})")
-    try:
-        return flags.FLAGS(list(argv))
-    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        raise UserError(_explain(argv, error)) from error
-
-
-def _explain(argv: Sequence[str], error: Exception) -> str:
-    """One line about a flag that could not be parsed: an unknown field, or what the parser said."""
-    fields = [*config_lib.flatten(config_lib.default_config())]
-    for argument in argv:
-        if argument.startswith("--config."):
-            field = argument.removeprefix("--config.").split("=")[0]
-            if field not in fields:
-                near = difflib.get_close_matches(field, fields, n=3, cutoff=0.5)
-                near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
-                hint = f"did you mean {' or '.join(near)}?" if near else "--dry_run lists them all"
-                return f"config has no field {field!r}; {hint}"
-    # The parser of config files wraps a whole traceback; its last exception is the news.
-    return re.split(r"\b\w*Error: ", " ".join(str(error).split()))[-1]
+    if claim_workdir(workdir, config) and events is not None:
+        raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+    return run_config(config, workdir, interrupted, events)
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -347,8 +366,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     from tba_jax.background import WorkerError
 
+    argv = sys.argv if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
+        print("--dry_run prints every field; tba_jax/config.py says what each means.")
+        return 0
     try:
-        return main(_parse_flags(sys.argv if argv is None else argv))
+        return main(parse_flags(argv, flags.FLAGS))
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
         cause = error.__cause__
@@ -363,11 +387,20 @@ def cli(argv: Sequence[str] | None = None) -> int:
 def _mendable() -> tuple[type[BaseException], ...]:
     """Errors whose message tells a user what to do; evaluated only when something was raised."""
     from tba_jax.checkpointing import CheckpointError
+    from tba_jax.metrics import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.trainer import NonFiniteError
     from tba_jax.weight_sync import PublicationError
 
-    return (UserError, ValueError, CheckpointError, PublicationError, RewardFailure, NonFiniteError)
+    return (
+        UserError,
+        ValueError,
+        CheckpointError,
+        LogError,
+        PublicationError,
+        RewardFailure,
+        NonFiniteError,
+    )
 
 
 if __name__ == "__main__":

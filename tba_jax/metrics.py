@@ -25,6 +25,10 @@ import numpy as np
 SPARK = "▁▂▃▄▅▆▇█"
 
 
+class LogError(RuntimeError):
+    """A line could not be written; the message says where and what to do."""
+
+
 class MetricWriter(Protocol):
     """A sink for the metrics of a run."""
 
@@ -101,8 +105,14 @@ class JsonlWriter:
         """Append one object as it is, non-finite floats as null."""
         line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
         with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
+            try:
+                self._file.write(line + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise LogError(
+                    f"writing {self._path} failed: {error}. Make room or fix the storage, then run "
+                    "the same command again to continue from the newest checkpoint"
+                ) from error
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps; a resumed run writes them again."""
@@ -124,7 +134,8 @@ class JsonlWriter:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
+        # Every line was flushed by itself: what cannot be flushed now was reported by `append`.
+        with self._lock, contextlib.suppress(OSError):
             self._file.close()
 
 

@@ -174,7 +174,8 @@ class ReplayBuffer:
 
         A response whose tokens are already stored replaces the stored one. Merges at one step are
         one sync: while the trainer waits, further merges add to the newest data. A merge without a
-        single trajectory leaves the fresh window as it is.
+        single trajectory leaves the fresh window as it is. Merging rounds together or one by one gives
+        the same buffer, so that a schedule log can be replayed.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.
@@ -190,21 +191,25 @@ class ReplayBuffer:
             check_commit(commit)
         with self._lock:
             before = self._totals()
-            groups = [g for c in commits for g in c.groups]
-            touched = sorted({g.prompt.prompt_id for g in groups if g.trajectories})
-            if touched:
-                self._open_sync(step)
             self._step = step
-            self._counters["generated"] += sum(c.generated for c in commits)
-            for group in groups:
-                self._insert(group)
-            for prompt_id in touched:
-                self._evict_surplus(prompt_id)
-            self._evict_aged(step)
-            self._evict_bytes()
-            for prompt_id in touched:
-                self._refresh(prompt_id)
+            for commit in commits:
+                self._take_in(commit, step)
             return {name: total - before[name] for name, total in self._totals().items()}
+
+    def _take_in(self, commit: RoundCommit, step: int) -> None:
+        """One round, completely: how rounds are grouped into merges leaves no trace."""
+        touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
+        if touched:
+            self._open_sync(step)
+        self._counters["generated"] += commit.generated
+        for group in commit.groups:
+            self._insert(group)
+        for prompt_id in touched:
+            self._evict_surplus(prompt_id)
+        self._evict_aged(step)
+        self._evict_bytes()
+        for prompt_id in touched:
+            self._refresh(prompt_id)
 
     def _totals(self) -> dict[str, int]:
         return {

@@ -158,6 +158,9 @@ def _subline(run: Run) -> str:
     )
     if run.last_step:
         parts.append(f"{run.last_step} steps of {driver + ' ' if driver else ''}training")
+    skipped = run.report.get("skipped_prompts") or {}
+    if any(skipped.values()):
+        parts.append(f"prompts skipped as too long: {_plain(skipped)}")
     hardware = run.report.get("hardware")
     if hardware:
         parts.append("on " + _plain(hardware))
@@ -294,6 +297,14 @@ def _mark(reward: Any) -> str:
     return f'<span class="mark none">reward {reward:.2f}</span>'
 
 
+def _gold(answer: str) -> str:
+    """The reference answer; of a worked solution the last line, with the rest folded away."""
+    *work, last = answer.strip().splitlines() or [""]
+    if work:
+        return _details(f"answer: {last}", f"<pre>{_e(answer)}</pre>")
+    return f"<small>answer: {_e(last)}</small>" if last else ""
+
+
 def _samples(run: Run) -> str:
     samples = run.report.get("samples") or []
     if not samples:
@@ -307,8 +318,7 @@ def _samples(run: Run) -> str:
             shown = "(empty)" if text == "" else "(not sampled)" if text is None else text
             mark = _mark(sample.get(f"{when}_reward"))
             cells.append(f'<td data-label="{when}">{mark}<pre>{_e(shown)}</pre></td>')
-        answer = sample.get("answer")
-        gold = f"<small>answer: {_e(answer)}</small>" if answer is not None else ""
+        gold = _gold(str(sample.get("answer") or ""))
         prompt = f'<th scope="row"><pre>{_e(sample.get("prompt", ""))}</pre>{gold}</th>'
         rows.append(f"<tr>{prompt}{''.join(cells)}</tr>")
     right = [
@@ -516,6 +526,7 @@ pre { margin: .25rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
 small { color: var(--muted); }
 .samples { table-layout: fixed; }
 .samples th:first-child { width: 26%; }
+.samples details { margin: .3rem 0 0; font-size: .85rem; font-weight: 400; }
 .mark { display: inline-block; padding: .05rem .5rem; border-radius: 99px; font-size: .8rem;
   font-weight: 600; background: var(--soft); color: var(--muted); }
 .mark.right { color: var(--right); background: var(--right-bg); }

@@ -26,7 +26,7 @@ from tba_jax.trajectory import (
     bucket_length,
     left_pad,
 )
-from tba_jax.weight_sync import Transport
+from tba_jax.weight_sync import Published, Transport
 
 # First fold of the root key: keeps searcher draws apart from any other use of the seed.
 SEARCHER_ROLE = 1
@@ -143,6 +143,11 @@ class Searcher:
         published = self._transport.latest(self.index)
         if published is None:
             return False
+        self.do_round(published)
+        return True
+
+    def do_round(self, published: Published) -> None:
+        """One whole round with these weights, committed to the outbox."""
         start = self._clock()
         number, _ = self._outbox.committed
         prompts = self._stream.take(self._prompts_per_round)
@@ -206,7 +211,6 @@ class Searcher:
                 },
             )
         )
-        return True
 
     def _dispatch_reference(self, prompts: Sequence[Prompt], decoded: Decoded) -> jax.Array | None:
         if self._reference is None:

@@ -61,6 +61,7 @@ class StepSettings(NamedTuple):
     reference_reset_period: int
     compute_dtype: str
     logprob_chunk_tokens: int
+    remat: bool
 
 
 def learning_rate_schedule(
@@ -159,6 +160,7 @@ def make_train_step(
             temperature=settings.temperature,
             compute_dtype=compute_dtype,
             chunk_tokens=settings.logprob_chunk_tokens,
+            remat=settings.remat,
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -215,7 +217,7 @@ def make_train_step(
         off_policy = objectives.off_policy_stats(policy_logprob, behavior_logprob)
         counted = jnp.sum(policy_token_logprobs * mask, axis=-1)
         num_tokens = jnp.sum(batch.response_lengths)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         metrics = {
             "train/loss": loss.loss,
             "train/tb_loss": loss.tb_loss,
@@ -297,6 +299,7 @@ class Trainer:
         self.wait_s = 0.0
         self.sync_s: list[float] = []
         self.trained_tokens = 0
+        self.last_event: Mapping[str, Any] = {}
         self.staleness_counts: dict[int, int] = {}
         self._train_step = train_step
         self._buffer = buffer
@@ -312,12 +315,16 @@ class Trainer:
         self._clock = clock
         self._waiting_since: float | None = None
 
+    def _log(self, event: Mapping[str, Any]) -> None:
+        self.last_event = event
+        self._log_event(event)
+
     def publish(self) -> float:
         """Publish the current weights under the current step; returns the pause in seconds."""
         start = self._clock()
         self._transport.publish(self.step_index, self.state.params)
         end = self._clock()
-        self._log_event(
+        self._log(
             {
                 "event": "sync",
                 "step": self.step_index,
@@ -350,7 +357,7 @@ class Trainer:
             for group in commit.groups:
                 for reason, count in group.rejected.items():
                     rejected[reason] = rejected.get(reason, 0) + count
-            self._log_event(
+            self._log(
                 {
                     "event": "round",
                     "searcher": commit.searcher,
@@ -399,12 +406,13 @@ class Trainer:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
                 f"{values['train/grad_norm']} are not both finite; last metrics: {values}. Lower "
-                "config.optimizer.learning_rate or raise config.objective.beta"
+                "config.optimizer.learning_rate or raise config.objective.beta, and begin again in "
+                "another --workdir: the policy of the newest checkpoint may be spoilt already"
             )
         step = self.step_index
         self.step_index += 1
         self.trained_tokens += int(values["train/response_tokens"])
-        self._log_event(
+        self._log(
             {
                 "event": "step",
                 "step": step,

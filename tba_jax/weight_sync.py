@@ -204,9 +204,13 @@ class CheckpointTransport:
         )
         versions = [v for v in self._marked() if v != self._in_flight] + [self._in_flight]
         versions, old = versions[-self._keep :], versions[: -self._keep]
-        temporary = self._marker.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"versions": versions, "time": time.time()}))
-        temporary.replace(self._marker)
+
+        def mark() -> None:
+            temporary = self._marker.with_suffix(".tmp")
+            temporary.write_text(json.dumps({"versions": versions, "time": time.time()}))
+            temporary.replace(self._marker)
+
+        self._guard(f"publishing weights {self._folder / str(self._in_flight)}", mark)
         for version in old:
             (self._folder / str(version)).rmtree(missing_ok=True)
         self._in_flight = None
@@ -221,7 +225,7 @@ class CheckpointTransport:
             action()
         except (OSError, ValueError, RuntimeError) as error:
             raise PublicationError(
-                f"{what} failed: {type(error).__name__}: {str(error)[:300]}. Make room or fix the "
+                f"{what} failed: {type(error).__name__}: {_brief(error)}. Make room or fix the "
                 "storage, then run the same command again"
             ) from error
 
@@ -249,3 +253,9 @@ class CheckpointTransport:
             self._complete()
             self._writer.close()
             self._reader.close()
+
+
+def _brief(error: BaseException) -> str:
+    """First line of an error's text; the middle of a long one is left out, as the end has why."""
+    line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"

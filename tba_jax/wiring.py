@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,8 +173,9 @@ class Run:
         self.last_eval_step = step
 
     def abort(self) -> None:
-        """Release what would outlive a failure; waits for no storage, which may be what failed."""
+        """Release what would outlive a failure; waits little for storage, which may have failed."""
         self.rewards.close()
+        self.checkpoints.abandon(timeout_s=30.0)
         self.progress.close()
         self.metrics.close()
         self.schedule_log.close()
@@ -273,6 +275,7 @@ def _step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         reference_reset_period=config.reference.reset_period,
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        remat=config.model.remat,
     )
 
 
@@ -345,6 +348,8 @@ def build(
         num_searchers=config.num_searchers,
     )
     task = get_task(config.task.name, config.task.data_path)
+    # Before the model, which may take minutes to load: data that cannot be read ends the run.
+    progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     rewards = RewardPool(
         config.task.reward or task.reward,
         num_workers=config.reward.num_workers,
@@ -412,7 +417,9 @@ def build(
         transport = CheckpointTransport(
             str(folder), keep=config.sync.keep, dtype=rollout_dtype, shardings=shardings
         )
-    outboxes = [Outbox(config.search.outbox_bytes) for _ in range(config.num_searchers)]
+    # The synchronous driver itself decides how far searchers run ahead.
+    outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
+    outboxes = [Outbox(outbox_bytes) for _ in range(config.num_searchers)]
     buffer = ReplayBuffer(**config.replay, seed=config.seed)
     schedule_log = JsonlWriter(folder / "schedule.jsonl")
     metrics_log = JsonlWriter(folder / "metrics.jsonl")
@@ -432,6 +439,7 @@ def build(
             ownership=config.search.ownership,
             seed=config.seed,
             max_prompt_tokens=config.task.max_prompt_tokens,
+            long_prompts=config.task.long_prompts,
         )
         for i in range(config.num_searchers)
     ]
@@ -461,10 +469,18 @@ def build(
         )
         for i in range(config.num_searchers)
     ]
+    held_out, num_skipped = eval_prompts(
+        task,
+        tokenizer,
+        config.task.num_eval_prompts,
+        config.task.max_prompt_tokens,
+        config.task.long_prompts,
+    )
+    if num_skipped:
+        progress.note(f"{num_skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
     evaluator = Evaluator(
-        prompts=eval_prompts(
-            task, tokenizer, config.task.num_eval_prompts, config.task.max_prompt_tokens
-        ),
+        prompts=held_out,
+        num_skipped=num_skipped,
         decoder=decoder,
         rewards=rewards,
         decode_text=tokenizer.batch_decode,

@@ -12,6 +12,7 @@ LAYERS = {
     "trajectory": 0,
     "config": 0,
     "metrics": 0,
+    "command_line": 1,
     "background": 0,
     "rounds": 1,
     "prompt_pool": 1,
@@ -41,10 +42,11 @@ LAYERS = {
     "buffer": 6,
     "bench": 6,
     "drivers": 7,
+    "schedule_replay": 8,
     "evaluate": 7,
     "export": 7,
-    "main": 8,
-    "study": 9,
+    "main": 9,
+    "study": 10,
 }
 
 

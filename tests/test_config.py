@@ -88,6 +88,7 @@ def test_no_field_is_dead():
     ("changes", "message"),
     [
         ({"driver": "both"}, "config.driver = 'both': must be one of async, sync"),
+        ({"task.long_prompts": "cut"}, "task.long_prompts = 'cut': must be one of refuse, skip"),
         ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
         ({"objective.beta": 0.0}, "config.objective.beta = 0.0: must be positive"),
         ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
@@ -179,6 +180,26 @@ def test_command_line_mistakes_are_one_line_and_write_nothing(arguments, message
     assert done.stderr.startswith("error: ") and message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not (tmp_path / "run").exists()
+
+
+def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_place(tmp_path):
+    arguments = (
+        "--config=configs/math.py:gsm8k",
+        "--config.placement=shared",
+        "--config.num_searchers=1",
+        "--config.model.path=/no/such/model",
+        f"--workdir={tmp_path / 'run'}",
+    )
+    done = run_main(*arguments, f"--config.task.data_path={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/train.jsonl cannot be read")
+    # Nothing was computed, so another config is no obstacle.
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
+    done = run_main(*arguments, f"--config.task.data_path={tmp_path}", "--config.seed=1")
+    assert done.returncode == 2 and "1 prompts, 1 held out" in done.stdout
+    assert done.stderr.startswith("error: model path '/no/such/model' is not a folder")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["seed"] == 1
 
 
 def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):

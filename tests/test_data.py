@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompt stream: ownership, passes over the data, exact resume, refusal of long prompts."""
+"""The prompt stream: ownership, passes over the data, exact resume, prompts that are too long."""
 
 import json
 
@@ -17,13 +17,13 @@ class LetterTokenizer:
 
 
 class CountingTask:
-    """Problem i of n is the text "problem i"; problem `long` is longer than the others."""
+    """Problem i of n is the text "problem i"; those in `long` are longer than the others."""
 
     name = "counting"
     reward = "no:reward"
     response_kinds = ("any",)
 
-    def __init__(self, size, long=-1):
+    def __init__(self, size, long=()):
         self.size = size
         self.long = long
 
@@ -34,7 +34,7 @@ class CountingTask:
         return self.size
 
     def train_problem(self, index):
-        return f"problem {index}" + "!" * 50 * (index == self.long), {"answer": str(index)}
+        return f"problem {index}" + "!" * 50 * (index in self.long), {"answer": str(index)}
 
     def eval_problem(self, index):
         text, columns = self.train_problem(index)
@@ -44,7 +44,9 @@ class CountingTask:
         return "any"
 
 
-def make_stream(task, searcher=0, num_searchers=1, ownership="by_prompt", seed=0):
+def make_stream(
+    task, searcher=0, num_searchers=1, ownership="by_prompt", seed=0, long_prompts="refuse"
+):
     return PromptStream(
         task,
         LetterTokenizer(),
@@ -53,6 +55,7 @@ def make_stream(task, searcher=0, num_searchers=1, ownership="by_prompt", seed=0
         ownership=ownership,
         seed=seed,
         max_prompt_tokens=40,
+        long_prompts=long_prompts,
     )
 
 
@@ -116,9 +119,52 @@ def test_too_long_prompt_is_refused_with_its_row():
         ".*It begins: 'problem 6!!!"
     )
     with pytest.raises(ValueError, match=message):
-        make_stream(CountingTask(8, long=6)).take(8)
+        make_stream(CountingTask(8, long=[6])).take(8)
     with pytest.raises(ValueError, match="eval problem 6 of task counting has 69 tokens"):
-        eval_prompts(CountingTask(8, long=6), LetterTokenizer(), 0, 40)
+        eval_prompts(CountingTask(8, long=[6]), LetterTokenizer(), 0, 40, "refuse")
+
+
+def test_too_long_prompts_are_skipped_and_counted():
+    task = CountingTask(8, long=[1, 6])
+    stream = make_stream(task, long_prompts="skip")
+    # Two prompts beyond three passes, so that a pass ends in the middle of a take.
+    for _ in range(4):
+        taken = ids(stream.take(5))
+        assert not {1, 6} & set(taken)
+    everything = make_stream(CountingTask(8))
+    position = stream.state()["position"]["next_index"]
+    drawn = ids(everything.take(position))
+    assert stream.num_skipped == sum(i in task.long for i in drawn) == position - 20
+    # The prompts that fit come in the order they would have without the long ones.
+    again = make_stream(task, long_prompts="skip")
+    assert ids(again.take(20)) == [i for i in drawn if i not in task.long]
+
+
+@pytest.mark.parametrize("taken", [0, 1, 7, 30, 31, 32, 75])
+def test_resume_with_skipped_prompts_continues_exactly(taken):
+    task = CountingTask(50, long=range(0, 50, 3))
+    stream = make_stream(task, seed=3, long_prompts="skip")
+    stream.take(taken)
+    state = json.loads(json.dumps(stream.state()))
+    coming = ids(stream.take(80))
+    resumed = make_stream(task, seed=3, long_prompts="skip")
+    resumed.take(5)
+    resumed.set_state(state)
+    assert resumed.state() == state
+    assert ids(resumed.take(80)) == coming
+    assert resumed.num_skipped == stream.num_skipped > state["num_skipped"]
+
+
+def test_a_task_with_nothing_that_fits_is_an_error_and_one_with_little_is_not():
+    # The last of one pass and the first of the next may both be long; only a whole pass counts.
+    for seed in range(20):
+        stream = make_stream(CountingTask(8, long=range(7)), seed=seed, long_prompts="skip")
+        assert ids(stream.take(6)) == [7] * 6
+    stream = make_stream(CountingTask(9, long=range(1, 9, 2)), 1, 2, long_prompts="skip")
+    with pytest.raises(ValueError, match="all 4 train prompts of task counting have more than"):
+        stream.take(1)
+    with pytest.raises(ValueError, match="all 8 eval prompts of .*max_prompt_tokens = 40 tokens"):
+        eval_prompts(CountingTask(8, long=range(8)), LetterTokenizer(), 3, 40, "skip")
 
 
 def test_searcher_without_prompts_is_refused():
@@ -129,8 +175,18 @@ def test_searcher_without_prompts_is_refused():
 
 def test_eval_prompts_are_the_first_of_the_split():
     task = CountingTask(8)
-    prompts = eval_prompts(task, LetterTokenizer(), 3, 40)
-    assert ids(prompts) == [0, 1, 2]
+    prompts, num_skipped = eval_prompts(task, LetterTokenizer(), 3, 40, "refuse")
+    assert (ids(prompts), num_skipped) == ([0, 1, 2], 0)
     assert [prompt.text for prompt in prompts] == [f"held-out problem {i}" for i in range(3)]
-    assert ids(eval_prompts(task, LetterTokenizer(), 0, 40)) == list(range(8))
-    assert ids(eval_prompts(task, LetterTokenizer(), 100, 40)) == list(range(8))
+    for limit in (0, 8, 100):
+        assert ids(eval_prompts(task, LetterTokenizer(), limit, 40, "refuse")[0]) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [(3, ([0, 2, 3], 1)), (0, ([0, 2, 3, 4, 6], 3)), (9, ([0, 2, 3, 4, 6], 3))],
+)
+def test_eval_prompts_that_are_too_long_are_skipped_and_counted(limit, expected):
+    task = CountingTask(8, long=[1, 5, 7])
+    prompts, num_skipped = eval_prompts(task, LetterTokenizer(), limit, 40, "skip")
+    assert (ids(prompts), num_skipped) == expected

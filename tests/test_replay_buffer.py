@@ -337,6 +337,32 @@ def test_pace_trainer_waits_for_enough_fresh_prompts():
     assert buffer.ledger()["fresh_short"] == 0
 
 
+def test_rounds_merged_together_or_one_by_one_give_the_same_draws():
+    options = {
+        "pace": "off",
+        "recency_prob": 0.5,
+        "capacity_per_prompt": 3,
+        "evict": "lowest_reward",
+    }
+    commits = [
+        make_commit(
+            {9: [[1], [2]], 4: [[3], [4]]}, round=0, rewards={9: [0.0, 1.0], 4: [0.5, 0.2]}
+        ),
+        make_commit(
+            {7: [[1], [2]], 4: [[5], [3]]}, round=1, rewards={7: [1.0, 1.0], 4: [0.1, 0.9]}
+        ),
+        make_commit({1: [[1], [2]], 9: [[7], [8]]}, round=2, rewards={1: [0.3, 0.4]}),
+    ]
+    together, apart = make_buffer(**options), make_buffer(**options)
+    together.merge(commits, 0)
+    for commit in commits:
+        apart.merge([commit], 0)
+    for step in range(20):
+        first, second = (b.sample(2, 2, step) for b in (together, apart))
+        assert [d.trajectory_ids for d in first] == [d.trajectory_ids for d in second]
+    assert together.ledger() == apart.ledger()
+
+
 def test_waiting_does_not_change_what_is_drawn():
     """The slot kinds are kept over a wait; drawing them anew would favour replay."""
     waiting, patient = (make_buffer(recency_prob=0.5, pace="trainer") for _ in range(2))

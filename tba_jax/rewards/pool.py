@@ -83,8 +83,14 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str]:
     """
     try:
         return call(*args), ""
-    except BaseException:  # a boundary: user code, even sys.exit(); carried as text, not swallowed
-        return None, traceback.format_exc()
+    except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
+        # Without the frames of this module and of the import system: the user's are the news.
+        report = traceback.TracebackException.from_exception(error)
+        users = [
+            f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename
+        ]
+        report.stack = traceback.StackSummary.from_list(users)
+        return None, "".join(report.format() if users else report.format_exception_only())
 
 
 @functools.cache
@@ -266,9 +272,11 @@ class RewardPool:
                 'standard error (a script that starts one needs `if __name__ == "__main__":`)'
             ) from None
         if error:
+            *where, reason = error.rstrip().splitlines()
             raise ValueError(
-                f"reward function {self.function!r} cannot be loaded. Want package.module:function "
-                f"importable from {os.getcwd()} or the environment.\n{error}"
+                f"reward function {self.function!r} cannot be loaded: {reason}. Want "
+                f"package.module:function importable from {os.getcwd()} or the environment"
+                + (f"\n{error.rstrip()}" if where else "")
             )
         self._ready = True
 

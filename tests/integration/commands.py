@@ -22,7 +22,7 @@ SMALL = (
 SYNC = ("driver=sync", "replay.pace=off")
 
 
-def command(workdir, *overrides, config="configs/math.py"):
+def command(workdir, *overrides, config="configs/math.py", flags=()):
     """argv of a small run."""
     return [
         sys.executable,
@@ -31,6 +31,7 @@ def command(workdir, *overrides, config="configs/math.py"):
         f"--config={ROOT / config}",
         f"--workdir={workdir}",
         *(f"--config.{override}" for override in (*SMALL, *overrides)),
+        *flags,
     ]
 
 
@@ -40,6 +41,7 @@ def environment(cache):
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": str(ROOT),  # for tests that run elsewhere
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
@@ -57,7 +59,7 @@ def run(workdir, *overrides, cache, timeout=150, cwd=None, **kwargs):
     )
 
 
-def start(workdir, *overrides, cache, **kwargs):
+def start(workdir, *overrides, cache, cwd=None, **kwargs):
     """Start without waiting."""
     return subprocess.Popen(
         command(workdir, *overrides, **kwargs),
@@ -65,7 +67,7 @@ def start(workdir, *overrides, cache, **kwargs):
         stderr=subprocess.PIPE,
         text=True,
         env=environment(cache),
-        cwd=ROOT,
+        cwd=cwd or ROOT,
     )
 
 

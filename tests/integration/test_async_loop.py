@@ -65,3 +65,28 @@ def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_
     report = json.loads((workdir / "report.json").read_text())
     assert balance(report["ledger"]) == report["ledger"]["generated"]
     assert sorted(losses(workdir)) == list(range(1, report["steps"] + 1))
+
+
+def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(cache, tmp_path):
+    overrides = ("num_searchers=2", "num_cpu_devices=3", "sync_period=2", "num_steps=12")
+    done = run(tmp_path / "live", *overrides, cache=cache)
+    assert done.returncode == 0, done.stderr
+    schedule = tmp_path / "live" / "schedule.jsonl"
+    again = run(
+        tmp_path / "again", *overrides, cache=cache, flags=(f"--replay_schedule={schedule}",)
+    )
+    assert again.returncode == 0, again.stderr
+    assert losses(tmp_path / "again") == losses(tmp_path / "live")
+    reports = [json.loads((tmp_path / w / "report.json").read_text()) for w in ("live", "again")]
+    assert reports[0]["eval"] == reports[1]["eval"]
+    assert reports[0]["staleness"] == reports[1]["staleness"]
+
+    other = run(
+        tmp_path / "other",
+        *overrides,
+        "seed=1",
+        cache=cache,
+        flags=(f"--replay_schedule={schedule}",),
+    )
+    assert other.returncode == 2
+    assert "is the config that of the logged run?" in other.stderr

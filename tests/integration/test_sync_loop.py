@@ -4,8 +4,13 @@
 import json
 import signal
 
+import jax
+import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
+
+from tba_jax import buffer, evaluate, export, wiring
+from tba_jax.models import hf_weights
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +84,27 @@ def test_exact_lag_makes_every_staleness_the_lag(cache, tmp_path):
     ]
     # Steps 0, 1 and 2 train on version 0; from then on the data is exactly two steps old.
     assert histograms == [[[min(step, 2), 64]] for step in range(8)]
+
+
+def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
+    after = json.loads((reference / "report.json").read_text())["eval"]["after"]
+    assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
+
+    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
+    start, _, _ = hf_weights.load(str(wiring.START_MODEL))
+    config, params, _ = hf_weights.load(str(tmp_path / "model"))
+    _, _, trained, _, _ = wiring.load_policy(str(reference))
+    assert config == start
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
+    capsys.readouterr()
+    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 1
+    assert "is not empty" in capsys.readouterr().err
+
+
+def test_buffer_command_shows_what_the_checkpoint_holds(reference, capsys):
+    assert buffer.main([str(reference), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out.splitlines()[-1])
+    ledger = json.loads((reference / "report.json").read_text())["ledger"]
+    assert shown["num_trajectories"] == ledger["stored"]
