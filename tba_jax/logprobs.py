@@ -81,6 +81,7 @@ def token_logprobs(
     temperature: float,
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 1024,
+    remat: bool = False,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -94,6 +95,7 @@ def token_logprobs(
         temperature: the sampling temperature; divides the logits.
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens whose [., v] logits exist at a time.
+        remat: recompute each layer in the backward pass instead of keeping its activations.
 
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
@@ -106,7 +108,9 @@ def token_logprobs(
     end = (s - t + response_lengths).reshape(p * k, 1)
     mask = (index >= first) & (index < end)
     positions = jnp.maximum(index - first, 0)
-    hidden, _ = apply(params, rows, positions, mask, config=config, compute_dtype=compute_dtype)
+    hidden, _ = apply(
+        params, rows, positions, mask, config=config, compute_dtype=compute_dtype, remat=remat
+    )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = _chunked_logprobs(

@@ -56,7 +56,11 @@ def place(
 
     shared: trainer on the first `num_trainer_devices`, searchers take turns on the same ones.
     split: searchers get one device each of those that are left.
+    auto: split where there are devices for all of them, else shared.
     """
+    if placement == "auto":
+        fits = len(devices) >= num_trainer_devices + num_searchers
+        placement = "split" if fits else "shared"
     trainer = list(devices[:num_trainer_devices])
     pool = trainer if placement == "shared" else list(devices[num_trainer_devices:])
     searchers = tuple(pool[s % len(pool)] for s in range(num_searchers))

@@ -99,6 +99,22 @@ def test_chunking_changes_neither_values_nor_gradients(params, decoded, chunk_to
     )
 
 
+def test_remat_changes_no_gradient(params, decoded):
+    tokens, prompt_lengths, out = decoded
+
+    def grad(remat):
+        return jax.grad(
+            lambda p: jnp.sum(score(p, tokens, prompt_lengths, out.lengths, remat=remat))
+        )(params)
+
+    jax.tree.map(
+        # the same float32 operations in another order; values of order 1 to 10
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        grad(True),
+        grad(False),
+    )
+
+
 def test_logits_of_the_whole_batch_never_exist(params, decoded):
     tokens, prompt_lengths, out = decoded
     jaxpr = jax.make_jaxpr(

@@ -121,8 +121,8 @@ class Block(nnx.Module):
         """(x after this layer, whatever `attend` returned beside its output)."""
         config, dtype = self.config, x.dtype
         y = _rms_norm(x, self.attn_norm[...], config.norm_eps)
-        q = jnp.einsum("...d,dhe->...he", y, self.q[...].astype(dtype))
-        kv = jnp.einsum("...d,djge->...jge", y, self.kv[...].astype(dtype))
+        q = _matmul(y, self.q[...].astype(dtype))
+        kv = _matmul(y, self.kv[...].astype(dtype))
         if config.qkv_bias:
             q = q + jnp.broadcast_to(self.q_bias[...].astype(dtype), q.shape)
             kv = kv + jnp.broadcast_to(self.kv_bias[...].astype(dtype), kv.shape)
@@ -130,14 +130,14 @@ class Block(nnx.Module):
         # Group the queries of one key/value head instead of repeating keys and values.
         heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads)
         out, extra = attend(q.reshape(*q.shape[:-2], *heads, q.shape[-1]), k, v)
-        out = jnp.einsum("...he,hed->...d", out.reshape(q.shape), self.o[...].astype(dtype))
+        out = _matmul(out.reshape(q.shape), self.o[...].astype(dtype), num_in=2)
         if config.o_bias:
             out = out + jnp.broadcast_to(self.o_bias[...].astype(dtype), out.shape)
         x = x + out
         y = _rms_norm(x, self.mlp_norm[...], config.norm_eps)
-        gate_up = jnp.einsum("...d,djf->...jf", y, self.gate_up[...].astype(dtype))
+        gate_up = _matmul(y, self.gate_up[...].astype(dtype))
         y = jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
-        return x + jnp.einsum("...f,fd->...d", y, self.down[...].astype(dtype)), extra
+        return x + _matmul(y, self.down[...].astype(dtype)), extra
 
 
 class Ends(nnx.Module):
@@ -368,6 +368,17 @@ def decode_step(
 def _block_graph(config: TransformerConfig) -> Any:
     block = nnx.eval_shape(lambda: Block(config, jnp.float32, nnx.Rngs(0)))
     return nnx.split(block)[0]
+
+
+def _matmul(x: Array, kernel: Array, num_in: int = 1) -> Array:
+    """x [..., *in] times kernel [*in, *out]: [..., *out], as one two-dimensional product.
+
+    The weight gradient then contracts one long axis instead of several: 229 against 262 ms for
+    the gradient of 256 rows x 28 positions of the start model on 2 CPU cores.
+    """
+    batch, out = x.shape[: x.ndim - num_in], kernel.shape[num_in:]
+    size = math.prod(kernel.shape[:num_in])
+    return (x.reshape(-1, size) @ kernel.reshape(size, -1)).reshape(*batch, *out)
 
 
 def _rms_norm(
