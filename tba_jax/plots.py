@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 Record = Mapping[str, Any]
 Interval = tuple[float, float]
 
-ROUND_PHASES = ("decode", "reference", "reward")  # in the order they are drawn inside a round
+# Colours for the variants of a study, in this order (Okabe and Ito).
+SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+ROUND_PHASES = ("decode", "reward", "reference")  # in the order they are drawn inside a round
 ZOOM_S = 10.0
 
 
@@ -210,13 +212,15 @@ def busy_shares(schedule: Iterable[Record]) -> dict[str, float]:
     return shares
 
 
-def _figure(width: float, height: float, theme: Theme) -> "Figure":
+def new_figure(width: float, height: float, theme: Theme) -> "Figure":
+    """An empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
 
 
-def _style(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
+def style_axes(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
+    """Quiet axes: no box, light horizontal grid."""
     axes.set_facecolor(theme.paper)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -255,9 +259,9 @@ def accuracy(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
         return None
     times = np.array([r.get("time_s") or 0.0 for r in evals], np.float64)
     values = np.array([r["eval/pass_at_1"] for r in evals], np.float64)
-    figure = _figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
-    _style(axes, theme)
+    style_axes(axes, theme)
     for record, t in zip(evals, times, strict=True):
         if record.get("eval/n"):
             low, high = share_interval(record["eval/pass_at_1"], record["eval/n"])
@@ -307,9 +311,9 @@ def reward(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
     x, y = column(metrics, "step", name)
     if len(x) == 0:
         return None
-    figure = _figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
-    _style(axes, theme)
+    style_axes(axes, theme)
     _smoothed(axes, x, y, theme.main)
     axes.set_xlabel("optimiser step")
     return figure
@@ -328,10 +332,10 @@ def habits(metrics: Sequence[Record], kind: str, theme: Theme) -> "Figure | None
     panels = [panel for panel in panels if len(column(metrics, "step", panel[1])[0])]
     if not panels:
         return None
-    figure = _figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3, theme)
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, name, color) in zip(rows, panels, strict=True):
-        _style(axes, theme)
+        style_axes(axes, theme)
         _smoothed(axes, *column(metrics, "step", name), color)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.margins(y=0.12)
@@ -363,9 +367,9 @@ def staleness(metrics: Iterable[Record], theme: Theme) -> "Figure | None":
     bins = np.arange(last + 1)
     shares = np.array([counts.get(int(b), 0) for b in bins], np.float64)
     shares[-1] = sum(count for value, count in counts.items() if value >= last)
-    figure = _figure(5.0, 3.3, theme)
+    figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
-    _style(axes, theme)
+    style_axes(axes, theme)
     axes.bar(bins, shares / total, width=0.82, color=theme.main)
     axes.axvline(float(values.mean()), color=theme.second, linewidth=1.6, linestyle=(0, (4, 2)))
     axes.annotate(
@@ -401,11 +405,11 @@ def timeline(schedule: Sequence[Record], theme: Theme) -> "Figure | None":
     middle = (steps[0][0] + steps[-1][1]) / 2
     zoom_start = max(first, min(middle - ZOOM_S / 2, last - ZOOM_S))
     zoom = (zoom_start, min(last, zoom_start + ZOOM_S))
-    figure = _figure(10.4, 1.5 + 0.62 * len(lanes), theme)
+    figure = new_figure(10.4, 1.5 + 0.62 * len(lanes), theme)
     near, whole = figure.subplots(2, 1, height_ratios=(2.2, 1))
     names = list(lanes)
     for axes in (near, whole):
-        _style(axes, theme, grid=False)
+        style_axes(axes, theme, grid=False)
         axes.set_ylim(len(names) - 0.45, -0.55)
     for row, (name, lane) in enumerate(lanes.items()):
         for phase, intervals in lane.items():
@@ -498,7 +502,7 @@ def optimisation(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
     """Small multiples of the quantities that tell whether the optimisation is healthy."""
     panels = [
         ("TB loss", "train/tb_loss"),
-        ("KL to the reference (nats)", "train/kl_reference"),
+        ("log ratio to the reference (nats)", "train/kl_reference"),
         ("log Z", "train/log_z"),
         ("gradient norm", "train/grad_norm"),
         ("effective sample size (share)", "train/ess_fraction"),
@@ -509,10 +513,10 @@ def optimisation(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
         return None
     columns = 3
     rows = -(-len(panels) // columns)
-    figure = _figure(10.4, 0.4 + 1.9 * rows, theme)
+    figure = new_figure(10.4, 0.4 + 1.9 * rows, theme)
     for i, (label, name) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
-        _style(axes, theme)
+        style_axes(axes, theme)
         _smoothed(axes, *column(metrics, "step", name), theme.main)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)

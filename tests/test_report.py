@@ -55,6 +55,22 @@ def built(tmp_path, **options):
     return Page(report.build_report(tmp_path).read_text(encoding="utf-8"))
 
 
+def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert "skipped as" not in Page(report.build_report(tmp_path).read_text()).text
+    told["skipped_prompts"] = {"train": 3, "eval": 6}
+    told["samples"][0]["answer"] = "3 + 6 = <<3+6=9>>9 eggs\n#### 9"
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    page = report.build_report(tmp_path).read_text()
+    assert "Prompts skipped as too long: train 3, eval 6." in Page(page).text
+    assert (
+        "<details><summary>answer: #### 9</summary>"
+        "<pre>3 + 6 = &lt;&lt;3+6=9&gt;&gt;9 eggs\n#### 9</pre></details>" in page
+    )
+    assert page.count("<summary>answer") == 1 and "<small>answer: 16</small>" in page
+
+
 def test_page_is_one_valid_file_that_fetches_nothing(full):
     _, text = full
     page = Page(text)
@@ -187,8 +203,8 @@ def test_timeline_lanes_lay_phases_end_to_end():
     assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
     assert lanes["searcher 0"] == {
         "decode": [(0.0, 2.5)],
-        "reference": [(2.5, 3.5)],
-        "reward": [(3.5, 4.0)],
+        "reward": [(2.5, 3.0)],
+        "reference": [(3.0, 4.0)],
     }
     assert lanes["trainer"]["wait"] == [(2.0, 3.0), (5.5, 5.5)]
     assert lanes["trainer"]["step"] == [(3.0, 5.0), (5.5, 10.0)]

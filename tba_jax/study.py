@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: a named study, every variant over the same seeds, as a table and a figure.
+
+    python -m tba_jax.study NAME [--seeds=5] [--budget_min=25] [--out=DIR]
+
+Each run is the main command in a process of its own, in OUT/runs/VARIANT-seedN; a study that is
+started again continues. Nothing here knows what happens inside a run: it reads `report.json` and
+`metrics.jsonl`.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.metrics import read_jsonl
+from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
+
+_SYNC = ("driver=sync", "replay.pace=off")
+# Short enough that no variant has reached the ceiling, so that a difference could show.
+_SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.batch_prompts=512")
+
+# Study -> variant -> config overrides on the default preset of configs/math.py. The first variant
+# is the one the others are compared with.
+STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
+    # The main job as a user runs it.
+    "main_job": {"async": ()},
+    # The same number of trained responses by both drivers, and on data exactly D steps old.
+    "drivers": {
+        "sync": (*_SHORT, *_SYNC),
+        "async": _SHORT,
+        "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
+        "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
+    },
+}
+
+
+def run_variant(folder: Path, overrides: Sequence[str], seed: int, config: str) -> dict[str, Any]:
+    """Run (or find finished) one seed of one variant; returns its report.
+
+    Raises:
+        RuntimeError: the run failed; with the end of what it printed.
+    """
+    report = folder / "report.json"
+    if report.exists() and (folder / "report.html").exists():
+        return json.loads(report.read_text())
+    command = [sys.executable, "-m", "tba_jax.main", f"--config={config}", f"--workdir={folder}"]
+    command += [f"--config.{override}" for override in (*overrides, f"seed={seed}")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command)} exited with {done.returncode}: "
+            f"{(done.stdout + done.stderr)[-2000:]}"
+        )
+    return json.loads(report.read_text())
+
+
+def summarise(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Medians over seeds of what the table shows; accuracies in percent."""
+    before = [100 * r["eval"]["before"]["pass_at_1"] for r in reports]
+    after = [100 * r["eval"]["after"]["pass_at_1"] for r in reports]
+    return {
+        "seeds": len(reports),
+        "n": reports[0]["eval"]["after"]["n"],
+        "before": float(np.median(before)),
+        "after": float(np.median(after)),
+        "after_mean": float(np.mean(after)),
+        "gain": float(np.median(np.subtract(after, before))),
+        "gain_min": float(np.min(np.subtract(after, before))),
+        "wall_s": float(np.median([r["wall_s"] for r in reports])),
+        "first_step_s": float(np.median([r["time_to_first_step_s"] for r in reports])),
+        "trainer_idle_s": float(np.median([r["idle_s"]["trainer"] for r in reports])),
+        "searcher_idle_s": float(np.median([sum(r["idle_s"]["searchers"]) for r in reports])),
+        "staleness_mean": float(np.median([r["staleness"]["mean"] for r in reports])),
+        "generated": float(np.median([r["ledger"]["generated"] for r in reports])),
+    }
+
+
+def paired_difference(
+    ours: Sequence[float], theirs: Sequence[float], *, confidence: float = 0.9
+) -> tuple[float, float]:
+    """Mean of the per-seed differences and the half width of its Student interval.
+
+    The half width is nan for a single seed.
+    """
+    from scipy import stats
+
+    difference = np.subtract(ours, theirs)
+    n = len(difference)
+    if n < 2:
+        return float(difference.mean()), float("nan")
+    half = stats.t.ppf((1 + confidence) / 2, n - 1) * difference.std(ddof=1) / np.sqrt(n)
+    return float(difference.mean()), float(half)
+
+
+def table(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """The study as a Markdown table."""
+    variants = list(results)
+    first = variants[0]
+    lines = [
+        "| variant | seeds | pass@1 before | after | gain, median (least) | difference to "
+        f"{first}, 90 % interval | wall s | first step s | trainer idle s | searcher idle s | "
+        "staleness | generated |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    base = {r["seed"]: 100 * r["eval"]["after"]["pass_at_1"] for r in results[first]}
+    for variant in variants:
+        s = summarise(results[variant])
+        after = {r["seed"]: 100 * r["eval"]["after"]["pass_at_1"] for r in results[variant]}
+        shared = sorted(set(base) & set(after))
+        difference = "–"
+        if variant != first and shared:
+            mean, half = paired_difference([after[i] for i in shared], [base[i] for i in shared])
+            difference = f"{mean:+.1f} ± {half:.1f}"
+        lines.append(
+            f"| {variant} | {s['seeds']:.0f} | {s['before']:.1f} % | {s['after']:.1f} % | "
+            f"{s['gain']:+.1f} ({s['gain_min']:+.1f}) | {difference} | {s['wall_s']:.1f} | "
+            f"{s['first_step_s']:.1f} | {s['trainer_idle_s']:.1f} | {s['searcher_idle_s']:.1f} | "
+            f"{s['staleness_mean']:.2f} | {s['generated']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
+    """Held-out accuracy against trained steps: every seed thin, the median thick."""
+    picture = new_figure(7.0, 4.0, LIGHT)
+    axes = picture.subplots()
+    style_axes(axes, LIGHT)
+    for i, variant in enumerate(results):
+        color = SERIES[i % len(SERIES)]
+        curves = []
+        for report in results[variant]:
+            records = read_jsonl(run_folder(out, variant, report["seed"]) / "metrics.jsonl")
+            points = {
+                r["step"]: 100 * r["eval/pass_at_1"] for r in records if "eval/pass_at_1" in r
+            }
+            curves.append(points)
+            axes.plot(list(points), list(points.values()), color=color, alpha=0.25, linewidth=0.8)
+        steps = sorted(set.intersection(*(set(c) for c in curves)))
+        median = [float(np.median([c[s] for c in curves])) for s in steps]
+        axes.plot(steps, median, color=color, linewidth=2.0, marker="o", label=variant)
+    axes.set_xlabel("optimiser steps (256 responses each)")
+    axes.set_ylabel("held-out pass@1, %")
+    axes.set_ylim(0, 102)
+    axes.legend(frameon=False, loc="lower right")
+    return to_png(picture)
+
+
+def run_folder(out: Path, variant: str, seed: int) -> Path:
+    """Work directory of one run of a study."""
+    return out / "runs" / f"{variant.replace(', ', '-').replace(' ', '')}-seed{seed}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.study", description=__doc__)
+    parser.add_argument("name", choices=sorted(STUDIES))
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 .. N-1")
+    parser.add_argument("--budget_min", type=float, default=25.0, help="start no run after this")
+    parser.add_argument("--out", default="", help="folder; default runs/study-NAME")
+    parser.add_argument("--config", default="configs/math.py", help="config file")
+    args = parser.parse_args(argv)
+    if args.seeds < 1:
+        print(f"error: --seeds={args.seeds}: want at least 1", file=sys.stderr)
+        return 2
+    out = Path(args.out or f"runs/study-{args.name}")
+    end = time.monotonic() + 60 * args.budget_min
+    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in STUDIES[args.name]}
+    skipped = []
+    # Seeds outermost: a study cut short by its budget still compares all variants.
+    for seed in range(args.seeds):
+        for variant, overrides in STUDIES[args.name].items():
+            if time.monotonic() > end:
+                skipped.append(f"{variant} seed {seed}")
+                continue
+            folder = run_folder(out, variant, seed)
+            report = run_variant(folder, overrides, seed, args.config)
+            results[variant].append(report)
+            print(
+                f"{variant} seed {seed}: pass@1 {100 * report['eval']['before']['pass_at_1']:.1f} "
+                f"-> {100 * report['eval']['after']['pass_at_1']:.1f} %, {report['wall_s']:.0f} s",
+                flush=True,
+            )
+    results = {variant: reports for variant, reports in results.items() if reports}
+    text = table(args.name, results)
+    if skipped:
+        text += f"\n\nNot run within {args.budget_min:g} minutes: {', '.join(skipped)}."
+    (out / f"{args.name}.md").write_text(text + "\n")
+    (out / f"{args.name}.png").write_bytes(figure(results, out))
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real faults in real processes of the main command: what the user reads, the exit code, and
+whether the work directory can be used afterwards."""
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from commands import ROOT, SYNC, lines, losses, run, start, wait_for
+
+from tba_jax.checkpointing import load_host_state
+
+START_MODEL = ROOT / "tba_jax/assets/start_model"
+# A failing command may take this long to say so; it includes starting Python and JAX.
+DEADLINE_S = 60
+QUIET = ("eval.period=0", "checkpoint.period=0")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder with a file of reward functions."""
+    (tmp_path / "my_rewards.py").write_text(
+        textwrap.dedent("""
+        import hashlib
+        import os
+        import time
+
+        def raises(prompts, completions, answer, **columns):
+            return [1.0 / (len(c) - len(c)) for c in completions]
+
+        def one_short(prompts, completions, **columns):
+            return [1.0 for _ in completions[1:]]
+
+        def sleeps(prompts, completions, **columns):
+            time.sleep(600)
+
+        def hangs_on_three(prompts, completions, **columns):
+            for prompt, completion in zip(prompts, completions):
+                name = "hangs-" + hashlib.md5((prompt + completion).encode()).hexdigest()
+                num_known = sum(f.startswith("hangs-") for f in os.listdir())
+                # A long response is hardly ever drawn twice.
+                if len(completion) > 8 and num_known < 3:
+                    open(name, "w").close()
+                if os.path.exists(name):
+                    time.sleep(600)
+            return [len(c) / 20 for c in completions]
+        """)
+    )
+    return tmp_path
+
+
+def assert_one_error(done, code, *texts):
+    """The last line of standard error is the message, and nothing else looks like a failure."""
+    assert done.returncode == code, done.stderr
+    error = done.stderr.strip().splitlines()
+    assert len(error) == 1 and error[0].startswith("error: "), done.stderr
+    for text in texts:
+        assert text in error[0]
+
+
+def assert_complete(workdir, num_steps):
+    """A finished run: ledger balanced, every line of the logs there once."""
+    report = json.loads((workdir / "report.json").read_text())
+    ledger = report["ledger"]
+    evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
+    rejected = sum(ledger["rejected"].values())
+    assert ledger["generated"] > 0
+    assert ledger["generated"] == (
+        ledger["outbox"] + ledger["stored"] + evicted + ledger["duplicate"] + rejected
+    )
+    metrics = lines(workdir / "metrics.jsonl")
+    assert [r["step"] for r in metrics if "train/loss" in r] == list(range(1, num_steps + 1))
+    evaluated = [r["step"] for r in metrics if "eval/pass_at_1" in r]
+    assert evaluated == sorted(set(evaluated)) and evaluated[0] == 0 and evaluated[-1] == num_steps
+    events = lines(workdir / "schedule.jsonl")
+    assert [e["step"] for e in events if e["event"] == "step"] == list(range(num_steps))
+    rounds = [e["round"] for e in events if e["event"] == "round"]
+    assert rounds == list(range(len(rounds)))
+    return report
+
+
+def children(pid):
+    """Process ids of a process's children."""
+    tasks = Path(f"/proc/{pid}/task")
+    return [int(child) for task in tasks.iterdir() for child in _children_of_task(task)]
+
+
+def _children_of_task(task):
+    try:
+        return (task / "children").read_text().split()
+    except OSError:
+        return []  # the thread ended meanwhile
+
+
+def reward_processes(pid):
+    """The children that score (another one is multiprocessing's resource tracker)."""
+    return [
+        child
+        for child in children(pid)
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+
+
+def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder):
+    """Every command but the first uses one directory, each with another config."""
+    (folder / "file").write_text("")
+    done = run(folder / "file" / "run", cache=cache, timeout=DEADLINE_S)
+    assert_one_error(done, 2, f"cannot write to the work directory {folder}/file/run")
+
+    workdir = folder / "run"
+    done = run(workdir, f"model.path={folder}/nowhere", cache=cache, timeout=DEADLINE_S)
+    assert_one_error(done, 2, f"model path '{folder}/nowhere' is not a folder")
+
+    (folder / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(START_MODEL / name, folder / "model" / name)
+    done = run(workdir, f"model.path={folder}/model", cache=cache, timeout=DEADLINE_S)
+    assert_one_error(done, 2, f"{folder}/model: no tokenizer.json")
+
+    reward = "task.reward=my_reward:raises"
+    done = run(workdir, reward, cache=cache, cwd=folder, timeout=DEADLINE_S)
+    assert_one_error(
+        done,
+        2,
+        "'my_reward:raises' cannot be loaded: ModuleNotFoundError: No module named 'my_reward'",
+    )
+
+    # A kill in the middle of writing it, before anything ran.
+    (workdir / "config.json").write_text('{"config": {')
+    done = run(workdir, "task.reward=my_rewards:one_short", cache=cache, cwd=folder)
+    assert_one_error(done, 1, "my_rewards:one_short returned", "want a list with one float or None")
+
+    done = run(workdir, "task.reward=my_rewards:raises", cache=cache, cwd=folder)
+    assert done.returncode == 1
+    assert "failed on" in done.stderr and "above reward.max_failure_rate = 0.5" in done.stderr
+    assert f'File "{folder}/my_rewards.py"' in done.stderr
+    assert done.stderr.count("ZeroDivisionError") == 1
+    assert "pool.py" not in done.stderr  # the user's frames only
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("{'question': 1}", "not JSON"),
+        ('{"question": "What is 1 + 1?"}', "want text under 'answer'; got keys ['question']"),
+    ],
+)
+def test_bad_data_row_is_named(row, message, cache, tmp_path):
+    good = '{"question": "What is 1 + 1?", "answer": "#### 2"}\n'
+    (tmp_path / "train.jsonl").write_text(good * 2 + row + "\n")
+    (tmp_path / "test.jsonl").write_text(good)
+    done = run(
+        tmp_path / "run", "task.name=gsm8k", f"task.data_path={tmp_path}", cache=cache, timeout=60
+    )
+    assert_one_error(done, 2, f"{tmp_path}/train.jsonl, line 3: {message}")
+
+
+def test_hung_rewards_are_rejected_by_name_and_a_killed_worker_is_replaced(cache, folder):
+    workdir = folder / "run"
+    process = start(
+        workdir,
+        "task.reward=my_rewards:hangs_on_three",
+        "reward.timeout_s=0.3",
+        "num_steps=6",
+        *QUIET,
+        cache=cache,
+        cwd=folder,
+    )
+    wait_for(lambda: losses(workdir), process=process)
+    (victim,) = reward_processes(process.pid)
+    os.kill(victim, signal.SIGKILL)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, err
+    rejected = assert_complete(workdir, 6)["ledger"]["rejected"]
+    assert set(rejected) == {"reward_timeout"} and rejected["reward_timeout"] >= 3
+
+
+def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
+    done = run(
+        folder / "run",
+        "task.reward=my_rewards:sleeps",
+        "reward.timeout_s=600.0",
+        "log.watchdog_s=2.0",
+        cache=cache,
+        cwd=folder,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: no trainer step for 2 s (config.log.watchdog_s)")
+    assert "run the same command again" in done.stderr
+    assert "in _score" in done.stderr  # where the searcher hangs
+
+
+def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cache, tmp_path):
+    workdir = tmp_path / "run"
+    overrides = ("optimizer.learning_rate=1e9", "optimizer.warmup_steps=0", "checkpoint.period=1")
+    done = run(workdir, *overrides, *SYNC, "eval.period=0", cache=cache)
+    assert_one_error(
+        done, 1, "step 1: loss nan, gradient norm nan", "Lower config.optimizer.learning_rate"
+    )
+    step, host_state = load_host_state(str(workdir))
+    assert step == 1 and "buffer" in host_state
+
+
+@pytest.fixture(scope="module")
+def full_disk(tmp_path_factory, cache):
+    """A run whose disk fills up between two checkpoints; the directory and what it printed."""
+    workdir = tmp_path_factory.mktemp("full") / "run"
+    process = start(workdir, "num_steps=16", "eval.period=0", cache=cache)
+    wait_for((workdir / "checkpoints" / "4").exists, process=process)
+    # The kernel refuses to let a file grow beyond this, as it does on a full disk.
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (200_000, 200_000))
+    began = time.monotonic()
+    out, err = process.communicate(timeout=DEADLINE_S)
+    return workdir, process.returncode, err, time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def continued(full_disk, cache):
+    """The same command again, with room."""
+    workdir = full_disk[0]
+    return workdir, run(workdir, "num_steps=16", "eval.period=0", cache=cache)
+
+
+def test_full_disk_at_a_checkpoint(full_disk):
+    workdir, code, err, seconds = full_disk
+    assert code == 1 and seconds < 30
+    message = err.strip().splitlines()
+    assert len(message) == 1, err
+    assert message[0].startswith(f"error: writing checkpoint {workdir}/checkpoints/")
+    assert "File too large" in message[0] and "Make room" in message[0]
+    kept = json.loads(message[0].split("Complete checkpoints kept: ")[1].split(". ")[0])
+    assert kept and load_host_state(str(workdir))[0] == kept[-1]
+
+
+def test_run_continues_when_there_is_room_again(full_disk, continued):
+    workdir, done = continued
+    assert done.returncode == 0, done.stderr
+    assert f"resumed {workdir} at step" in done.stdout
+    assert_complete(workdir, 16)
+    assert sorted(os.listdir(workdir / "checkpoints")) == ["12", "16"]
+
+
+def _truncate(checkpoint):
+    file = checkpoint / "host_state" / "process_00000.npz"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def _delete(checkpoint):
+    files = [f for f in (checkpoint / "train_state").rglob("d/*") if f.is_file()]
+    max(files, key=lambda f: f.stat().st_size).unlink()
+
+
+@pytest.mark.parametrize("damage", [_truncate, _delete])
+def test_damaged_checkpoint_is_named_and_the_advice_works(damage, continued, cache, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(continued[0], workdir)
+    newest = workdir / "checkpoints" / "16"
+    damage(newest)
+    before = sorted(str(p) for p in workdir.rglob("*"))
+    overrides = ("num_steps=16", "eval.period=0")
+    done = run(workdir, *overrides, cache=cache, timeout=DEADLINE_S)
+    assert_one_error(
+        done,
+        1,
+        f"checkpoint {newest} cannot be read: ",
+        "Move that folder away to continue from checkpoint 12",
+    )
+    assert sorted(str(p) for p in workdir.rglob("*")) == before
+    if damage is _truncate:
+        newest.rename(tmp_path / "damaged")
+        done = run(workdir, *overrides, cache=cache)
+        assert done.returncode == 0, done.stderr
+        assert "at step 12 of 16" in done.stdout
+        assert_complete(workdir, 16)
+
+
+def test_sigterm_in_the_middle_of_a_save(cache, tmp_path):
+    workdir = tmp_path / "run"
+    overrides = ("num_steps=500", "eval.period=0", "checkpoint.period=1")
+    process = start(workdir, *overrides, "sync.transport=checkpoint", cache=cache)
+    wait_for(lambda: len(losses(workdir)) >= 2, process=process)
+    wait_for(lambda: list(workdir.rglob("*orbax-checkpoint-tmp*")), process=process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM and not err, err
+    stopped_at = json.loads((workdir / "report.json").read_text())["steps"]
+    assert load_host_state(str(workdir))[0] == stopped_at
+    assert not list(workdir.rglob("*orbax-checkpoint-tmp*"))
+    versions = json.loads((workdir / "versions.json").read_text())["versions"]
+    assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions
+
+
+def kill_after(process, workdir, reached, num_steps, rng):
+    """SIGKILL when the run is that many steps further than an earlier process got, about."""
+    wait_for(lambda: max(losses(workdir), default=0) >= reached + num_steps, process=process)
+    time.sleep(rng.random() * 0.1)
+    processes = children(process.pid)
+    process.kill()
+    process.communicate()
+    assert processes
+    end = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in processes):
+        assert time.monotonic() < end, "reward processes outlived their parent"
+        time.sleep(0.05)
+
+
+def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
+    """SIGKILL at random moments, each time on another stretch of the run, then to the end."""
+    rng = random.Random(0)
+    overrides = (*overrides, f"num_steps={num_steps}")
+    for _ in range(kills):
+        resumed_at = max(losses(workdir), default=0)
+        process = start(workdir, *overrides, cache=cache)
+        kill_after(process, workdir, resumed_at, rng.randint(1, num_steps // (2 * kills)), rng)
+    done = run(workdir, *overrides, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert_complete(workdir, num_steps)
+
+
+def test_sigkill_twice_then_resume(cache, tmp_path):
+    overrides = ("checkpoint.period=2", "eval.period=4")
+    kill_and_resume(tmp_path / "run", overrides, kills=2, num_steps=12, cache=cache)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_sigkill_six_times_then_resume(cache, tmp_path):
+    overrides = ("checkpoint.period=3", "eval.period=5", "sync.transport=checkpoint")
+    kill_and_resume(tmp_path / "run", overrides, kills=6, num_steps=60, cache=cache)

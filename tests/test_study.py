@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Studies: the statistics and the table; every study's overrides are valid configs."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_jax import study
+from tba_jax.config import validate
+
+ROOT = Path(__file__).parents[1]
+
+
+def report(seed, before, after, wall=60.0):
+    return {
+        "seed": seed,
+        "eval": {"before": {"pass_at_1": before}, "after": {"pass_at_1": after, "n": 1024}},
+        "wall_s": wall,
+        "time_to_first_step_s": 8.0,
+        "idle_s": {"trainer": 1.0, "searchers": [2.0, 3.0]},
+        "staleness": {"mean": 1.5},
+        "ledger": {"generated": 100},
+    }
+
+
+def test_paired_difference_is_students_interval():
+    # differences 1, 2, 3: mean 2, sd 1; t(0.95, 2) = 2.919986 (table), half = t / sqrt(3)
+    mean, half = study.paired_difference([11.0, 22.0, 33.0], [10.0, 20.0, 30.0])
+    assert mean == pytest.approx(2.0)
+    assert half == pytest.approx(2.919986 / np.sqrt(3), rel=1e-6)
+    assert np.isnan(study.paired_difference([1.0], [0.0])[1])
+
+
+def test_table_pairs_seeds_with_the_first_variant():
+    results = {
+        "sync": [report(0, 0.4, 0.8), report(1, 0.4, 0.9)],
+        "async": [report(0, 0.4, 0.82), report(1, 0.4, 0.88)],
+    }
+    lines = study.table("drivers", results).splitlines()
+    assert lines[2].startswith("| sync | 2 | 40.0 % | 85.0 % | +45.0 (+40.0) | – | 60.0 | 8.0 |")
+    # per-seed differences +2 and -2: mean 0, sd 2 sqrt 2; t(0.95, 1) = 6.3138
+    assert "+0.0 ± 12.6" in lines[3]
+    assert "| 5.0 | 1.50 | 100 |" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"), [(n, v) for n, variants in study.STUDIES.items() for v in variants]
+)
+def test_overrides_of_every_study_make_a_valid_config(name, variant):
+    config = runpy.run_path(str(ROOT / "configs" / "math.py"))["get_config"]()
+    for override in study.STUDIES[name][variant]:
+        field, value = override.split("=")
+        *sections, leaf = field.split(".")
+        section = config
+        for part in sections:
+            section = section[part]
+        section[leaf] = type(section[leaf])(value)
+    validate(config)
+
+
+def test_unknown_study_and_bad_seeds_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        study.main(["nope"])
+    assert "invalid choice: 'nope'" in capsys.readouterr().err
+    assert study.main(["drivers", "--seeds=0"]) == 2
