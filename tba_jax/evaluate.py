@@ -85,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.checkpointing import CheckpointError
-    from tba_jax.wiring import load_policy, load_run_config, model_path
+    from tba_jax.saved_run import load_policy, load_run_config
+    from tba_jax.wiring import model_path
 
     try:
         if args.workdir and (args.config or args.model):

@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     from tba_jax.checkpointing import CheckpointError
     from tba_jax.models import hf_weights
-    from tba_jax.wiring import load_policy
+    from tba_jax.saved_run import load_policy
 
     out = Path(args.out)
     try:

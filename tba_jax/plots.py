@@ -297,8 +297,15 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
     ticks = [tick for tick in ticks if steps.min() <= tick <= steps.max()]
     order = np.argsort(steps, kind="stable")
     places = np.interp(ticks, steps[order], times[order])
+    # Steps that a fast stretch puts side by side would print over one another.
+    gap = (times.max() - times.min()) / 9
+    kept: list[int] = []
+    for i in range(len(ticks)):
+        if not kept or places[i] - places[kept[-1]] >= gap:
+            kept.append(i)
+    labels = [f"{'step ' if i == 0 else ''}{ticks[i]:.0f}" for i in kept]
     top = axes.secondary_xaxis("top")
-    top.set_xticks(places, [f"{'step ' if i == 0 else ''}{t:.0f}" for i, t in enumerate(ticks)])
+    top.set_xticks(places[kept], labels)
     top.tick_params(colors=theme.muted, labelsize=9, length=3)
     top.spines["top"].set_visible(False)
 

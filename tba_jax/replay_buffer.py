@@ -174,8 +174,8 @@ class ReplayBuffer:
 
         A response whose tokens are already stored replaces the stored one. Merges at one step are
         one sync: while the trainer waits, further merges add to the newest data. A merge without a
-        single trajectory leaves the fresh window as it is. Merging rounds together or one by one gives
-        the same buffer, so that a schedule log can be replayed.
+        single trajectory leaves the fresh window as it is. Rounds merged together or one by one
+        give the same buffer, so that a schedule log can be replayed.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.

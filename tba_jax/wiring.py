@@ -8,7 +8,6 @@ keyword arguments. It starts no thread except the reward processes' own. Its inv
 
 import dataclasses
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,13 @@ from jaxtyping import Array
 
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
-from tba_jax.config import Config, default_config, validate_devices
+from tba_jax.config import Config, validate_devices
 from tba_jax.data import PromptStream, eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
 from tba_jax.logprobs import response_mask, token_logprobs
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
-from tba_jax.models import families, hf_weights
+from tba_jax.models import hf_weights
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.outbox import Outbox
 from tba_jax.replay_buffer import ReplayBuffer
@@ -555,42 +554,3 @@ def _forget_after(run: Run, step: int) -> None:
 
     run.metrics_log.keep(is_kept_metric)
     run.schedule_log.keep(is_kept_event)
-
-
-def load_run_config(workdir: str) -> Config:
-    """The config a run was made with.
-
-    Raises:
-        ValueError: the folder holds no run.
-    """
-    path = Path(workdir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
-    config = default_config()
-    for field, value in json.loads(path.read_text())["config"].items():
-        value = float("inf") if value == "inf" else value
-        *sections, name = field.split(".")
-        section = config
-        for part in sections:
-            section = section[part]
-        section[name] = value
-    return config
-
-
-def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of the newest checkpoint of a run.
-
-    Returns:
-        step, model config, params, the source model's config.json, the source model's folder.
-
-    Raises:
-        ValueError: no run there. CheckpointError: no readable checkpoint.
-    """
-    config = load_run_config(workdir)
-    folder = hf_weights.resolve(model_path(config))
-    hf_config = hf_weights.load_config(folder)
-    model_config = families.transformer_config(hf_config)
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    step, state, _ = checkpoints.restore(abstract_state(config, model_config, where))
-    return step, model_config, state.params, hf_config, str(folder)

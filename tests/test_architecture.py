@@ -43,8 +43,9 @@ LAYERS = {
     "bench": 6,
     "drivers": 7,
     "schedule_replay": 8,
-    "evaluate": 7,
-    "export": 7,
+    "saved_run": 7,
+    "evaluate": 8,
+    "export": 8,
     "main": 9,
     "study": 10,
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 
-from tba_jax import buffer, evaluate, export, wiring
+from tba_jax import buffer, evaluate, export, saved_run, wiring
 from tba_jax.models import hf_weights
 
 
@@ -95,7 +95,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
     start, _, _ = hf_weights.load(str(wiring.START_MODEL))
     config, params, _ = hf_weights.load(str(tmp_path / "model"))
-    _, _, trained, _, _ = wiring.load_policy(str(reference))
+    _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
     capsys.readouterr()
