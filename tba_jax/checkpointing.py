@@ -326,10 +326,9 @@ class Checkpoints:
 
 def _brief(error: BaseException) -> str:
     """First line of an error's text; the middle of a long one is left out, as the end has why."""
-    lines = str(error).strip().splitlines()
-    if not lines:
-        return "(no message)"
-    return lines[0] if len(lines[0]) <= 400 else f"{lines[0][:150]} ... {lines[0][-240:]}"
+    line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"
 
 
 def load_host_state(workdir: str) -> tuple[int, dict[str, tuple[dict[str, np.ndarray], Any]]]:

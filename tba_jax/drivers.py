@@ -191,7 +191,7 @@ class _AsyncLoop:
         self._watchdog = watchdog
         self._results = results
         self._count_idle = count_idle
-        self._newest_eval = run.last_eval_step
+        self._newest_eval = self._newest_eval_version = run.last_eval_step
 
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Sync, train, log until the last step."""
@@ -234,14 +234,15 @@ class _AsyncLoop:
         run = self._run
         if not _is_eval_due(run, step, self._newest_eval):
             return
-        self._newest_eval = step
-        published = run.transport.latest(0)
-        if published is None:  # checkpoint transport: not restored yet at the very start
-            while not run.transport.poll():
-                self._stop.wait(POLL_S)
-            published = run.transport.latest(0)
-        assert published is not None
+        # Checkpoint transport, at the very start: the weight poller brings the first version. (To
+        # poll here as well would wait for ever once the poller's thread had taken that version.)
+        while (published := run.transport.latest(0)) is None:
+            self._stop.check()
+            self._stop.wait(POLL_S)
         version, params = published
+        if version <= self._newest_eval_version:
+            return  # that transport is behind: at a later sync
+        self._newest_eval, self._newest_eval_version = step, version
 
         def job() -> None:
             start = run.clock()

@@ -258,4 +258,5 @@ class CheckpointTransport:
 def _brief(error: BaseException) -> str:
     """First line of an error's text; the middle of a long one is left out, as the end has why."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"
