@@ -4,7 +4,7 @@
     python -m tba_jax.main --config=configs/math.py[:PRESET]
 
 arithmetic (default)
-    Six-term sums, the embedded 0.4M-parameter start model, everything offline on 2 CPU cores.
+    Six-term sums, the embedded 0.3M-parameter start model, everything offline on 2 CPU cores.
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
     of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
@@ -105,7 +105,7 @@ PRESETS = {
         },
         "reference": {"placement": "trainer", "reset_period": 50},
         "search": {"samples_per_prompt": 16, "prompts_per_round": 8, "max_new_tokens": 2048},
-        # No replay and a constant lag of two, as TBA' with async_level = 2.
+        # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
         "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},
         "eval": {"period": 5, "max_new_tokens": 2048, "batch_prompts": 64},
     },

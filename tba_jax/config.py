@@ -48,7 +48,7 @@ def default_config() -> Config:
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
     config.num_searchers = 1  # searchers (threads of the asynchronous driver)
     config.placement = "auto"  # shared: one device set; split: apart; auto: split where they fit
-    config.num_trainer_devices = 1  # devices of the trainer's mesh; split: the rest search
+    config.num_trainer_devices = 1  # devices of the trainer's mesh; split: searchers get others
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
 
     config.task = ConfigDict()
@@ -144,7 +144,7 @@ def default_config() -> Config:
     config.log.period = 1  # steps between lines in metrics.jsonl
     config.log.tensorboard = False  # also write TensorBoard files (extra `tensorboard`)
     config.log.wandb_project = ""  # also log to this W&B project (extra `wandb`)
-    config.log.watchdog_s = 300.0  # no step for this long: dump stacks and stop the run
+    config.log.watchdog_s = 1800.0  # async: nothing ended for this long: dump stacks, stop
     config.lock()
     return config
 
@@ -189,8 +189,8 @@ def flatten(config: Config) -> dict[str, Any]:
     return out
 
 
-# Fields a resumed run may change: they decide how long and how chattily it runs, not what is
-# computed up to a given step.
+# Fields a resumed run may change: they decide what is logged, kept and risked, not what is computed
+# (num_steps is not among them, because learning-rate schedules depend on it).
 RESUME_MAY_CHANGE = frozenset(
     {
         "log.period",
@@ -399,6 +399,13 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.replay.pace=trainer.",
         )
     if config.driver == "sync":
+        _need(
+            config.search.initial_fill == 0,
+            "search.initial_fill",
+            config.search.initial_fill,
+            "the synchronous driver searches exactly what the next steps need",
+            "Set --config.search.initial_fill=0.",
+        )
         _need(
             config.replay.pace == "off",
             "replay.pace",

@@ -40,18 +40,25 @@ def _is_eval_due(run: Run, step: int, newest: int) -> bool:
     return bool(period) and step // period > newest // period and step < run.config.num_steps
 
 
-def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Log, checkpoint and note the first step; common to both drivers."""
+def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
+    """Log, checkpoint and note the first step; common to all drivers.
+
+    Returns:
+        Whether a metrics line was written; what belongs to no single step waits for one.
+    """
     step = run.trainer.step_index
     if run.time_to_first_step_s is None:
         run.time_to_first_step_s = run.clock()
     config = run.config
-    if step % config.log.period == 0 or step == config.num_steps:
+    is_logged = step % config.log.period == 0 or step == config.num_steps
+    if is_logged:
         extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.streams)
         run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
     run.checkpoints.check()
-    if _saves_now(run):
+    period = config.checkpoint.period
+    if period and step % period == 0:
         run.save()
+    return is_logged
 
 
 def evaluate_now(run: Run, step: int, params: Any) -> None:
@@ -101,12 +108,12 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                 "the replay buffer holds nothing to train on: every response of the last rounds "
                 f"was rejected or aged out; ledger: {run.buffer.ledger()}"
             )
-        after_step(run, values, extra)
-        extra = {}
+        if after_step(run, values, extra):
+            extra = {}
 
 
 class _Watchdog:
-    """Ends the process loudly when no step is made for `limit_s`."""
+    """Ends the process loudly when no step, round or evaluation ends for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -118,7 +125,8 @@ class _Watchdog:
     def step(self) -> bool:
         if time.monotonic() - self._last > self._limit_s:
             print(
-                f"error: no trainer step for {self._limit_s:.0f} s (config.log.watchdog_s); the "
+                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
+                "(config.log.watchdog_s); the "
                 "stacks of all threads follow. The newest checkpoint is intact: run the same "
                 "command again to continue from it",
                 file=sys.stderr,
@@ -164,13 +172,14 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         for worker in [*searchers, *others]:
             worker.join(max(0.0, deadline - time.monotonic()))
         raise
+    # First what must not be lost, then what may take long: a searcher may be in the middle of a
+    # round of minutes, and nobody needs that round any more.
+    run.save()
+    stop.set()
+    deadline = time.monotonic() + STOP_S
     for worker in [*searchers, *others]:
-        worker.close()
+        worker.join(max(0.0, deadline - time.monotonic()))
     count_idle()
-    _drain(run, results)
-
-
-def _drain(run: Run, results: "queue.SimpleQueue[tuple[int, Evaluation, float]]") -> None:
     while not results.empty():
         run.record_evaluation(*results.get_nowait())
 
@@ -201,6 +210,7 @@ class _AsyncLoop:
         summaries = self._fill(interrupted)
         self._submit_evaluation(trainer.step_index)
         synced_at = trainer.step_index  # published when the driver began
+        summaries += self._merge()  # what the outboxes held when the run was interrupted
         extra: dict[str, Any] = {}
         while trainer.step_index < num_steps and not interrupted():
             self._stop.check()
@@ -210,24 +220,23 @@ class _AsyncLoop:
                 extra["sync/publish_s"] = trainer.publish()
                 extra["sync/version"] = step
                 merge_start = run.clock()
-                summaries += trainer.merge()
+                summaries += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
                 self._submit_evaluation(step)
             values = trainer.step()
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
                 self._stop.wait(POLL_S)
-                summaries += trainer.merge()
+                summaries += self._merge()
+                self._drain()
                 continue
-            self._watchdog.kick()
-            _drain(run, self._results)
-            if run.before is None and _saves_now(run):
-                self._await_first_evaluation(interrupted)
+            self._drain()
             self._count_idle()
             extra.update(summarise_rounds(summaries))
             extra["search/idle_s"] = sum(run.searcher_idle_s.values())
-            after_step(run, values, extra)
-            extra, summaries = {}, []
+            if after_step(run, values, extra):
+                extra, summaries = {}, []
+            self._watchdog.kick()
 
     def _submit_evaluation(self, step: int) -> None:
         """Ask searcher 0 to evaluate the version published at `step`, if one is due."""
@@ -251,7 +260,7 @@ class _AsyncLoop:
         run.searchers[0].submit(job)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[Any]:
-        """Wait, before the first step, until `search.initial_fill` responses are stored.
+        """Wait, before the first step, until `search.initial_fill` responses were generated.
 
         Returns:
             Summaries of the rounds that filled the buffer.
@@ -259,29 +268,30 @@ class _AsyncLoop:
         run = self._run
         summaries: list[Any] = []
         start = run.clock()
-        target = max(1, run.config.search.initial_fill)
+        target = run.config.search.initial_fill
         run.progress.phase("searchers fill the buffer")
-        while run.trainer.step_index == 0 and run.buffer.num_trajectories < target:
+        while run.trainer.step_index == 0 and (
+            run.buffer.num_trajectories == 0 or run.buffer.ledger()["generated"] < target
+        ):
             self._stop.check()
             if interrupted():
                 return summaries
-            summaries += run.trainer.merge()
+            summaries += self._merge()
             self._stop.wait(POLL_S)
         # The first step of a process compiles; the display drops the phase when a step is made.
         run.progress.phase("compiling the training step")
         run.trainer.wait_s += run.clock() - start
-        self._watchdog.kick()
         return summaries
 
-    def _await_first_evaluation(self, interrupted: Callable[[], bool]) -> None:
-        # The first checkpoint must hold the starting point, which later weights cannot give.
-        while self._run.before is None and not interrupted():
-            self._stop.check()
-            self._stop.wait(POLL_S)
-            _drain(self._run, self._results)
+    def _merge(self) -> list[Any]:
+        """Merge; finished rounds are a sign of life."""
+        summaries = self._run.trainer.merge()
+        if summaries:
+            self._watchdog.kick()
+        return summaries
 
-
-def _saves_now(run: Run) -> bool:
-    period, step = run.config.checkpoint.period, run.trainer.step_index
-    # The last checkpoint is saved after the final evaluation, which it holds.
-    return bool(period) and step % period == 0 and step < run.config.num_steps
+    def _drain(self) -> None:
+        """Record the evaluations that searcher 0 has finished, another sign of life."""
+        while not self._results.empty():
+            self._run.record_evaluation(*self._results.get_nowait())
+            self._watchdog.kick()

@@ -62,8 +62,7 @@ class Evaluator:
         decode_text: token ids -> texts.
         response_kind, first_kind: as for the searcher.
         max_new_tokens: response limit.
-        batch_prompts: prompts decoded at a time; the last batch is padded by repetition, so that
-            every batch has one compiled shape.
+        batch_prompts: prompts decoded at a time; the last batch is padded by repetition to as many.
     """
 
     def __init__(

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
@@ -115,6 +116,15 @@ def _is_begun(workdir: Path) -> bool:
     )
 
 
+def _is_finished(workdir: Path, num_steps: int) -> bool:
+    """Whether the run has made its last step, evaluated the outcome and written the report."""
+    path = workdir / "report.json"
+    if not path.is_file() or not (workdir / "report.html").is_file():
+        return False
+    after = json.loads(path.read_text())["eval"]["after"]
+    return after is not None and after["step"] == num_steps
+
+
 def versions() -> dict[str, str]:
     """Versions of what decides the numbers."""
     import importlib.metadata
@@ -197,12 +207,19 @@ def run_config(
         if begun:
             progress.resume(read_jsonl(workdir / "metrics.jsonl"))
             progress.note(f"resumed {workdir} at step {begun} of {config.num_steps}")
+            if run.before is None:
+                run.evaluate_start_model()
         if events is not None:
             drive_schedule(run, events, interrupted)
         elif begun < config.num_steps:
             drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
             drive(run, interrupted)
+        # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
+        # that is killed in it evaluates again.
+        run.save()
         finished = run.trainer.step_index >= config.num_steps
+        if run.before is None and finished:
+            run.evaluate_start_model()
         if finished and run.last_eval_step < config.num_steps:
             progress.phase("evaluating the final policy")
             start = clock()
@@ -212,13 +229,15 @@ def run_config(
             assert published is not None
             run.record_evaluation(published.version, run.evaluator.run(published.params), start)
         progress.phase("saving")
-        run.save()
         run.checkpoints.wait()
     except BaseException:
         run.abort()
         raise
     run.close()
     write_report_json(run)
+    if not finished and events is not None and not interrupted():
+        print(f"The schedule ends at step {run.trainer.step_index} of {config.num_steps}.")
+        return 0
     if not finished:
         print(
             f"Stopped by {signal.Signals(interrupted.signal_number or 2).name} at step "
@@ -356,8 +375,12 @@ def main(argv: Sequence[str]) -> int:
         events = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     interrupted = Interruption()
-    if claim_workdir(workdir, config) and events is not None:
-        raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+    if claim_workdir(workdir, config):
+        if events is not None:
+            raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+        if _is_finished(workdir, config.num_steps):
+            print(f"This run is finished. Report: {workdir / 'report.html'}")
+            return 0
     return run_config(config, workdir, interrupted, events)
 
 
@@ -375,33 +398,44 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return main(parse_flags(argv, flags.FLAGS))
     except WorkerError as error:
         print(f"error: {error}", file=sys.stderr)
-        cause = error.__cause__
-        if cause is not None and not isinstance(cause, _mendable()):
-            traceback.print_exception(cause)
+        if error.__cause__ is not None and not _is_mendable(error.__cause__):
+            traceback.print_exception(error.__cause__)
         return 1
-    except _mendable() as error:
+    except (UserError, ValueError, RuntimeError, OSError) as error:
+        if not _is_mendable(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError | ValueError) else 1
 
 
-def _mendable() -> tuple[type[BaseException], ...]:
-    """Errors whose message tells a user what to do; evaluated only when something was raised."""
+def _is_mendable(error: BaseException) -> bool:
+    """Whether the message tells a user what to do, so that a traceback would only hide it.
+
+    That holds for our named errors, and for a ValueError that this package raised itself; one that
+    comes out of numpy or jax is a defect of ours and keeps its traceback.
+    """
     from tba_jax.checkpointing import CheckpointError
     from tba_jax.metrics import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.trainer import NonFiniteError
     from tba_jax.weight_sync import PublicationError
 
-    return (
-        UserError,
-        ValueError,
-        CheckpointError,
-        LogError,
-        PublicationError,
-        RewardFailure,
-        NonFiniteError,
-    )
+    named = (UserError, CheckpointError, LogError, PublicationError, RewardFailure, NonFiniteError)
+    if isinstance(error, named):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_in = Path(frames[-1].filename) if frames else Path()
+    return isinstance(error, ValueError) and Path(__file__).parent in raised_in.parents
+
+
+def _exit(code: int) -> None:
+    """Leave, also while a searcher is in the middle of a round that nobody needs any more."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(t.daemon and t.name.startswith("searcher-") for t in threading.enumerate()):
+        os._exit(code)  # a thread in native code must not meet the end of the interpreter
+    sys.exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(cli())
+    _exit(cli())

@@ -72,8 +72,8 @@ def drive_schedule(
             if values is None:
                 raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
             _compare(trainer.last_event, event, ("step", "trajectory_ids", "bucket"))
-            after_step(run, values, summarise_rounds(summaries))
-            summaries = []
+            if after_step(run, values, summarise_rounds(summaries)):
+                summaries = []
 
 
 def _compare(done: Mapping[str, Any], logged: Mapping[str, Any], fields: Sequence[str]) -> None:

@@ -346,9 +346,8 @@ class Trainer:
             One summary per merged round, for the search metrics.
         """
         commits = [c for outbox in self._outboxes for c in outbox.take(max_rounds)]
-        if not commits:
-            return []
-        self._buffer.merge(commits, self.step_index)
+        if commits:
+            self._buffer.merge(commits, self.step_index)
         counts = [outbox.counts for outbox in self._outboxes]
         self._buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
         summaries = []

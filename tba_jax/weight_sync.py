@@ -169,6 +169,8 @@ class CheckpointTransport:
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None
         self._in_flight: int | None = None
+        self._reading: int | None = None
+        self._left_over: list[int] = []
         self._lock = threading.Lock()  # guards _in_flight: trainer publishes, poller completes
 
     def publish(self, version: int, params: Any) -> None:
@@ -211,8 +213,12 @@ class CheckpointTransport:
             temporary.replace(self._marker)
 
         self._guard(f"publishing weights {self._folder / str(self._in_flight)}", mark)
-        for version in old:
-            (self._folder / str(version)).rmtree(missing_ok=True)
+        stale = [*old, *self._left_over]
+        # On slow storage the version being read may be `keep` behind; it goes at the next turn.
+        self._left_over = [v for v in stale if v == self._reading]
+        for version in stale:
+            if version not in self._left_over:
+                (self._folder / str(version)).rmtree(missing_ok=True)
         self._in_flight = None
 
     def _marked(self) -> list[int]:
@@ -236,10 +242,12 @@ class CheckpointTransport:
             if version is None:
                 return False
             self._complete()
-        # Outside the lock: the trainer may publish meanwhile; `keep` >= 2 protects this version.
+            self._reading = version
+        # Outside the lock: the trainer may publish meanwhile; it spares the version being read.
         params = self._reader.restore(
             self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
         )
+        self._reading = None
         self._mailbox.put(version, params)
         return True
 

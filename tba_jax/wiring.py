@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
-from tba_jax.config import Config, validate_devices
+from tba_jax.config import Config, ConfigError, validate_devices
 from tba_jax.data import PromptStream, eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
@@ -169,7 +169,15 @@ class Run:
         if self.before is None:
             self.before = record
         self.after = record
-        self.last_eval_step = step
+        self.last_eval_step = max(self.last_eval_step, step)
+
+    def evaluate_start_model(self) -> None:
+        """Measure where the run began, for one that was interrupted before it knew."""
+        start = self.clock()
+        _, params, _ = hf_weights.load(
+            model_path(self.config), param_dtype=jnp.dtype(self.config.model.rollout_dtype)
+        )
+        self.record_evaluation(0, self.evaluator.run(params), start)
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
@@ -349,6 +357,16 @@ def build(
     task = get_task(config.task.name, config.task.data_path)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
+    if (
+        config.replay.pace == "trainer"
+        and config.replay.recency_prob
+        and task.train_size() < config.batch.num_prompts
+    ):
+        raise ConfigError(
+            f"config.batch.num_prompts = {config.batch.num_prompts}: task {task.name} has "
+            f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
+            "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
+        )
     rewards = RewardPool(
         config.task.reward or task.reward,
         num_workers=config.reward.num_workers,
@@ -547,10 +565,15 @@ def _forget_after(run: Run, step: int) -> None:
             return record["step"] <= run.last_eval_step
         return record["step"] <= step
 
+    merged = [outbox.committed[0] - outbox.num_rounds for outbox in run.outboxes]
+
     def is_kept_event(record: Mapping[str, Any]) -> bool:
         if record["event"] == "eval":
             return record["step"] <= run.last_eval_step
-        return record.get("merge_step", record.get("step", 0)) < step
+        if record["event"] == "round":  # an interruption may save rounds merged at this very step
+            return record["round"] < merged[record["searcher"]]
+        # Weights are published again at the restored step, which changes nothing.
+        return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
 
     run.metrics_log.keep(is_kept_metric)
     run.schedule_log.keep(is_kept_event)

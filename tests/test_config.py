@@ -106,6 +106,7 @@ def test_no_field_is_dead():
         ),
         ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
         ({"driver": "sync", "replay.pace": "trainer"}, "has nobody to wait for"),
+        ({"driver": "sync", "search.initial_fill": 5}, "searches exactly what the next steps need"),
         ({"objective.beta_final": 0.1, "objective.beta_steps": 5}, "a constant beta does not move"),
         ({"objective.beta_schedule": "linear"}, "objective.beta_steps = 0"),
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),

@@ -105,6 +105,33 @@ def test_checkpoint_transport_round_trip_keeps_the_newest(tmp_path):
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["5", "9"]
 
 
+def test_a_version_being_read_is_spared_until_the_reader_is_done(tmp_path):
+    transport = CheckpointTransport(
+        str(tmp_path), keep=2, dtype=jnp.dtype(jnp.float32), shardings=[None]
+    )
+    reading, go_on = threading.Event(), threading.Event()
+    restore = transport._reader.restore
+
+    def slow_restore(*args, **kwargs):
+        reading.set()
+        assert go_on.wait(30)
+        return restore(*args, **kwargs)
+
+    transport._reader.restore = slow_restore
+    transport.publish(1, tree(1.0))
+    poller = threading.Thread(target=transport.poll)
+    poller.start()
+    assert reading.wait(30)
+    for version in (2, 3, 4, 5):
+        transport.publish(version, tree(float(version)))
+    assert (tmp_path / "weights" / "1").exists()
+    go_on.set()
+    poller.join(30)
+    assert transport.latest(0).version == 1
+    transport.close()
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["4", "5"]
+
+
 def test_checkpoint_transport_delivers_the_last_of_versions_nobody_polled(tmp_path):
     transport = CheckpointTransport(
         str(tmp_path), keep=2, dtype=jnp.dtype(jnp.float32), shardings=[None]

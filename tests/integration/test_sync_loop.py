@@ -108,3 +108,20 @@ def test_buffer_command_shows_what_the_checkpoint_holds(reference, capsys):
     shown = json.loads(capsys.readouterr().out.splitlines()[-1])
     ledger = json.loads((reference / "report.json").read_text())["ledger"]
     assert shown["num_trajectories"] == ledger["stored"]
+
+
+def test_a_finished_run_is_not_run_again(reference, cache):
+    before = {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()}
+    done = run(reference, *SYNC, cache=cache)
+    assert done.returncode == 0 and "This run is finished" in done.stdout
+    assert {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()} == before
+
+
+def test_search_metrics_wait_for_a_logged_step(cache, tmp_path):
+    done = run(tmp_path / "run", *SYNC, "sync_period=4", "log.period=4", cache=cache)
+    assert done.returncode == 0, done.stderr
+    logged = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert [r["step"] for r in logged] == [4, 8]
+    # One searcher, four prompts a round, 4 x 4 prompts a sync.
+    assert [r["search/rounds"] for r in logged] == [4, 4]
+    assert [r["sync/version"] for r in logged] == [0, 4]
