@@ -330,6 +330,7 @@ def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
     assert_complete(workdir, num_steps)
 
 
+@pytest.mark.slow
 def test_sigkill_then_resume(cache, tmp_path):
     overrides = ("checkpoint.period=2", "eval.period=4")
     kill_and_resume(tmp_path / "run", overrides, kills=1, num_steps=12, cache=cache)
