@@ -261,7 +261,7 @@ def _delete(checkpoint):
     max(files, key=lambda f: f.stat().st_size).unlink()
 
 
-@pytest.mark.parametrize("damage", [_truncate, _delete])
+@pytest.mark.parametrize("damage", [_truncate, pytest.param(_delete, marks=pytest.mark.slow)])
 def test_damaged_checkpoint_is_named_and_the_advice_works(damage, continued, cache, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(continued[0], workdir)
