@@ -108,6 +108,7 @@ def reward_processes(pid):
     ]
 
 
+@pytest.mark.slow
 def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder):
     """Every command but the first uses one directory, each with another config."""
     (folder / "file").write_text("")
@@ -261,7 +262,8 @@ def _delete(checkpoint):
     max(files, key=lambda f: f.stat().st_size).unlink()
 
 
-@pytest.mark.parametrize("damage", [_truncate, pytest.param(_delete, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [_truncate, _delete])
 def test_damaged_checkpoint_is_named_and_the_advice_works(damage, continued, cache, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(continued[0], workdir)

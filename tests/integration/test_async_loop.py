@@ -69,6 +69,7 @@ def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_
     assert sorted(losses(workdir)) == list(range(1, report["steps"] + 1))
 
 
+@pytest.mark.slow
 def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(cache, tmp_path):
     overrides = ("num_searchers=2", "num_cpu_devices=3", "sync_period=2", "num_steps=12")
     done = run(tmp_path / "live", *overrides, cache=cache)

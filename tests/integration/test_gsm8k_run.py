@@ -53,6 +53,7 @@ OVERRIDES = (
 )
 
 
+@pytest.mark.slow
 def test_gsm8k_trains_and_evaluates_on_real_problems(cache, tmp_path):
     (tmp_path / "varied.py").write_text(REWARD)
     workdir = tmp_path / "run"
