@@ -15,6 +15,7 @@ import gc
 import io
 import json
 import logging as std_logging
+import os
 import sys
 import threading
 import zipfile
@@ -167,7 +168,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | epath.Path, *, keep: int = 1, read_only: bool = False) -> None:
-        self._folder = epath.Path(folder)
+        # Orbax refuses relative paths.
+        self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self._saving: int | None = None
         _tell_failures_once()
         if read_only:

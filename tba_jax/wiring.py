@@ -345,7 +345,7 @@ def build(
         ValueError: model folder, data or reward function are not usable; says which and why.
         CheckpointError: the newest checkpoint is not readable.
     """
-    folder = Path(workdir)
+    folder = Path(workdir).absolute()
     devices = jax.local_devices()
     validate_devices(config, len(devices))
     placement = sharding.place(
