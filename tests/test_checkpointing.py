@@ -70,6 +70,17 @@ def test_host_state_is_copied_before_save_returns(tmp_path):
     assert host["buffer"][0]["tokens"].tolist() == [0, 1, 2, 3]
 
 
+def test_a_relative_folder_works(tmp_path, monkeypatch):
+    # The default work directory, runs/NAME-seedN, is one; Orbax refuses relative paths.
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("run/checkpoints")
+    checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
+    checkpoints.close()
+    step, host = load_host_state("run")
+    assert (step, host["run"][1]["elapsed_s"]) == (1, 1.5)
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
 def test_no_run_and_no_checkpoint_are_said(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run"):
         load_host_state(str(tmp_path))
