@@ -189,14 +189,14 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
         folder / "run",
         "task.reward=my_rewards:sleeps",
         "reward.timeout_s=600.0",
-        "log.watchdog_s=2.0",
+        "log.watchdog_s=15.0",  # long enough to reach the reward on a busy machine
         cache=cache,
         cwd=folder,
         timeout=DEADLINE_S,
     )
     assert done.returncode == 3
     assert done.stderr.startswith(
-        "error: no step, round or evaluation ended for 2 s (config.log.watchdog_s)"
+        "error: no step, round or evaluation ended for 15 s (config.log.watchdog_s)"
     )
     assert "run the same command again" in done.stderr
     assert "in _score" in done.stderr  # where the searcher hangs
