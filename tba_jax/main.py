@@ -329,7 +329,7 @@ def write_report_json(run: "Run") -> None:
         "compiled_decode_programs": run.decoder.compile_count,
         "kinds": list(run.task.response_kinds),
         "samples": samples,
-        "hardware": f"{device.platform} {device.device_kind} x {len(jax.local_devices())}, "
+        "hardware": f"{len(jax.local_devices())} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
         "versions": versions(),
         "config_changes": config_lib.difference(

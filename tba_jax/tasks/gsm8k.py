@@ -5,19 +5,16 @@ It does not know how grading works (`rewards.numeric` does). Invariant: a proble
 in the published file.
 """
 
-import functools
 from typing import Any
 
 from tba_jax.rewards.numeric import gsm8k_gold, last_number
-from tba_jax.tasks.rows import Row, load_rows
+from tba_jax.tasks.rows import Row, RowTask
 
 # The template that the paper's start model, rho-1b-sft-GSM8K, was fine-tuned with.
 PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-HUB = ("openai/gsm8k", "main")
-COLUMNS = ("question", "answer")
 
 
-class GSM8K:
+class GSM8K(RowTask):
     """7,473 training and 1,319 held-out problems; files are read when a split is first used.
 
     Args:
@@ -29,32 +26,13 @@ class GSM8K:
     # marked: ends in "#### number", as the training solutions do; unmarked: some other number
     response_kinds = ("marked", "unmarked", "no_number")
 
-    def __init__(self, data_path: str) -> None:
-        self._data_path = data_path
+    columns = ("question", "answer")
+    hub = ("openai/gsm8k", "main")
 
-    @functools.cached_property
-    def _train(self) -> list[Row]:
-        return load_rows(self._data_path, "train", COLUMNS, hub=HUB)
-
-    @functools.cached_property
-    def _eval(self) -> list[Row]:
-        return load_rows(self._data_path, "test", COLUMNS, hub=HUB)
-
-    def train_size(self) -> int:
-        """Number of training problems."""
-        return len(self._train)
-
-    def eval_size(self) -> int:
-        """Number of held-out problems."""
-        return len(self._eval)
-
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a training problem; column `answer` is the whole gold solution."""
-        return _problem(self._train[index])
-
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a held-out problem; column `answer` is the whole gold solution."""
-        return _problem(self._eval[index])
+    @staticmethod
+    def problem(row: Row) -> tuple[str, dict[str, Any]]:
+        """Prompt text; column `answer` is the whole gold solution."""
+        return PROMPT.format(question=row["question"]), {"answer": row["answer"]}
 
     def response_kind(self, text: str) -> str:
         """Whether the response marks its answer, as the data does, or ends in any number."""
@@ -62,7 +40,3 @@ class GSM8K:
         if marked is not None and last_number(marked) is not None:
             return "marked"
         return "unmarked" if last_number(text) is not None else "no_number"
-
-
-def _problem(row: Row) -> tuple[str, dict[str, Any]]:
-    return PROMPT.format(question=row["question"]), {"answer": row["answer"]}

@@ -5,10 +5,11 @@ It does not know what the columns mean. Invariant: every row it returns has the 
 text; anything else is an error that names the row.
 """
 
+import functools
 import json
 import os
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 Split = Literal["train", "test"]
 Row = dict[str, str]
@@ -82,3 +83,49 @@ def _hub_rows(split: Split, columns: Sequence[str], hub: tuple[str, str | None])
         _checked(dict(row), columns, f"{name}, {split} row {index}")
         for index, row in enumerate(table)
     ]
+
+
+class RowTask:
+    """A task whose problems are the rows of a published train and test file.
+
+    A subclass says `columns`, `hub` (data set and configuration) and `problem`. Files are read when
+    a split is first used. Invariant: a problem's index is its row in the file.
+
+    Args:
+        data_path: folder with train.jsonl and test.jsonl; empty: the hub.
+    """
+
+    columns: tuple[str, ...]
+    hub: tuple[str, str | None]
+
+    def __init__(self, data_path: str) -> None:
+        self._data_path = data_path
+
+    @staticmethod
+    def problem(row: Row) -> tuple[str, dict[str, Any]]:
+        """Prompt text of a row, and the columns that the reward needs."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _train(self) -> list[Row]:
+        return load_rows(self._data_path, "train", self.columns, hub=self.hub)
+
+    @functools.cached_property
+    def _eval(self) -> list[Row]:
+        return load_rows(self._data_path, "test", self.columns, hub=self.hub)
+
+    def train_size(self) -> int:
+        """Number of training problems."""
+        return len(self._train)
+
+    def eval_size(self) -> int:
+        """Number of held-out problems."""
+        return len(self._eval)
+
+    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text and reward columns of a training problem."""
+        return self.problem(self._train[index])
+
+    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text and reward columns of a held-out problem."""
+        return self.problem(self._eval[index])
