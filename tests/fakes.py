@@ -205,10 +205,40 @@ def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=T
     (path / "report.json").write_text(json.dumps(facts))
 
 
+# What makes a tiny transformer one of its family.
+_OLD_FAMILY = {
+    "norm": "layer",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "num_kv_heads": 4,
+    "head_dim": 4,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gpt_neox": _OLD_FAMILY
+    | {
+        "activation": "gelu",
+        "parallel_residual": True,
+        "rotary_fraction": 0.5,
+        "tie_embeddings": False,
+    },
+    "gpt2": _OLD_FAMILY | {"activation": "gelu_tanh", "positions": "learned"},
+}
+
+
 def tiny_config(**changes):
-    """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens."""
+    """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens.
+
+    Without `family` it is a Qwen2 when it has a query bias alone, else a Llama.
+    """
     from tba_jax.models.transformer import TransformerConfig
 
+    has_qkv_bias_alone = changes.get("qkv_bias") and not changes.get("o_bias")
+    family = changes.get("family", "qwen2" if has_qkv_bias_alone else "llama")
     values = {
         "vocab_size": 23,
         "hidden_size": 16,
@@ -218,8 +248,9 @@ def tiny_config(**changes):
         "head_dim": 6,
         "mlp_size": 20,
         "max_positions": 64,
+        "family": family,
     }
-    return TransformerConfig(**(values | changes))
+    return TransformerConfig(**(values | FAMILIES[family] | changes))
 
 
 def random_params(config, seed=0):

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer: padding, caches and numerics; parity with transformers is in test_hf_weights."""
+"""The transformer: padding and numerics; parity with transformers is in test_families."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import random_params, tiny_config
+from fakes import FAMILIES, random_params, tiny_config
 
-from tba_jax.models import transformer
-from tba_jax.models.transformer import KVCache
+from tba_jax.models import rope, transformer
 
 CONFIG = tiny_config()
 F32 = {"config": CONFIG, "compute_dtype": jnp.float32}
@@ -30,7 +31,7 @@ JITTED = jax.jit(transformer.apply, static_argnames=("config", "compute_dtype", 
 def run(params, tokens, mask=None, **kwargs):
     mask = jnp.ones(tokens.shape, bool) if mask is None else mask
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    return JITTED(params, tokens, positions, mask, **(F32 | kwargs))[0]
+    return JITTED(params, tokens, positions, mask, **(F32 | kwargs))
 
 
 def test_hidden_states_depend_on_the_past_only(params, tokens):
@@ -63,69 +64,6 @@ def test_gradient_is_finite_for_a_fully_padded_row(params, tokens):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
-def test_a_cache_filled_in_pieces_gives_the_same_hidden_states(params, tokens):
-    hidden = run(params, tokens)
-    cache = transformer.init_cache(CONFIG, 3, 12, jnp.float32)
-    pieces = []
-    for start, end in ((0, 6), (6, 7), (7, 10)):
-        positions = jnp.broadcast_to(jnp.arange(start, end), (3, end - start))
-        piece, cache = JITTED(
-            params,
-            tokens[:, start:end],
-            positions,
-            jnp.ones((3, 12), bool),
-            cache=cache,
-            cache_start=start,
-            **F32,
-        )
-        pieces.append(piece)
-    np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), hidden, atol=2e-6)
-
-
-def test_decode_step_gives_the_hidden_states_of_scoring(params):
-    """Two prompts of different length, three samples each; their prompt cache is shared."""
-    lengths, c, t = [5, 3], 5, 4
-    rng = np.random.default_rng(0)
-    prompts = rng.integers(0, CONFIG.vocab_size, (2, c))
-    responses = rng.integers(0, CONFIG.vocab_size, (2, 3, t))
-    mask = np.arange(c) >= c - np.array(lengths)[:, None]
-    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    _, cache = JITTED(
-        params,
-        jnp.array(prompts),
-        positions,
-        jnp.array(mask),
-        cache=transformer.init_cache(CONFIG, 2, c, jnp.float32),
-        cache_start=0,
-        **F32,
-    )
-    prompt_cache = tuple(KVCache(cache.keys[i], cache.values[i]) for i in range(2))
-    own = transformer.init_decode_cache(CONFIG, 2, 3, t, jnp.float32)
-    layers = transformer.unstack_layers(params, CONFIG)
-    step = jax.jit(transformer.decode_step, static_argnames=("config", "compute_dtype"))
-    got = []
-    for i in range(t):
-        hidden, own = step(
-            params,
-            layers,
-            jnp.array(responses[:, :, i]),
-            jnp.broadcast_to(jnp.array(lengths)[:, None] + i, (2, 3)),
-            prompt_cache,
-            jnp.array(mask),
-            own,
-            jnp.int32(i),
-            **F32,
-        )
-        got.append(hidden)
-    for i in range(2):
-        for j in range(3):
-            n = lengths[i]
-            row = np.zeros((1, c + t), np.int32)  # zeros after the end are not seen
-            row[0, : n + t] = np.concatenate([prompts[i, c - n :], responses[i, j]])
-            want = run(params, jnp.array(row))[0, n : n + t]
-            np.testing.assert_allclose(np.stack(got, 2)[i, j], want, atol=2e-6)
-
-
 def test_remat_changes_neither_values_nor_gradients(params, tokens):
     def loss(p, remat):
         return (run(p, tokens, remat=remat) ** 2).sum()
@@ -139,20 +77,33 @@ def test_remat_changes_neither_values_nor_gradients(params, tokens):
         np.testing.assert_allclose(again, plain, rtol=2e-4, atol=1e-5)
 
 
-def test_every_parameter_reaches_the_logits():
-    config = tiny_config(qkv_bias=True, o_bias=True, tie_embeddings=False)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_reaches_the_logits(family):
+    config = tiny_config(family=family, tie_embeddings=False)
+    if family == "llama":  # the only one whose biases are all optional
+        config = dataclasses.replace(config, qkv_bias=True, o_bias=True, mlp_bias=True)
     params = random_params(config)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(8), (2, 8))
 
     def loss(params):
         kwargs = {"config": config, "compute_dtype": jnp.float32}
-        hidden, _ = transformer.apply(params, tokens, positions, tokens >= 0, **kwargs)
+        hidden = transformer.apply(params, tokens, positions, tokens >= 0, **kwargs)
         logits = transformer.unembed(params, hidden, **kwargs)
         return jax.nn.log_softmax(logits)[..., 0].sum()
 
     for path, grad in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params)):
         assert np.abs(grad).max() > 0, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_has_an_axis_name_for_each_axis(family):
+    config = tiny_config(family=family, num_labels=3 if family == "qwen3" else 0)
+    params = jax.eval_shape(lambda: transformer.init_params(config, jax.random.key(0)))
+    axes = transformer.param_axes(config)
+    jax.tree.map(lambda x, names: None if x.ndim == len(names) else pytest.fail(), params, axes)
+    assert ("position_embed" in params) == (family == "gpt2")
+    assert ("score" in params, "unembed" in params) == (family == "qwen3", family == "gpt_neox")
 
 
 def test_bfloat16_compute_stays_near_float32_and_logits_are_float32(params, tokens):
@@ -194,6 +145,7 @@ def test_initial_parameters_are_plain_dicts_and_match_their_description():
     [
         ({"num_kv_heads": 3}, "num_heads = 4 is not a multiple of num_kv_heads = 3"),
         ({"head_dim": 5}, "head_dim = 5 is odd"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction = 1.5 is not a share"),
     ],
 )
 def test_impossible_architectures_are_refused(changes, message):
@@ -201,7 +153,37 @@ def test_impossible_architectures_are_refused(changes, message):
         tiny_config(**changes)
 
 
-def test_cache_without_its_start_is_refused(params, tokens):
-    cache = transformer.init_cache(CONFIG, 3, 10, jnp.float32)
-    with pytest.raises(ValueError, match="together"):
-        run(params, tokens, cache=cache)
+def test_learned_positions_may_have_heads_of_odd_width():
+    config = tiny_config(family="gpt2", hidden_size=12, head_dim=3)
+    assert transformer.rotary(jnp.arange(4), config) is None
+
+
+def test_positions_beyond_a_learned_table_read_its_last_row():
+    """Padding may lie there; an index past the end must not become nan or another row."""
+    config = tiny_config(family="gpt2", max_positions=4)
+    params = random_params(config)
+    x = transformer.embed(
+        params, jnp.zeros(7, int), jnp.arange(7), config=config, compute_dtype=jnp.float32
+    )
+    want = params["embed"][0] + params["position_embed"][3]
+    np.testing.assert_array_equal(x[3:], np.broadcast_to(want, (4, 16)))
+    assert np.abs(x[2] - x[3]).max() > 0
+
+
+def test_a_part_of_the_head_turns_and_the_rest_passes():
+    config = tiny_config(head_dim=6, rotary_fraction=0.5)  # 3, rounded up to two pairs
+    x = jax.random.normal(jax.random.key(0), (2, 5, 4, 6))
+    positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
+    turned = rope.rotate(x, transformer.rotary(positions, config))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[:, 0], x[:, 0])  # position 0 turns nothing
+    length = np.linalg.norm(x.reshape(2, 5, 4, 6)[..., :4], axis=-1)
+    # A rotation keeps lengths; four float32 roundings.
+    np.testing.assert_allclose(np.linalg.norm(turned[..., :4], axis=-1), length, rtol=1e-6)
+    assert np.abs(turned - x)[:, 1:, :, :4].min() > 0
+
+
+def test_a_classifier_has_no_logits_over_tokens(params):
+    config = tiny_config(num_labels=2)
+    with pytest.raises(ValueError, match="a classifier with 2 labels has no logits"):
+        transformer.unembed(params, jnp.zeros((1, 16)), config=config, compute_dtype=jnp.float32)

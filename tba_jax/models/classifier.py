@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of whole sequences: classifiers and reward models on the trunk of `transformer`.
+
+It does not know what the labels mean, nor tokenizers. The invariant it owns: a row's scores depend
+on its valid tokens only, wherever they lie in the row.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int
+
+from tba_jax.models.transformer import Params, TransformerConfig, apply
+
+
+def classify(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    *,
+    config: TransformerConfig,
+    compute_dtype: Any,
+) -> Float32[Array, "b labels"]:
+    """Raw scores (no softmax) at the last valid token of each row, as transformers pools them.
+
+    Rows may be padded on either side. transformers takes every token that is not the pad token for
+    valid; where responses may end in that token, give the mask it would have guessed to get its
+    number. The scores of a row without valid tokens are finite and mean nothing.
+
+    Args:
+        params: with the leaf `score`.
+        tokens: token ids.
+        mask: which tokens are valid.
+        config: the architecture; num_labels > 0.
+        compute_dtype: dtype of matmul inputs, as in `transformer.apply`.
+
+    Raises:
+        ValueError: the model is a language model.
+    """
+    if not config.num_labels:
+        raise ValueError(
+            "classify got a language model (num_labels = 0); load a checkpoint of a "
+            "*ForSequenceClassification architecture"
+        )
+    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    hidden = apply(params, tokens, positions, mask, config=config, compute_dtype=compute_dtype)
+    last = jnp.max(jnp.where(mask, jnp.arange(tokens.shape[1])[None], 0), axis=1)
+    pooled = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    return jnp.einsum(
+        "bd,nd->bn",
+        pooled,
+        params["score"].astype(compute_dtype),
+        preferred_element_type=jnp.float32,
+    )
