@@ -1,25 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face model folders in and out: config.json and safetensors, single or sharded.
 
-Tensors are read one at a time into the stacked arrays of `transformer`, so that the peak is one
-copy of the parameters. It does not know architectures beyond their tensor names (`families` does)
-and reads no pickle. The invariant it owns: save(load(x)) == x, bit for bit.
+Tensors stream in the order of the files, each to the devices that hold a part of it, and out
+again one at a time, so that beside the parameters themselves hardly any memory is needed. It does
+not know architectures or tensor names (`families` and `hf_names` do), reads no pickle and runs no
+code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Int32
 
+from tba_jax.models import hf_names, safetensors_file
 from tba_jax.models.families import transformer_config
+from tba_jax.models.hf_names import HFTensor
+from tba_jax.models.placing import Filling
+from tba_jax.models.safetensors_file import Entry
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
 TOKENIZER_FILES = (
@@ -35,37 +41,8 @@ TOKENIZER_FILES = (
 )
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-
-
-class _Tensor(NamedTuple):
-    """Where a Hugging Face tensor lives in our tree, and how it lies there.
-
-    Attributes:
-        leaf: name in params (layer >= 0: in params["layers"]).
-        layer: layer index, or -1.
-        part: index into the axis of a fused matrix (keys/values, gate/up), or None.
-        shape: the Hugging Face shape.
-        is_matrix: a Linear weight [out, in], transposed here to [in, out...].
-    """
-
-    leaf: str
-    layer: int
-    part: int | None
-    shape: tuple[int, ...]
-    is_matrix: bool
-
-    def view(self, leaf: np.ndarray) -> np.ndarray:
-        """The part of our leaf that this tensor fills, as a view."""
-        out = leaf if self.layer < 0 else leaf[self.layer]
-        if self.part is None:
-            return out
-        return out[:, self.part] if self.is_matrix else out[self.part]
-
-    def ours(self, theirs: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        return (theirs.T if self.is_matrix else theirs).reshape(shape)
-
-    def theirs(self, ours: np.ndarray) -> np.ndarray:
-        return ours.reshape(self.shape[::-1]).T if self.is_matrix else ours.reshape(self.shape)
+_UNFINISHED = ".unfinished"
+_MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
 
 
 def load(
@@ -76,43 +53,41 @@ def load(
 ) -> tuple[TransformerConfig, Params, dict[str, Any]]:
     """(architecture, parameters, contents of config.json) of a Hugging Face model.
 
+    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks
+    of `placing.BLOCK_BYTES` for each of them, whatever the size of the model and its tensors.
+
     Args:
         path_or_hub_id: a folder with config.json and safetensors, or a hub id.
         param_dtype: storage dtype; the checkpoint's is converted.
         shardings: tree of shardings, one per leaf, to place the parameters; None: default device.
 
     Raises:
-        ValueError: no such model, an unsupported setting, pickled weights, or tensors that are
-            missing, unexpected or misshaped (all named in one message).
+        ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
+            or tensors that are missing, unexpected or misshaped (all named in one message).
     """
     folder = resolve(path_or_hub_id)
     hf_config = load_config(folder)
     config = transformer_config(hf_config)
-    files = _tensor_files(folder)
-    wanted = _tensors(config)
-    problems = _differences(files, wanted)
-    if problems:
-        raise ValueError(
-            f"{folder}: the weights do not fit config.json ({hf_config['model_type']}):\n  "
-            + "\n  ".join(problems)
-            + "\nUse the config.json that belongs to these weights"
-        )
+    sources = _sources(folder, hf_names.tensors(config), config)
     abstract = abstract_params(config, param_dtype)
-    ends, layers = {k: v for k, v in abstract.items() if k != "layers"}, abstract["layers"]
-    params = {}
-    for tree, placed in ((ends, params), (layers, params.setdefault("layers", {}))):
-        for leaf, spec in tree.items():
-            host = np.empty(spec.shape, spec.dtype)
-            for name, tensor in wanted.items():
-                if tensor.leaf == leaf:
-                    with safe_open(files[name], framework="np") as f:
-                        view = tensor.view(host)
-                        view[...] = tensor.ours(f.get_tensor(name), view.shape)
-            sharding = None
-            if shardings is not None:
-                sharding = (shardings if tree is ends else shardings["layers"])[leaf]
-            placed[leaf] = jax.device_put(host, sharding)
-    return config, params, hf_config
+
+    def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Filling:
+        return Filling(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
+
+    leaves = jax.tree_util.tree_map_with_path(
+        filling, abstract, *([] if shardings is None else [shardings])
+    )
+    mapped = (Path(), np.empty(0, np.uint8))
+    for entry, tensor in sorted(sources, key=lambda x: (x[0].path, x[0].start)):
+        if mapped[0] != entry.path:
+            mapped = entry.path, safetensors_file.map_file(entry.path)
+        is_in_layer = tensor.layer >= 0
+        tree = leaves["layers"] if is_in_layer else leaves
+        layer = (tensor.layer,) if is_in_layer else ()
+        arrays = tensor.split(safetensors_file.view(mapped[1], entry))
+        for piece, array in zip(tensor.pieces, arrays, strict=True):
+            tree[piece.leaf].put((*layer, *piece.index), array)
+    return config, jax.tree.map(lambda leaf: leaf.finish(), leaves), hf_config
 
 
 def save(
@@ -122,31 +97,39 @@ def save(
     hf_config: Mapping[str, Any],
     tokenizer_files_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors, which transformers loads as they are.
+    """Write config.json and safetensors, which transformers loads as they are.
+
+    A reader sees the old weights, the new ones, or (while several files are replaced) none. Under
+    several processes all of them call it and process 0 writes.
 
     Args:
-        folder: made when absent.
+        folder: made when absent; weights in it are replaced.
         config: the architecture.
-        params: parameters in our layout.
+        params: parameters in our layout, on any devices; gathered one tensor at a time.
         hf_config: contents for config.json (from `load` or `families.hf_config`); its dtype is
             replaced by that of the parameters.
         tokenizer_files_from: model folder whose tokenizer files are copied.
     """
     folder = Path(folder)
+    tensors = hf_names.tensors(config)
+    headers = _headers(tensors, params)
+    if jax.process_index() != 0:
+        for header in headers.values():
+            for _ in _arrays(header, tensors, params):
+                pass  # gathering takes every process
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    host = jax.tree.map(np.asarray, jax.device_get(dict(params)))
-    arrays = {}
-    for name, tensor in _tensors(config).items():
-        leaf = host["layers"][tensor.leaf] if tensor.layer >= 0 else host[tensor.leaf]
-        arrays[name] = np.ascontiguousarray(tensor.theirs(tensor.view(leaf)))
-    # Under another name first: a reader never sees a half-written file as the model.
-    unfinished = folder / (_SINGLE + ".unfinished")
-    save_file(arrays, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # safetensors makes it readable by its owner only
-    os.replace(unfinished, folder / _SINGLE)
+    try:
+        for file, header in headers.items():
+            unfinished = folder / (file + _UNFINISHED)
+            safetensors_file.write(unfinished, header, _arrays(header, tensors, params))
+        _publish(folder, headers)
+    finally:
+        for file in headers:
+            (folder / (file + _UNFINISHED)).unlink(missing_ok=True)
     written = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
-    written["dtype"] = str(next(iter(arrays.values())).dtype)
-    (folder / "config.json").write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+    written["dtype"] = str(np.dtype(params["embed"].dtype))
+    _write_json(folder / "config.json", written)
     if tokenizer_files_from is not None:
         source = resolve(tokenizer_files_from)
         for name in TOKENIZER_FILES:
@@ -162,10 +145,7 @@ def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
             f"{folder}: no config.json there. A model is a Hugging Face folder with config.json "
             "and *.safetensors; give the folder itself"
         )
-    try:
-        return json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
+    return _read_json(path)
 
 
 def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
@@ -202,95 +182,169 @@ def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
         ) from error
 
 
-def _tensors(config: TransformerConfig) -> dict[str, _Tensor]:
-    """Hugging Face tensor name -> place in our tree, for Llama and Qwen2."""
-    d, e, f = config.hidden_size, config.head_dim, config.mlp_size
-    q, kv = config.num_heads * e, config.num_kv_heads * e
-    table = (config.vocab_size, d)
-    out = {
-        "model.embed_tokens.weight": _Tensor("embed", -1, None, table, False),
-        "model.norm.weight": _Tensor("final_norm", -1, None, (d,), False),
-    }
-    if not config.tie_embeddings:
-        out["lm_head.weight"] = _Tensor("unembed", -1, None, table, False)
-    for i in range(config.num_layers):
-        named: dict[str, tuple[str, int | None, tuple[int, ...]]] = {
-            "input_layernorm.weight": ("attn_norm", None, (d,)),
-            "self_attn.q_proj.weight": ("q", None, (q, d)),
-            "self_attn.k_proj.weight": ("kv", 0, (kv, d)),
-            "self_attn.v_proj.weight": ("kv", 1, (kv, d)),
-            "self_attn.o_proj.weight": ("o", None, (d, q)),
-            "post_attention_layernorm.weight": ("mlp_norm", None, (d,)),
-            "mlp.gate_proj.weight": ("gate_up", 0, (f, d)),
-            "mlp.up_proj.weight": ("gate_up", 1, (f, d)),
-            "mlp.down_proj.weight": ("down", None, (d, f)),
-        }
-        if config.qkv_bias:
-            named["self_attn.q_proj.bias"] = ("q_bias", None, (q,))
-            named["self_attn.k_proj.bias"] = ("kv_bias", 0, (kv,))
-            named["self_attn.v_proj.bias"] = ("kv_bias", 1, (kv,))
-        if config.o_bias:
-            named["self_attn.o_proj.bias"] = ("o_bias", None, (d,))
-        for name, (leaf, part, shape) in named.items():
-            is_matrix = len(shape) == 2
-            out[f"model.layers.{i}.{name}"] = _Tensor(leaf, i, part, shape, is_matrix)
-    return out
+def _sources(
+    folder: Path, tensors: Mapping[str, HFTensor], config: TransformerConfig
+) -> list[tuple[Entry, HFTensor]]:
+    """Where each tensor of the architecture lies.
 
-
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it."""
-    if (folder / _INDEX).is_file():
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
-        absent = sorted({f for f in weight_map.values() if not (folder / f).is_file()})
-        if absent:
-            raise ValueError(
-                f"{folder}: {_INDEX} names {', '.join(absent)}, absent. Download the missing shards"
-            )
-        return {name: folder / file for name, file in weight_map.items()}
-    single = folder / _SINGLE
-    if single.is_file():
-        try:
-            with safe_open(single, framework="np") as f:
-                return dict.fromkeys(f.keys(), single)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{single}: not a complete safetensors file ({error}). Download it again"
-            ) from error
-    pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(
-        p.name for p in folder.glob("*.pt*")
-    )
-    if pickled:
-        raise ValueError(
-            f"{folder}: only pickled weights ({', '.join(pickled)}), which can run code when "
-            "opened and are refused. Convert them to safetensors"
-        )
-    raise ValueError(f"{folder}: no {_SINGLE} and no {_INDEX} there. Download the weights")
-
-
-def _differences(files: Mapping[str, Path], wanted: Mapping[str, _Tensor]) -> list[str]:
-    """One line per kind of disagreement between the files and the architecture."""
-    # Buffers of old checkpoints, and the copy of a tied embedding: no parameters of ours.
-    spare = {n for n in files if n.endswith(".inv_freq")}
-    if "lm_head.weight" not in wanted:
-        spare.add("lm_head.weight")
-    missing = sorted(wanted.keys() - files.keys())
-    unexpected = sorted(files.keys() - wanted.keys() - spare)
-    misshaped = []
-    for name in sorted(wanted.keys() & files.keys()):
-        try:
-            with safe_open(files[name], framework="np") as f:
-                shape = tuple(f.get_slice(name).get_shape())
-        except SafetensorError as error:
-            misshaped.append(f"{name} (unreadable in {files[name].name}: {error})")
+    Raises:
+        ValueError: naming every disagreement between the files and the architecture.
+    """
+    found, lost = _entries(folder)
+    missing, misshaped, unreadable, out = [], [], [], []
+    unexpected = {name for name in found if not hf_names.is_spare(name, config)}
+    for name, tensor in tensors.items():
+        names = (name, *hf_names.aliases(name, config))
+        there = next((x for x in names if x in found), None)
+        if there is None:
+            if not any(x in lost for x in names):
+                missing.append(name)
             continue
-        if shape != wanted[name].shape:
-            misshaped.append(f"{name} (got {list(shape)}, wanted {list(wanted[name].shape)})")
-    return [
-        f"{kind}: {', '.join(names)}"
+        unexpected.discard(there)
+        entry = found[there]
+        if entry.shape != tensor.shape:
+            misshaped.append(f"{there} (got {list(entry.shape)}, wanted {list(tensor.shape)})")
+        if entry.dtype not in safetensors_file.DTYPES:
+            unreadable.append(f"{there} ({entry.dtype})")
+        out.append((entry, tensor))
+    problems = [
+        f"{kind}: {', '.join(sorted(names))}"
         for kind, names in (
             ("missing", missing),
             ("unexpected", unexpected),
             ("misshaped", misshaped),
+            (f"of a dtype other than {', '.join(safetensors_file.DTYPES)}", unreadable),
+            ("named by the index but absent from their file", lost.values()),
         )
         if names
     ]
+    if problems:
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json ({config.family}):\n  "
+            + "\n  ".join(problems)
+            + "\nUse the config.json that belongs to these weights, or download them again"
+        )
+    return out
+
+
+def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """(tensors of the folder by name, those its index names in vain with their file)."""
+    if not (folder / _INDEX).is_file():
+        if (folder / _SINGLE).is_file():
+            return safetensors_file.entries(folder / _SINGLE), {}
+        pickled = sorted(p.name for kind in ("*.bin", "*.pt*") for p in folder.glob(kind))
+        if pickled:
+            raise ValueError(
+                f"{folder}: only pickled weights ({', '.join(pickled)}), which can run code when "
+                "opened and are refused. Convert them to safetensors"
+            )
+        raise ValueError(f"{folder}: no {_SINGLE} and no {_INDEX} there. Download the weights")
+    files = _read_index(folder / _INDEX)
+    absent = sorted({f for f in files.values() if not (folder / f).is_file()})
+    if absent:
+        raise ValueError(
+            f"{folder}: {_INDEX} names {', '.join(absent)}, absent. Download the missing shards"
+        )
+    in_file = {f: safetensors_file.entries(folder / f) for f in sorted(set(files.values()))}
+    # What the index leaves out is there all the same, and so reported or used.
+    found = {name: entry for tensors in in_file.values() for name, entry in tensors.items()}
+    found |= {name: in_file[f][name] for name, f in files.items() if name in in_file[f]}
+    lost = {name: f"{name} ({f})" for name, f in files.items() if name not in in_file[f]}
+    return {name: entry for name, entry in found.items() if name not in lost}, lost
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, from an index."""
+    files = _read_json(path).get("weight_map")
+    is_map = isinstance(files, dict) and all(
+        isinstance(f, str) and f == Path(f).name for f in files.values()
+    )
+    if not files or not is_map:
+        raise ValueError(
+            f"{path}: wanted a weight_map from tensor names to files of the same folder. Download "
+            "the file again"
+        )
+    return files
+
+
+def _headers(
+    tensors: Mapping[str, HFTensor], params: Params
+) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """File name -> dtype and shape of each tensor to write into it, in the order of writing."""
+    files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    file_bytes = 0
+    for name, tensor in tensors.items():
+        tree = params["layers"] if tensor.layer >= 0 else params
+        dtype = np.dtype(tree[tensor.pieces[0].leaf].dtype)
+        num_bytes = math.prod(tensor.shape) * dtype.itemsize
+        if files[-1] and file_bytes + num_bytes > _MAX_FILE_BYTES:
+            files.append({})
+            file_bytes = 0
+        files[-1][name] = (dtype, tensor.shape)
+        file_bytes += num_bytes
+    # Wide dtypes first, so that every tensor is aligned.
+    files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
+    if len(files) == 1:
+        return {_SINGLE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": f for i, f in enumerate(files, 1)}
+
+
+def _arrays(
+    names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
+) -> Iterator[np.ndarray]:
+    """The tensors of these names on the host, one at a time."""
+    for name in names:
+        tensor = tensors[name]
+        pieces = []
+        for piece in tensor.pieces:
+            leaf = params[piece.leaf] if tensor.layer < 0 else params["layers"][piece.leaf]
+            if tensor.layer >= 0:
+                is_host = isinstance(leaf, np.ndarray)
+                leaf = leaf[tensor.layer] if is_host else _layer(leaf, np.int32(tensor.layer))
+            pieces.append(_on_host(leaf[piece.index] if piece.index else leaf))
+        yield tensor.join(pieces)
+
+
+@jax.jit
+def _layer(leaf: Array, layer: Int32[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+
+def _on_host(x: Array | np.ndarray) -> np.ndarray:
+    if isinstance(x, Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _publish(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give complete files their names and remove those of an earlier save."""
+    index = folder / _INDEX
+    old = set(_read_index(index).values()) if index.is_file() else set()
+    # Without an index, several files are no model: a reader never mixes old and new ones.
+    index.unlink(missing_ok=True)
+    if len(headers) > 1:
+        (folder / _SINGLE).unlink(missing_ok=True)
+    for file in headers:
+        os.replace(folder / (file + _UNFINISHED), folder / file)
+    for file in old - headers.keys():
+        (folder / file).unlink(missing_ok=True)
+    if len(headers) > 1:
+        weight_map = {name: file for file, header in headers.items() for name in header}
+        sizes = [d.itemsize * math.prod(s) for h in headers.values() for d, s in h.values()]
+        _write_json(index, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_bytes())
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path}: holds no JSON object. Download the file again")
+    return contents
+
+
+def _write_json(path: Path, contents: Any) -> None:
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    unfinished.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+    os.replace(unfinished, path)
