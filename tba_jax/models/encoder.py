@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bidirectional encoders: the RoBERTa sequence classifier, and BERT sentence embeddings.
+
+Learned positions, layer norm after each half of a layer, exact GELU. Parameters are plain nested
+dicts of arrays with the layers stacked on a leading axis. A setting of config.json that is not
+implemented is refused by name. It does not know tokenizers, and nothing is trained here. The
+invariant it owns: what a row gives depends on its valid tokens alone, not on
+where the padding lies, how much of it there is, or what stands in it.
+"""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+from tba_jax.models import attention, hf_weights, safetensors_file
+
+Params = Mapping[str, Any]
+
+_ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
+# transformers' own defaults, for fields that old config.json files leave out.
+_DEFAULTS = {
+    "hidden_act": "gelu",
+    "position_embedding_type": "absolute",
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderConfig:
+    """Architecture of an encoder; hashable, so it can be a static argument.
+
+    Attributes:
+        vocab_size: v, rows of the embedding.
+        hidden_size: d.
+        num_layers: l.
+        num_heads: h; divides hidden_size.
+        mlp_size: inner width of the MLP.
+        num_positions: rows of the position table.
+        num_token_types: rows of the token type table; every token is of type 0.
+        norm_eps: added to the variance in a layer norm.
+        pad_id: RoBERTa's padding token: it has position `pad_id`, and the other tokens of a row
+            are counted from pad_id + 1. None: all tokens are counted from 0 (BERT).
+        labels: names of the classes, one per logit; empty: no classification head.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    mlp_size: int
+    num_positions: int
+    num_token_types: int
+    norm_eps: float
+    pad_id: int | None
+    labels: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size} is not a multiple of num_heads = "
+                f"{self.num_heads}; every head takes an equal share of it"
+            )
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest row there are positions for, special tokens included."""
+        return self.num_positions - (0 if self.pad_id is None else self.pad_id + 1)
+
+
+class _Tensor(NamedTuple):
+    """Where a Hugging Face tensor lies in our tree.
+
+    Attributes:
+        leaf: name in params (layer >= 0: in params["layers"]).
+        layer: layer index, or -1.
+        part: index into the axis of the fused query/key/value matrix, or None.
+        shape: the Hugging Face shape.
+        is_linear: a matrix [out, in], transposed here to [in, out...].
+    """
+
+    leaf: str
+    layer: int
+    part: int | None
+    shape: tuple[int, ...]
+    is_linear: bool
+
+    def write(self, leaf: np.ndarray, theirs: np.ndarray) -> None:
+        """Fill this tensor's part of our leaf, in the dtype of the leaf."""
+        out = leaf if self.layer < 0 else leaf[self.layer]
+        if self.part is not None:
+            out = out[:, self.part] if self.is_linear else out[self.part]
+        out[...] = (theirs.T if self.is_linear else theirs).reshape(out.shape)
+
+
+def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
+    """Our architecture for the contents of a Hugging Face config.json.
+
+    Raises:
+        ValueError: naming the setting, the value it has and the values that are covered.
+    """
+    family = hf_config.get("model_type")
+    if family not in _ARCHITECTURES:
+        raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
+    values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
+    required = (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "intermediate_size",
+    )
+    missing = [name for name in required if name not in values]
+    if missing:
+        raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
+    architecture = _ARCHITECTURES[family]
+    if architecture not in values.get("architectures", [architecture]):
+        raise _unsupported("architectures", values["architectures"], architecture)
+    for name, wanted in (("hidden_act", "gelu"), ("position_embedding_type", "absolute")):
+        if values[name] != wanted:
+            raise _unsupported(name, values[name], wanted)
+    for name in ("is_decoder", "add_cross_attention", "pruned_heads", "quantization_config"):
+        if values.get(name):
+            raise _unsupported(name, values[name], "none")
+    names = values.get("id2label") or {i: f"LABEL_{i}" for i in range(values.get("num_labels", 2))}
+    is_roberta = family == "roberta"
+    return EncoderConfig(
+        vocab_size=values["vocab_size"],
+        hidden_size=values["hidden_size"],
+        num_layers=values["num_hidden_layers"],
+        num_heads=values["num_attention_heads"],
+        mlp_size=values["intermediate_size"],
+        num_positions=values["max_position_embeddings"],
+        num_token_types=values["type_vocab_size"],
+        norm_eps=values["layer_norm_eps"],
+        pad_id=values["pad_token_id"] if is_roberta else None,
+        labels=tuple(names[i] for i in sorted(names, key=int)) if is_roberta else (),
+    )
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str], *, param_dtype: Any = jnp.float32
+) -> tuple[EncoderConfig, Params]:
+    """(architecture, parameters) of a Hugging Face encoder, on the default device.
+
+    Args:
+        path_or_hub_id: a folder with config.json and model.safetensors, or a hub id.
+        param_dtype: storage dtype; the checkpoint's is converted.
+
+    Raises:
+        ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
+            or tensors that are missing, unexpected or misshaped (all named in one message).
+    """
+    folder = hf_weights.resolve(path_or_hub_id)
+    config = encoder_config(hf_weights.load_config(folder))
+    file = folder / "model.safetensors"
+    if not file.is_file():
+        raise ValueError(
+            f"{folder}: no model.safetensors there. Pickled weights (*.bin, *.pt) can run code "
+            "when opened and are refused, and an encoder in several files is not read: convert it "
+            "to one model.safetensors"
+        )
+    found, tensors = safetensors_file.entries(file), _tensors(config)
+    problems = _differences(found, tensors)
+    if problems:
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json:\n  "
+            + "\n  ".join(problems)
+            + "\nUse the config.json that belongs to these weights"
+        )
+    mapped = safetensors_file.map_file(file)
+
+    def leaf(path: Any, spec: jax.ShapeDtypeStruct) -> Array:
+        host = np.empty(spec.shape, spec.dtype)
+        for name, tensor in tensors.items():
+            if tensor.leaf == path[-1].key:
+                tensor.write(host, safetensors_file.view(mapped, found[name]))
+        return jnp.asarray(host)
+
+    return config, jax.tree_util.tree_map_with_path(leaf, abstract_params(config, param_dtype))
+
+
+def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
+    """The tree of `load` as ShapeDtypeStructs."""
+    d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
+    e = d // h
+
+    def tree(shapes: Mapping[str, tuple[int, ...]], *stack: int) -> dict[str, Any]:
+        return {k: jax.ShapeDtypeStruct((*stack, *v), param_dtype) for k, v in shapes.items()}
+
+    norm = {"norm": (d,), "norm_bias": (d,)}
+    ends = {
+        "embed": (config.vocab_size, d),
+        "positions": (config.num_positions, d),
+        "token_types": (config.num_token_types, d),
+        **{f"embed_{k}": v for k, v in norm.items()},
+    }
+    if n:
+        ends |= {"head": (d, d), "head_bias": (d,), "logits": (d, n), "logits_bias": (n,)}
+    layer = {
+        "qkv": (d, 3, h, e),
+        "qkv_bias": (3, h, e),
+        "o": (h, e, d),
+        "o_bias": (d,),
+        "up": (d, f),
+        "up_bias": (f,),
+        "down": (f, d),
+        "down_bias": (d,),
+        **{f"{part}_{k}": v for part in ("attn", "mlp") for k, v in norm.items()},
+    }
+    return {**tree(ends), "layers": tree(layer, config.num_layers)}
+
+
+def classify(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    *,
+    config: EncoderConfig,
+    compute_dtype: Any,
+) -> Float32[Array, "b n"]:
+    """Logits of the classes (`config.labels`), read at the first valid token, `<s>`.
+
+    Rows may be padded on either side. transformers reads the first slot instead, which is the same
+    token unless the padding is on the left; there it would classify a padding token.
+
+    Args:
+        params: from `load`.
+        tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
+        mask: which tokens are valid.
+        config: the architecture.
+        compute_dtype: as in `encode`.
+    """
+    if not config.labels:
+        raise ValueError(
+            "this encoder has no classification head; load a RobertaForSequenceClassification "
+            "checkpoint, or use embed_sentences"
+        )
+    hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
+    first = jnp.argmax(mask, axis=1)  # a row without valid tokens: its first slot
+    x = jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
+    x = jnp.tanh(_linear(params, "head", x)).astype(jnp.float32)
+    # float32: the scores of near ties decide rewards, and this product is tiny.
+    return _linear(params, "logits", x)
+
+
+def embed_sentences(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    *,
+    config: EncoderConfig,
+    compute_dtype: Any,
+) -> Float32[Array, "b d"]:
+    """Mean of the hidden states of each row's valid tokens, scaled to length 1.
+
+    The pooling of all-MiniLM-L6-v2; the dot product of two rows is their cosine similarity.
+
+    Args:
+        params: from `load`.
+        tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
+        mask: which tokens are valid; a row without any gives zeros.
+        config: the architecture.
+        compute_dtype: as in `encode`.
+    """
+    hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
+    mean = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
+    mean = jnp.where(mask.any(axis=1, keepdims=True), mean, 0.0)
+    # The floor keeps a row of zeros from becoming 0 / 0.
+    return mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
+
+
+def encode(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    *,
+    config: EncoderConfig,
+    compute_dtype: Any,
+) -> Float[Array, "b s d"]:
+    """Hidden states after the last layer; every token attends to all valid ones of its row.
+
+    What comes out at a padded position is meaningless. A token id outside the vocabulary makes
+    its row nan: it has no embedding, and that of another token would give a plausible answer.
+
+    Args:
+        params: from `load`.
+        tokens: token ids.
+        mask: which tokens are valid.
+        config: the architecture.
+        compute_dtype: dtype of matmul inputs and of the residual stream; norms and softmax are
+            float32.
+
+    Raises:
+        ValueError: rows longer than `config.max_tokens`.
+    """
+    if tokens.shape[1] > config.max_tokens:
+        raise ValueError(
+            f"rows of {tokens.shape[1]} tokens, but this encoder has positions for "
+            f"{config.max_tokens}; cut the texts (Tokenizer.encode_complete does, given max_tokens)"
+        )
+    tokens = jnp.where(mask, tokens, 0)
+    bias = jnp.broadcast_to(
+        jnp.where(mask, 0.0, attention.MASKED)[:, None, :], (*mask.shape, mask.shape[1])
+    )
+
+    def layer(x: Array, p: Params) -> tuple[Array, None]:
+        q, k, v = jnp.moveaxis(_linear(p, "qkv", x), 2, 0)
+        out = attention.attend(q[..., None, :], k, v, bias)[..., 0, :]
+        x = _layer_norm(p, "attn_norm", x + _linear(p, "o", out, num_in=2), config)
+        y = jax.nn.gelu(_linear(p, "up", x), approximate=False)
+        return _layer_norm(p, "mlp_norm", x + _linear(p, "down", y), config), None
+
+    x = (
+        params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+        + params["positions"][_positions(tokens, mask, config)]
+        + jnp.broadcast_to(params["token_types"][0], (*tokens.shape, config.hidden_size))
+    )
+    x = _layer_norm(params, "embed_norm", x.astype(compute_dtype), config)
+    return jax.lax.scan(layer, x, params["layers"])[0]
+
+
+def _positions(
+    tokens: Int[Array, "b s"], mask: Bool[Array, "b s"], config: EncoderConfig
+) -> Int[Array, "b s"]:
+    """Row of the position table for each token."""
+    if config.pad_id is None:
+        return jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    # A padding token inside a text takes no number, as when the model was made.
+    counted = mask & (tokens != config.pad_id)
+    return config.pad_id + jnp.where(counted, jnp.cumsum(counted, axis=1), 0)
+
+
+def _linear(p: Params, name: str, x: Array, num_in: int = 1) -> Array:
+    """x [..., *in] times kernel [*in, *out] plus bias [*out], in the dtype of x."""
+    kernel, bias = p[name].astype(x.dtype), p[name + "_bias"].astype(x.dtype)
+    size = math.prod(kernel.shape[:num_in])
+    out = x.reshape(-1, size) @ kernel.reshape(size, -1)
+    out = out.reshape(*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
+    return out + jnp.broadcast_to(bias, out.shape)
+
+
+def _layer_norm(
+    p: Params, name: str, x: Float[Array, "b s d"], config: EncoderConfig
+) -> Float[Array, "b s d"]:
+    # float32: the variance of bfloat16 values loses the small ones.
+    y = x.astype(jnp.float32)
+    y = y - jnp.mean(y, axis=-1, keepdims=True)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + config.norm_eps)
+    weight, bias = (p[n].astype(jnp.float32) for n in (name, name + "_bias"))
+    return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
+
+
+def _tensors(config: EncoderConfig) -> dict[str, _Tensor]:
+    """Hugging Face tensor name -> place in our tree."""
+    d, f, n = config.hidden_size, config.mlp_size, len(config.labels)
+    prefix = "roberta." if n else ""  # a model with a head keeps its trunk under that name
+    out: dict[str, _Tensor] = {}
+
+    def table(name: str, leaf: str, rows: int) -> None:
+        out[f"{prefix}embeddings.{name}.weight"] = _Tensor(leaf, -1, None, (rows, d), False)
+
+    def linear(
+        name: str, leaf: str, shape: tuple[int, int], layer: int = -1, part: int | None = None
+    ) -> None:
+        out[name + ".weight"] = _Tensor(leaf, layer, part, shape, True)
+        out[name + ".bias"] = _Tensor(leaf + "_bias", layer, part, shape[:1], False)
+
+    def norm(name: str, leaf: str, layer: int = -1) -> None:
+        out[name + ".LayerNorm.weight"] = _Tensor(leaf, layer, None, (d,), False)
+        out[name + ".LayerNorm.bias"] = _Tensor(leaf + "_bias", layer, None, (d,), False)
+
+    table("word_embeddings", "embed", config.vocab_size)
+    table("position_embeddings", "positions", config.num_positions)
+    table("token_type_embeddings", "token_types", config.num_token_types)
+    norm(f"{prefix}embeddings", "embed_norm")
+    if n:
+        linear("classifier.dense", "head", (d, d))
+        linear("classifier.out_proj", "logits", (n, d))
+    for i in range(config.num_layers):
+        layer = f"{prefix}encoder.layer.{i}."
+        for part, name in enumerate(("query", "key", "value")):
+            linear(f"{layer}attention.self.{name}", "qkv", (d, d), i, part)
+        linear(f"{layer}attention.output.dense", "o", (d, d), i)
+        norm(f"{layer}attention.output", "attn_norm", i)
+        linear(f"{layer}intermediate.dense", "up", (f, d), i)
+        linear(f"{layer}output.dense", "down", (d, f), i)
+        norm(f"{layer}output", "mlp_norm", i)
+    return out
+
+
+def _differences(
+    found: Mapping[str, safetensors_file.Entry], tensors: Mapping[str, _Tensor]
+) -> list[str]:
+    """One line per kind of disagreement between the file and the architecture."""
+    # Buffers of old checkpoints, and the pooler of the pretraining task: read by nothing here.
+    spare = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight")
+    unexpected = [
+        name
+        for name in found.keys() - tensors.keys()
+        if not name.endswith((*spare, "pooler.dense.bias"))
+    ]
+    both = found.keys() & tensors.keys()
+    kinds = {
+        "missing": tensors.keys() - found.keys(),
+        "unexpected": unexpected,
+        "misshaped": [
+            f"{x} (got {list(found[x].shape)}, wanted {list(tensors[x].shape)})"
+            for x in both
+            if found[x].shape != tensors[x].shape
+        ],
+        f"of a dtype other than {', '.join(safetensors_file.DTYPES)}": [
+            f"{x} ({found[x].dtype})" for x in both if found[x].dtype not in safetensors_file.DTYPES
+        ],
+    }
+    return [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names]
+
+
+def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
+    return ValueError(
+        f"config.json has {setting} = {got!r}, which the encoder does not implement (it covers: "
+        f"{wanted}). Choose a RobertaForSequenceClassification or BertModel checkpoint without it"
+    )
