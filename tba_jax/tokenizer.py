@@ -2,8 +2,10 @@
 """Text <-> token ids; the only module that knows the tokenizer library.
 
 The library is imported when a tokenizer is loaded, not with this module. It does not know models,
-prompts or tasks. The invariant it owns: which ids are special (`bos_id`, `eos_ids`, `pad_id`) is
-decided here, once, from the files of the model folder.
+prompts or tasks, and it never pads: who pads keeps lengths or masks, so `pad_id` may be a real
+end-of-sequence token and none is ever lost. The invariant it owns: which ids are special (`bos_id`,
+`eos_ids`, `pad_id`) is decided here, once, from the files of the model folder, and every id that
+leaves this module is one the model has an embedding for.
 """
 
 import json
@@ -20,26 +22,40 @@ class Tokenizer:
 
     Attributes:
         bos_id: beginning-of-sequence token, None where the model has none.
+        adds_bos: the model expects `bos_id` in front of plain text, that is, its own tokenizer
+            puts it there (Llama does; GPT-2, Pythia and Qwen do not).
         eos_ids: every token that ends a response, generation_config.json's included.
-        pad_id: padding token, else the first end-of-sequence token, else 0.
-        vocab_size: number of tokens, added ones included.
+        pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
+            `eos_ids` (Qwen: <|endoftext|> is both).
+        vocab_size: number of tokens, added ones included; the model may have more rows.
     """
 
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: Any, eos_ids: Sequence[int] = (), model_vocab_size: int | None = None
+    ):
         self._tokenizer = tokenizer
-        self.bos_id: int | None = tokenizer.bos_token_id
-        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        self.eos_ids: tuple[int, ...] = tuple(dict.fromkeys([*own, *eos_ids]))
-        pad = tokenizer.pad_token_id
-        self.pad_id: int = pad if pad is not None else (self.eos_ids or (0,))[0]
+        self._model_vocab_size = model_vocab_size
         self.vocab_size: int = len(tokenizer)
+        self.bos_id: int | None = tokenizer.bos_token_id
+        self.adds_bos: bool = self.bos_id is not None and tokenizer.encode("a")[:1] == [self.bos_id]
+        own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        declared = tuple(dict.fromkeys([*own, *eos_ids]))
+        self.eos_ids: tuple[int, ...] = tuple(i for i in declared if self._has_row(i))
+        if self.adds_bos and not self._has_row(self.bos_id):
+            raise self._no_row("beginning-of-sequence token", self.bos_id)
+        if any(i >= 0 for i in declared) and not self.eos_ids:
+            raise self._no_row("end-of-sequence token", max(declared))
+        pad = tokenizer.pad_token_id
+        # A pad token without a row of its own would read past the embedding.
+        self.pad_id: int = pad if self._has_row(pad) else (self.eos_ids or (0,))[0]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
         """The tokenizer of a model folder (`hf_weights.resolve` finds that of a hub id).
 
         Raises:
-            ValueError: no folder, or no tokenizer in it that can be read without running its code.
+            ValueError: no folder, no tokenizer in it that can be read without running its code,
+                or special tokens that the model of the same folder lacks.
         """
         folder = Path(path)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -47,29 +63,72 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json and no tokenizer.model there. Give a Hugging Face "
                 "model folder that has its tokenizer files"
             )
+        generation, model, *_ = (
+            _read_json(folder / name)  # all of them: the library's own complaint names no file
+            for name in (
+                "generation_config.json",
+                "config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+            )
+        )
         # It would advise on standard error to install torch, which is not used.
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer  # seconds to import: only when needed
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except (OSError, ImportError, KeyError) as error:
-            reason = str(error).splitlines()[0]
+            # False, not the default: that one asks at the terminal.
+            tokenizer = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        except (OSError, ImportError, KeyError, ValueError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
-        return cls(tokenizer, _declared_eos_ids(folder))
+        try:
+            return cls(tokenizer, _declared_eos_ids(generation, model), model.get("vocab_size"))
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from error
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
         """int32 [s]: token ids of the text, special tokens written in it recognised.
 
         Args:
             text: any text.
-            add_bos: put the beginning-of-sequence token first, where the model has one (not for
-                the output of `format_chat`, which contains it).
+            add_bos: put the beginning-of-sequence token first, where the model expects one
+                (`adds_bos`) and the text does not begin with it, as the output of `format_chat`
+                may.
+
+        Raises:
+            ValueError: a token of the text that the model has no embedding for.
         """
         ids = self._tokenizer.encode(text, add_special_tokens=False)
-        if add_bos and self.bos_id is not None:
+        if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
-        return np.array(ids, np.int32)
+        return self._checked(ids)
+
+    def encode_complete(self, text: str, max_tokens: int | None = None) -> np.ndarray:
+        """int32 [s]: the text between the special tokens that the tokenizer itself adds.
+
+        What encoder models read: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
+
+        Args:
+            text: any text.
+            max_tokens: the text, never the special tokens, is cut at its end to fit.
+
+        Raises:
+            ValueError: max_tokens leaves no room for the special tokens, or a token of the text
+                that the model has no embedding for.
+        """
+        encoded = self._tokenizer(text, return_special_tokens_mask=True)
+        ids = np.array(encoded["input_ids"], np.int32)
+        excess = 0 if max_tokens is None else max(len(ids) - max_tokens, 0)
+        from_text = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)
+        if excess > len(from_text):
+            raise ValueError(
+                f"max_tokens = {max_tokens} is less than the {len(ids) - len(from_text)} special "
+                "tokens that this tokenizer adds; give more"
+            )
+        return self._checked(np.delete(ids, from_text[len(from_text) - excess :]))
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
         """Text of token ids, special tokens left out unless asked for."""
@@ -78,7 +137,10 @@ class Tokenizer:
     def batch_decode(
         self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
     ) -> list[str]:
-        """Text of each row of token ids."""
+        """Text of each row of token ids; ids past the tokenizer's own add nothing.
+
+        A model may have more rows than its tokenizer has tokens, and may sample one of them.
+        """
         return [
             # No clean-up: it would delete spaces in front of punctuation that the model wrote.
             self._tokenizer.decode(
@@ -92,32 +154,74 @@ class Tokenizer:
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The messages in the model's chat template, ending where the assistant begins.
 
+        Where the template writes the beginning-of-sequence token, the text has it; `encode` gives
+        that one id and no second one.
+
         Args:
             messages: each with "role" and "content".
 
         Raises:
-            ValueError: the tokenizer has no chat template, or jinja2 is not installed.
+            ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
+                lacks a key, or the template refuses the messages (some know no "system" role).
         """
         if not self._tokenizer.chat_template:
             raise ValueError(
                 "this tokenizer has no chat template; use plain prompts, or an instruction-tuned "
                 "checkpoint"
             )
+        # A template would write nothing for what is missing, without a word.
+        if not messages or any(not {"role", "content"} <= m.keys() for m in messages):
+            raise ValueError(
+                f"chat messages {list(messages)!r}: wanted at least one, each with 'role' and "
+                "'content'"
+            )
         try:
+            from jinja2 import TemplateError
+
             return self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
             )
         except ImportError as error:
             raise ValueError("chat templates need jinja2; pip install jinja2") from error
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template of this tokenizer refuses the messages ({error}); change the "
+                "roles or their order"
+            ) from error
+
+    def _has_row(self, token_id: int | None) -> bool:
+        """Tokens can be added to a tokenizer without giving the model rows for them."""
+        size = self._model_vocab_size
+        return token_id is not None and token_id >= 0 and (size is None or token_id < size)
+
+    def _checked(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        ids = np.asarray(ids, np.int32)
+        if ids.size and not self._has_row(int(ids.max())):
+            raise self._no_row("token", int(ids.max()))
+        return ids
+
+    def _no_row(self, what: str, token_id: int | None) -> ValueError:
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        return ValueError(
+            f"{what} {token!r} has id {token_id}, but config.json says that the model has "
+            f"vocab_size = {self._model_vocab_size}. Use the tokenizer files that belong to it"
+        )
 
 
-def _declared_eos_ids(folder: Path) -> list[int]:
+def _declared_eos_ids(*contents: Mapping[str, Any]) -> list[int]:
     """End-of-sequence ids of generation_config.json and config.json, in that order."""
     ids: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file():
-            declared = json.loads((folder / name).read_text()).get("eos_token_id")
-            ids += (
-                declared if isinstance(declared, list) else [] if declared is None else [declared]
-            )
+    for content in contents:
+        declared = content.get("eos_token_id")
+        ids += declared if isinstance(declared, list) else [] if declared is None else [declared]
     return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Contents of a file; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not JSON, or not even text
+        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
