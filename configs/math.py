@@ -39,7 +39,7 @@ PRESETS = {
         },
         "replay": {"recency_prob": 0.95, "pace": "trainer", "max_bytes": 256 * 2**20},
         "checkpoint": {"period": 100},
-        "eval": {"period": 25, "max_new_tokens": 16, "batch_prompts": 512},
+        "eval": {"period": 25, "max_new_tokens": 16, "num_slots": 512},
     },
     "gsm8k": {
         "num_steps": 700,
@@ -81,7 +81,7 @@ PRESETS = {
             "initial_fill": 500,
         },
         "replay": {"recency_prob": 0.95},
-        "eval": {"period": 100, "max_new_tokens": 512, "batch_prompts": 64},
+        "eval": {"period": 100, "max_new_tokens": 512, "num_slots": 64},
     },
     "math": {
         "num_steps": 400,
@@ -104,10 +104,16 @@ PRESETS = {
             "clip_norm": 1.0,
         },
         "reference": {"placement": "trainer", "reset_period": 50},
-        "search": {"samples_per_prompt": 16, "prompts_per_round": 8, "max_new_tokens": 2048},
+        "search": {
+            "samples_per_prompt": 16,
+            "prompts_per_round": 8,
+            "max_new_tokens": 2048,
+            "num_slots": 64,
+            "cache_dtype": "bfloat16",
+        },
         # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
         "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},
-        "eval": {"period": 5, "max_new_tokens": 2048, "batch_prompts": 64},
+        "eval": {"period": 5, "max_new_tokens": 2048, "num_slots": 64},
     },
 }
 

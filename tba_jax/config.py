@@ -29,6 +29,7 @@ PACES = ("off", "trainer")
 EVICTIONS = ("oldest", "lowest_reward")
 OWNERSHIPS = ("by_prompt", "any")
 PLACEMENTS = ("auto", "shared", "split")
+SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
@@ -102,6 +103,9 @@ def default_config() -> Config:
     config.search.samples_per_prompt = 16  # S >= K: responses drawn per prompt
     config.search.prompts_per_round = 16  # prompts a searcher takes per round
     config.search.max_new_tokens = 48  # response limit in tokens
+    config.search.num_slots = 0  # unfinished responses at a time; 0: all of a round
+    config.search.cache_dtype = ""  # of cached keys and values; empty: model.rollout_dtype
+    config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
@@ -137,7 +141,7 @@ def default_config() -> Config:
     config.eval = ConfigDict()
     config.eval.period = 50  # steps between evaluations; 0: before and after only
     config.eval.max_new_tokens = 48  # response limit in tokens
-    config.eval.batch_prompts = 128  # prompts decoded at a time
+    config.eval.num_slots = 128  # unfinished responses at a time
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -242,6 +246,8 @@ def validate(config: Config) -> None:
         ("replay.pace", PACES),
         ("replay.evict", EVICTIONS),
         ("search.ownership", OWNERSHIPS),
+        ("search.cache_dtype", ("", *DTYPES)),
+        ("search.swap", SWAPS),
         ("sync.transport", TRANSPORTS),
         ("reference.placement", REFERENCE_PLACEMENTS),
         ("model.param_dtype", DTYPES),
@@ -272,6 +278,7 @@ def validate(config: Config) -> None:
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
         ("search.max_new_tokens", 1),
+        ("search.num_slots", 0),
         ("search.outbox_bytes", 1),
         ("search.initial_fill", 0),
         ("search.exact_lag", 0),
@@ -287,7 +294,7 @@ def validate(config: Config) -> None:
         ("checkpoint.keep", 1),
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
-        ("eval.batch_prompts", 1),
+        ("eval.num_slots", 1),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
     ):
@@ -365,6 +372,15 @@ def _validate_combinations(config: Config) -> None:
             config.search.exact_lag,
             "an exact lag exists only in the synchronous driver",
             "Set --config.driver=sync.",
+        )
+    if config.search.swap == "in_flight":
+        _need(
+            config.driver == "async" and config.objective.name == "tb",
+            "search.swap",
+            config.search.swap,
+            "only the asynchronous driver publishes during a round, and only an objective that "
+            "needs no behaviour policy permits a response of several versions",
+            "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
         )
     if config.reference.reset_period:
         _need(

@@ -19,15 +19,10 @@ from tba_jax.config import Config, validate
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
     """Evaluate params on the task of a config; greedy, the whole configured split."""
-    import jax.numpy as jnp
-
-    from tba_jax.data import eval_prompts
-    from tba_jax.decoding.engine import Decoder
-    from tba_jax.evaluation import Evaluator
+    from tba_jax.parts import make_decoder, make_evaluator
     from tba_jax.rewards.pool import RewardPool
     from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
-    from tba_jax.trajectory import length_buckets
 
     task = get_task(config.task.name, config.task.data_path)
     rewards = RewardPool(
@@ -38,34 +33,11 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     )
     try:
         tokenizer = Tokenizer.load(folder)
-        prompts, num_skipped = eval_prompts(
-            task,
-            tokenizer,
-            config.task.num_eval_prompts,
-            config.task.max_prompt_tokens,
-            config.task.long_prompts,
-        )
+        decoder = make_decoder(config, model_config, tokenizer)
+        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
         # On standard error: a big model takes minutes, and standard output is for the result.
-        print(f"{task.name}: asking {len(prompts):,} held-out prompts", file=sys.stderr, flush=True)
-        evaluator = Evaluator(
-            prompts=prompts,
-            num_skipped=num_skipped,
-            decoder=Decoder(
-                model_config,
-                compute_dtype=jnp.dtype(config.model.rollout_dtype),
-                eos_ids=tokenizer.eos_ids,
-                pad_id=tokenizer.pad_id,
-                prompt_buckets=length_buckets(
-                    config.task.max_prompt_tokens, config.batch.num_length_buckets
-                ),
-            ),
-            rewards=rewards,
-            decode_text=tokenizer.batch_decode,
-            response_kind=task.response_kind,
-            first_kind=task.response_kinds[0] if task.response_kinds else "",
-            max_new_tokens=config.eval.max_new_tokens,
-            batch_prompts=config.eval.batch_prompts,
-        )
+        count = f"{len(evaluator.prompts):,}"
+        print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
         return evaluator.run(params).metrics()
     finally:
         rewards.close()
@@ -85,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.checkpointing import CheckpointError
+    from tba_jax.parts import model_path
     from tba_jax.saved_run import load_policy, load_run_config
-    from tba_jax.wiring import model_path
 
     try:
         if args.workdir and (args.config or args.model):

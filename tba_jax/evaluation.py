@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.trajectory import Prompt
 
@@ -62,7 +62,7 @@ class Evaluator:
         decode_text: token ids -> texts.
         response_kind, first_kind: as for the searcher.
         max_new_tokens: response limit.
-        batch_prompts: prompts decoded at a time; the last batch is padded by repetition to as many.
+        num_slots: responses decoded at a time.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Evaluator:
         response_kind: Callable[[str], str | None],
         first_kind: str,
         max_new_tokens: int,
-        batch_prompts: int,
+        num_slots: int,
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
@@ -86,27 +86,20 @@ class Evaluator:
         self._response_kind = response_kind
         self._first_kind = first_kind
         self._max_new_tokens = max_new_tokens
-        self._batch_prompts = min(batch_prompts, len(self.prompts))
+        self._num_slots = num_slots
 
     def run(self, params: Any) -> Evaluation:
         """Decode greedily and grade."""
-        texts: list[str] = []
-        lengths: list[int] = []
-        size = self._batch_prompts
-        for start in range(0, len(self.prompts), size):
-            batch = self.prompts[start : start + size]
-            padded = batch + [batch[-1]] * (size - len(batch))
-            decoded = self._decoder.decode(
-                params,
-                [p.tokens for p in padded],
-                num_samples=1,
-                max_new_tokens=self._max_new_tokens,
-                temperature=0.0,
-                key=jax.random.key(0),  # greedy decoding draws nothing from it
-            )
-            rows = [decoded.tokens[i, 0, : decoded.lengths[i, 0]] for i in range(len(batch))]
-            texts += self._decode_text(rows)
-            lengths += [len(row) for row in rows]
+        decoded = self._decoder.decode(
+            params,
+            [p.tokens for p in self.prompts],
+            num_samples=1,
+            key=jax.random.key(0),  # greedy decoding draws nothing from it
+            settings=SamplingSettings(self._max_new_tokens, temperature=0.0),
+            num_slots=self._num_slots,
+        )
+        lengths = decoded.lengths[:, 0]
+        texts = self._decode_text([y[0, :n] for y, n in zip(decoded.tokens, lengths, strict=True)])
         columns = {
             name: [p.columns[name] for p in self.prompts] for name in self.prompts[0].columns
         }

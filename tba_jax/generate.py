@@ -25,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top_p", type=float, default=1.0, help="keep this much probability")
+    parser.add_argument("--top_k", type=int, default=0, help="keep so many tokens; 0: all")
     parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
     parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
     parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
@@ -47,7 +49,7 @@ def _generate(args: argparse.Namespace) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from tba_jax.decoding.engine import Decoder
+    from tba_jax.decoding.engine import Decoder, SamplingSettings
     from tba_jax.models import hf_weights
     from tba_jax.tokenizer import Tokenizer
 
@@ -60,21 +62,24 @@ def _generate(args: argparse.Namespace) -> dict:
         prompt = tokenizer.encode(chat, add_bos=False)
     else:
         prompt = tokenizer.encode(args.prompt, add_bos=True)
+    settings = SamplingSettings(
+        args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
+    )
     decoder = Decoder(
         config,
         compute_dtype=dtype,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=(len(prompt),),
+        prompt_buckets=(max(1, len(prompt)),),
+        max_length=len(prompt) + args.max_new_tokens,
     )
     start = time.perf_counter()
     decoded = decoder.decode(
         params,
         [prompt],
         num_samples=args.num_samples,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
         key=jax.random.key(args.seed),
+        settings=settings,
     )
     wall_s = time.perf_counter() - start
     rows = [y[:n] for y, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]

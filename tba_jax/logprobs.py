@@ -108,7 +108,7 @@ def token_logprobs(
     end = (s - t + response_lengths).reshape(p * k, 1)
     mask = (index >= first) & (index < end)
     positions = jnp.maximum(index - first, 0)
-    hidden, _ = apply(
+    hidden = apply(
         params, rows, positions, mask, config=config, compute_dtype=compute_dtype, remat=remat
     )
     # The state at position i predicts token i + 1.

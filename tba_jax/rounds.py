@@ -41,6 +41,8 @@ class RoundCommit:
         searcher: index of the searcher.
         round: its round number, counting from 0 without gaps.
         version: policy version it adopted at the start of the round.
+        swaps: (chunk, version) of every newer version taken up between decode chunks, counted
+            from 0 within the round.
         groups: the scored groups.
         prompt_state: JSON-compatible state of the prompt iterator after this round.
         generated: responses drawn: trajectories plus rejected ones, over all groups.
@@ -54,6 +56,7 @@ class RoundCommit:
     prompt_state: Mapping[str, Any]
     generated: int
     wall: Mapping[str, float]
+    swaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -260,6 +263,7 @@ def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
                 "searcher": c.searcher,
                 "round": c.round,
                 "version": c.version,
+                "swaps": [list(swap) for swap in c.swaps],
                 "num_groups": len(c.groups),
                 "prompt_state": dict(c.prompt_state),
                 "generated": c.generated,
@@ -292,6 +296,7 @@ def unpack_commits(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) ->
             searcher=c["searcher"],
             round=c["round"],
             version=c["version"],
+            swaps=tuple((chunk, version) for chunk, version in c["swaps"]),
             groups=tuple(itertools.islice(groups, c["num_groups"])),
             prompt_state=c["prompt_state"],
             generated=c["generated"],

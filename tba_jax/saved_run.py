@@ -13,7 +13,7 @@ import jax
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.config import Config, default_config
 from tba_jax.models import families, hf_weights
-from tba_jax.wiring import abstract_state, model_path
+from tba_jax.parts import abstract_state, model_path
 
 
 def load_run_config(workdir: str) -> Config:

@@ -2,7 +2,7 @@
 """Re-execute an asynchronous run in one thread from its schedule log.
 
 `schedule.jsonl` says in which order weights were published, rounds merged and steps made, and which
-version each round used. Everything else of a run follows from its config, so the same order gives
+versions each round used. Everything else of a run follows from its config, so the same order gives
 the same losses: bit-equal on CPU with the same device layout. What an asynchronous run did once can
 be looked at again as often as it takes. Rewards are computed anew; where one times out differently
 the replay says so instead of going on.
@@ -46,7 +46,12 @@ def drive_schedule(
         ReplayError: prompts, rejections or drawn responses differ from the log; says where.
     """
     trainer = run.trainer
-    last_use = {e["version"]: i for i, e in enumerate(events) if e["event"] == "round"}
+    last_use = {
+        version: i
+        for i, e in enumerate(events)
+        if e["event"] == "round"
+        for version in (e["version"], *(version for _, version in e["swaps"]))
+    }
     weights: dict[tuple[int, int], Published] = {}
     summaries: list[Mapping[str, float]] = []
     for i, event in enumerate(events):
@@ -64,9 +69,10 @@ def drive_schedule(
             weights = {k: w for k, w in weights.items() if last_use.get(k[0], -1) >= i}
         elif event["event"] == "round":
             searcher = run.searchers[event["searcher"]]
-            searcher.do_round(weights[event["version"], searcher.index])
+            swaps = {chunk: weights[version, searcher.index] for chunk, version in event["swaps"]}
+            searcher.do_round(weights[event["version"], searcher.index], swaps.get)
             summaries += trainer.merge()
-            _compare(trainer.last_event, event, ("round", "prompt_ids", "rejected"))
+            _compare(trainer.last_event, event, ("round", "swaps", "prompt_ids", "rejected"))
         else:
             values = trainer.step()
             if values is None:

@@ -3,11 +3,12 @@
 
 A round is a transaction: the prompt-stream state and the round number are committed with its
 groups, so a round that did not finish is simply redone after a resume. A searcher holds whatever
-weights were newest when its round began; it waits only when its outbox is full, or before the
-first publication, and whoever drives it counts that as idle. It does no learning and cannot see
-the trainer.
+weights were newest when its round began, or, with in-flight swaps, when a decode chunk began; it
+waits only when its outbox is full, or before the first publication, and whoever drives it counts
+that as idle. It does no learning and cannot see the trainer.
 """
 
+import itertools
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
 from tba_jax.outbox import Outbox
 from tba_jax.rewards.pool import RewardPool, ScoreResult
 from tba_jax.rounds import RoundCommit
@@ -73,7 +74,10 @@ class Searcher:
         response_kind: names a response's kind for the `kind_share` metric.
         first_kind: the kind whose share is logged, "" for none.
         key: root key of the run.
-        prompts_per_round, samples_per_prompt, max_new_tokens, temperature: sampling settings.
+        prompts_per_round, samples_per_prompt: prompts of a round and responses to each.
+        settings: how responses are drawn.
+        num_slots: decoder slots; None: one per response of a round.
+        in_flight: take up newer weights between decode chunks, not only between rounds.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
         clock: seconds since the run began.
@@ -95,8 +99,9 @@ class Searcher:
         key: jax.Array,
         prompts_per_round: int,
         samples_per_prompt: int,
-        max_new_tokens: int,
-        temperature: float,
+        settings: SamplingSettings,
+        num_slots: int | None,
+        in_flight: bool,
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
@@ -115,8 +120,9 @@ class Searcher:
         self._key = jax.random.fold_in(jax.random.fold_in(key, SEARCHER_ROLE), index)
         self._prompts_per_round = prompts_per_round
         self._samples_per_prompt = samples_per_prompt
-        self._max_new_tokens = max_new_tokens
-        self._temperature = temperature
+        self._settings = settings
+        self._num_slots = num_slots
+        self._in_flight = in_flight
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
@@ -143,21 +149,36 @@ class Searcher:
         published = self._transport.latest(self.index)
         if published is None:
             return False
-        self.do_round(published)
+        self.do_round(published, self._newest if self._in_flight else None)
         return True
 
-    def do_round(self, published: Published) -> None:
-        """One whole round with these weights, committed to the outbox."""
+    def _newest(self, chunk: int) -> Published | None:
+        return self._transport.latest(self.index)
+
+    def do_round(
+        self,
+        published: Published,
+        newest: Callable[[int], Published | None] | None = None,
+    ) -> None:
+        """One whole round, committed to the outbox.
+
+        Args:
+            published: the weights it begins with.
+            newest: asked before each decode chunk, by its number, for weights to go on with.
+        """
         start = self._clock()
         number, _ = self._outbox.committed
         prompts = self._stream.take(self._prompts_per_round)
+        swaps: list[tuple[int, int]] = []
         decoded = self._decoder.decode(
             published.params,
             [p.tokens for p in prompts],
             num_samples=self._samples_per_prompt,
-            max_new_tokens=self._max_new_tokens,
-            temperature=self._temperature,
             key=jax.random.fold_in(self._key, number),
+            settings=self._settings,
+            num_slots=self._num_slots,
+            version=published.version,
+            newest=None if newest is None else _logged(newest, published.version, swaps),
         )
         decoded_at = self._clock()
         reference = self._dispatch_reference(prompts, decoded)
@@ -176,9 +197,7 @@ class Searcher:
             else np.asarray(reference)
         )
         end = self._clock()
-        groups = self._groups(
-            prompts, decoded, responses, scores, reference_logprob, published.version, number
-        )
+        groups = self._groups(prompts, decoded, responses, scores, reference_logprob, number)
         num_tokens = int(decoded.lengths.sum())
         self.decoded_tokens += num_tokens
         known = [r for r in scores.rewards if r is not None]
@@ -188,6 +207,7 @@ class Searcher:
                 searcher=self.index,
                 round=number,
                 version=published.version,
+                swaps=tuple(swaps),
                 groups=groups,
                 prompt_state=self._stream.state(),
                 generated=len(responses),
@@ -249,7 +269,6 @@ class Searcher:
         responses: Sequence[np.ndarray],
         scores: ScoreResult,
         reference_logprob: np.ndarray,
-        version: int,
         number: int,
     ) -> tuple[Group, ...]:
         groups = []
@@ -274,16 +293,34 @@ class Searcher:
                             decoded.token_logprobs[i, j, :length], np.float32
                         ),
                         reference_logprob=float(reference_logprob[i, j]),
-                        version_min=version,
-                        version_max=version,
+                        version_min=int(decoded.version_min[i, j]),
+                        version_max=int(decoded.version_max[i, j]),
                         searcher=self.index,
                         round=number,
-                        sampling_temperature=self._temperature,
+                        sampling_temperature=self._settings.temperature,
                         finish_reason="eos" if decoded.has_eos[i, j] else "length",
                     )
                 )
             groups.append(Group(prompt, tuple(trajectories), rejected))
         return tuple(groups)
+
+
+def _logged(
+    newest: Callable[[int], Published | None], version: int, swaps: list[tuple[int, int]]
+) -> Callable[[], Published | None]:
+    """`newest` as the decoder asks for it; every change of version is noted in `swaps`."""
+    chunks = itertools.count()
+
+    def ask() -> Published | None:
+        chunk = next(chunks)
+        published = newest(chunk)
+        current = swaps[-1][1] if swaps else version
+        if published is None or published.version <= current:
+            return None
+        swaps.append((chunk, published.version))
+        return published
+
+    return ask
 
 
 def summarise_rounds(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
 _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
-_SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.batch_prompts=512")
+_SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
 # Study -> variant -> config overrides on the default preset of configs/math.py. The first variant
 # is the one the others are compared with.

@@ -362,6 +362,7 @@ class Trainer:
                     "searcher": commit.searcher,
                     "round": commit.round,
                     "version": commit.version,
+                    "swaps": [list(swap) for swap in commit.swaps],
                     "prompt_ids": [g.prompt.prompt_id for g in commit.groups],
                     "generated": commit.generated,
                     "rejected": rejected,

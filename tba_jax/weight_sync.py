@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from tba_jax.trees import check_same_tree
+
 
 class PublicationError(RuntimeError):
     """Weights could not be written; the message says which and what to do."""
@@ -50,39 +52,21 @@ class Transport(Protocol):
         ...
 
 
-def make_publish_program(dtype: jnp.dtype) -> Callable[[Any], Any]:
-    """Jitted copy and cast of a params tree to the rollout dtype.
+Layout = Callable[[Any], Any]
+
+
+def make_publish_program(dtype: jnp.dtype, layout: Layout | None = None) -> Callable[[Any], Any]:
+    """Jitted copy and cast of a params tree to the rollout dtype, in the layout readers want.
 
     `jnp.copy` is what makes it a copy: a jitted identity returns its input buffers, which the next
     donated train step deletes.
     """
-    return jax.jit(lambda params: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), params))
 
+    def program(params: Any) -> Any:
+        copied = jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), params)
+        return copied if layout is None else layout(copied)
 
-def check_same_tree(old: Any, new: Any) -> None:
-    """Refuse weights that the compiled searcher programs would not accept.
-
-    Raises:
-        ValueError: naming the first leaf that differs in path, shape or dtype.
-    """
-    old_leaves = {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(old)
-    }
-    new_leaves = {
-        jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(new)
-    }
-    if old_leaves.keys() != new_leaves.keys():
-        names = sorted(old_leaves.keys() ^ new_leaves.keys())
-        raise ValueError(
-            f"published weights have another tree than the version before; differing: {names[:5]}"
-        )
-    for name, leaf in new_leaves.items():
-        before = old_leaves[name]
-        if (leaf.shape, leaf.dtype) != (before.shape, before.dtype):
-            raise ValueError(
-                f"published weight {name} is {leaf.shape} {leaf.dtype}, "
-                f"the version before had {before.shape} {before.dtype}"
-            )
+    return jax.jit(program)
 
 
 class MemoryTransport:
@@ -92,10 +76,17 @@ class MemoryTransport:
         dtype: rollout dtype.
         shardings: one per searcher; None where trainer and searchers share devices, so that the
             copy made by the publish program is the only one.
+        layout: what readers want the tree to look like (the decoder wants layers apart); None: as
+            the trainer has it.
     """
 
-    def __init__(self, dtype: jnp.dtype, shardings: Sequence[jax.sharding.Sharding | None]) -> None:
-        self._program = make_publish_program(dtype)
+    def __init__(
+        self,
+        dtype: jnp.dtype,
+        shardings: Sequence[jax.sharding.Sharding | None],
+        layout: Layout | None = None,
+    ) -> None:
+        self._program = make_publish_program(dtype, layout)
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
@@ -109,7 +100,7 @@ class MemoryTransport:
         self.put(version, self._program(params))
 
     def put(self, version: int, params: Any) -> None:
-        """Swap in params that already are a copy in the rollout dtype."""
+        """Swap in params that already are a copy in the rollout dtype and the readers' layout."""
         by_sharding: dict[Any, Any] = {}
         for sharding in self._shardings:
             if sharding not in by_sharding:
@@ -148,7 +139,7 @@ class CheckpointTransport:
     Args:
         workdir: the run's directory.
         keep: versions kept on disk, at least 2 (one may be being read while one is written).
-        dtype, shardings: as MemoryTransport.
+        dtype, shardings, layout: as MemoryTransport; files have the trainer's layout.
     """
 
     def __init__(
@@ -158,12 +149,14 @@ class CheckpointTransport:
         keep: int,
         dtype: jnp.dtype,
         shardings: Sequence[jax.sharding.Sharding | None],
+        layout: Layout | None = None,
     ) -> None:
         self._folder = epath.Path(workdir) / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marker = epath.Path(workdir) / "versions.json"
         self._keep = keep
         self._program = make_publish_program(dtype)
+        self._layout = jax.jit(layout) if layout is not None else lambda params: params
         self._mailbox = MemoryTransport(dtype, shardings)
         self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
@@ -248,7 +241,7 @@ class CheckpointTransport:
             self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
         )
         self._reading = None
-        self._mailbox.put(version, params)
+        self._mailbox.put(version, self._layout(params))
         return True
 
     def latest(self, searcher: int) -> Published | None:

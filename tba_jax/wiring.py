@@ -22,37 +22,37 @@ from jaxtyping import Array
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.config import Config, ConfigError, validate_devices
-from tba_jax.data import PromptStream, eval_prompts
-from tba_jax.decoding.engine import Decoder
+from tba_jax.data import PromptStream
+from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.evaluation import Evaluation, Evaluator
 from tba_jax.logprobs import response_mask, token_logprobs
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
-from tba_jax.models import hf_weights
-from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.models import hf_weights, transformer
+from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
+from tba_jax.parts import (
+    abstract_state,
+    make_decoder,
+    make_evaluator,
+    make_optimizer_from,
+    model_path,
+    step_settings,
+)
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.searcher import Searcher
 from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.trainer import (
-    StepSettings,
     Trainer,
     TrainState,
     init_state,
-    learning_rate_schedule,
-    make_optimizer,
     make_train_step,
 )
 from tba_jax.trajectory import Batch, length_buckets
 from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, Transport
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
-
-
-def model_path(config: Config) -> str:
-    """The configured model, or the embedded start model."""
-    return config.model.path or str(START_MODEL)
 
 
 @dataclasses.dataclass
@@ -267,62 +267,6 @@ class _Reference:
         )
 
 
-def _step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
-    return StepSettings(
-        objective=config.objective.name,
-        scale=config.objective.scale,
-        beta=config.objective.beta,
-        beta_schedule=config.objective.beta_schedule,
-        beta_final=config.objective.beta_final,
-        beta_steps=config.objective.beta_steps,
-        beta_jump_step=config.objective.beta_jump_step,
-        mask_eos=config.objective.mask_eos,
-        eos_ids=eos_ids,
-        temperature=config.search.sampling_temperature,
-        reference_reset_period=config.reference.reset_period,
-        compute_dtype=config.model.compute_dtype,
-        logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
-        remat=config.model.remat,
-    )
-
-
-def make_optimizer_from(config: Config) -> tuple[Any, Any]:
-    """(optax transformation, learning-rate schedule) of a config."""
-    o = config.optimizer
-    schedule = learning_rate_schedule(
-        schedule=o.schedule,
-        learning_rate=o.learning_rate,
-        warmup_steps=o.warmup_steps,
-        stable_steps=o.stable_steps,
-        decay_steps=o.decay_steps,
-        num_steps=config.num_steps,
-    )
-    optimizer = make_optimizer(
-        schedule,
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-    )
-    return optimizer, schedule
-
-
-def abstract_state(
-    config: Config, model_config: TransformerConfig, state_sharding: Any
-) -> TrainState:
-    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into."""
-    optimizer, _ = make_optimizer_from(config)
-    keep_reference = config.reference.placement == "trainer"
-    params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
-    shapes = jax.eval_shape(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
-    )
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding), shapes
-    )
-
-
 def build(
     config: Config,
     workdir: str | os.PathLike[str],
@@ -379,15 +323,6 @@ def build(
     model_config, params, _ = hf_weights.load(model_path(config), param_dtype=param_dtype)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
     response_buckets = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)
-    longest = config.task.max_prompt_tokens + max(
-        config.search.max_new_tokens, config.eval.max_new_tokens
-    )
-    if longest > model_config.max_positions:
-        raise ValueError(
-            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
-            f"was made for {model_config.max_positions}; lower config.task.max_prompt_tokens or "
-            "config.search.max_new_tokens and config.eval.max_new_tokens"
-        )
 
     reference_program = jax.jit(
         functools.partial(
@@ -427,12 +362,17 @@ def build(
 
     rollout_dtype = jnp.dtype(config.model.rollout_dtype)
     shardings = placement.publication_shardings()
+    layout = functools.partial(transformer.unstack_layers, config=model_config)
     transport: Transport
     if config.sync.transport == "memory":
-        transport = MemoryTransport(rollout_dtype, shardings)
+        transport = MemoryTransport(rollout_dtype, shardings, layout)
     else:
         transport = CheckpointTransport(
-            str(folder), keep=config.sync.keep, dtype=rollout_dtype, shardings=shardings
+            str(folder),
+            keep=config.sync.keep,
+            dtype=rollout_dtype,
+            shardings=shardings,
+            layout=layout,
         )
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
@@ -440,13 +380,7 @@ def build(
     buffer = ReplayBuffer(**config.replay, seed=config.seed)
     schedule_log = JsonlWriter(folder / "schedule.jsonl")
     metrics_log = JsonlWriter(folder / "metrics.jsonl")
-    decoder = Decoder(
-        model_config,
-        compute_dtype=rollout_dtype,
-        eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
-        prompt_buckets=prompt_buckets,
-    )
+    decoder = make_decoder(config, model_config, tokenizer)
     streams = [
         PromptStream(
             task,
@@ -477,8 +411,11 @@ def build(
             key=root_key,
             prompts_per_round=config.search.prompts_per_round,
             samples_per_prompt=config.search.samples_per_prompt,
-            max_new_tokens=config.search.max_new_tokens,
-            temperature=config.search.sampling_temperature,
+            settings=SamplingSettings(
+                config.search.max_new_tokens, temperature=config.search.sampling_temperature
+            ),
+            num_slots=config.search.num_slots or None,
+            in_flight=config.search.swap == "in_flight",
             prompt_buckets=prompt_buckets,
             response_buckets=response_buckets,
             pad_id=tokenizer.pad_id,
@@ -486,26 +423,10 @@ def build(
         )
         for i in range(config.num_searchers)
     ]
-    held_out, num_skipped = eval_prompts(
-        task,
-        tokenizer,
-        config.task.num_eval_prompts,
-        config.task.max_prompt_tokens,
-        config.task.long_prompts,
-    )
-    if num_skipped:
-        progress.note(f"{num_skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
-    evaluator = Evaluator(
-        prompts=held_out,
-        num_skipped=num_skipped,
-        decoder=decoder,
-        rewards=rewards,
-        decode_text=tokenizer.batch_decode,
-        response_kind=task.response_kind,
-        first_kind=first_kind,
-        max_new_tokens=config.eval.max_new_tokens,
-        batch_prompts=config.eval.batch_prompts,
-    )
+    evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
+    if evaluator.num_skipped:
+        skipped = evaluator.num_skipped
+        progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
 
     def place_batch(batch: Batch) -> Batch:
         return jax.device_put(batch, placement.batch_sharding)
@@ -513,7 +434,7 @@ def build(
     trainer = Trainer(
         state=state,
         train_step=make_train_step(
-            model_config, optimizer, schedule, _step_settings(config, tokenizer.eos_ids)
+            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids)
         ),
         buffer=buffer,
         outboxes=outboxes,

@@ -10,6 +10,7 @@ PACKAGE = ROOT / "tba_jax"
 # Folder names stand for all their modules, which may import one another.
 LAYERS = {
     "trajectory": 0,
+    "trees": 0,
     "config": 0,
     "metrics": 0,
     "command_line": 1,
@@ -35,19 +36,20 @@ LAYERS = {
     "evaluation": 5,
     "plots": 4,
     "report_page": 5,
-    "wiring": 6,
+    "parts": 6,
+    "wiring": 7,
     "report": 6,
     "generate": 6,
     "assets": 6,
     "buffer": 6,
     "bench": 6,
-    "drivers": 7,
-    "schedule_replay": 8,
+    "drivers": 8,
+    "schedule_replay": 9,
     "saved_run": 7,
     "evaluate": 8,
     "export": 8,
-    "main": 9,
-    "study": 10,
+    "main": 10,
+    "study": 11,
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling frequencies, and the engine against plain teacher-forced scoring."""
+"""The engine against plain teacher-forced scoring, and its promises about slots and programs."""
 
 import jax
 import jax.numpy as jnp
@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.sampling import greedy_tokens, row_uniforms, sample_tokens
+from tba_jax.decoding import engine, programs
+from tba_jax.decoding.engine import Decoder, SamplingSettings, row_keys
 from tba_jax.models import transformer
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9, 10, 11], [3, 4, 5])]
 KEY = jax.random.key(7)
+SETTINGS = SamplingSettings(8, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +28,22 @@ def decoder():
     return make_decoder()
 
 
-def make_decoder(eos_ids=(0, 1), prompt_buckets=(2, 6)):
-    return Decoder(
-        CONFIG,
-        compute_dtype=jnp.float32,
-        eos_ids=eos_ids,
-        pad_id=2,
-        prompt_buckets=prompt_buckets,
-    )
+def make_decoder(**changes):
+    arguments = {
+        "compute_dtype": jnp.float32,
+        "eos_ids": (0, 1),
+        "pad_id": 2,
+        "prompt_buckets": (6,),
+        "max_length": 26,
+        "chunk_steps": 4,
+    }
+    return Decoder(CONFIG, **(arguments | changes))
 
 
 def decode(decoder, params, prompts=PROMPTS, **changes):
-    settings = {"num_samples": 3, "max_new_tokens": 8, "temperature": 0.7, "key": KEY}
-    return decoder.decode(params, prompts, **(settings | changes))
+    """12 responses in 5 slots: most of them are admitted to a slot that another one left."""
+    arguments = {"num_samples": 3, "settings": SETTINGS, "key": KEY, "num_slots": 5}
+    return decoder.decode(params, prompts, **(arguments | changes))
 
 
 @jax.jit
@@ -47,13 +51,13 @@ def scoring_logits(params, tokens):
     """Logits of one plain forward pass over a row without padding in front."""
     kwargs = {"config": CONFIG, "compute_dtype": jnp.float32}
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden, _ = transformer.apply(params, tokens, positions, tokens >= 0, **kwargs)
+    hidden = transformer.apply(params, tokens, positions, tokens >= 0, **kwargs)
     return transformer.unembed(params, hidden, **kwargs)[0]
 
 
 def logits_before(params, prompt, response):
     """Teacher-forced logits [t v] of each response token."""
-    row = np.zeros((1, 24), np.int32)  # one length, one program: what follows a token is not seen
+    row = np.zeros((1, 32), np.int32)  # one length, one program: what follows a token is not seen
     n, end = len(prompt), len(prompt) + len(response)
     row[0, :end] = np.concatenate([prompt, response])
     return np.asarray(scoring_logits(params, row))[n - 1 : end - 1]
@@ -66,68 +70,72 @@ def scored(params, prompt, response, temperature):
     return np.take_along_axis(logprobs, response[:, None], axis=-1)[:, 0]
 
 
-def test_sampling_frequencies_follow_the_tempered_softmax():
-    """40,000 draws from 5 tokens; chi-square with 3 degrees of freedom (one token has weight 0).
-
-    False alarm: the bound 25 is exceeded with probability 1.5e-5, and the seed is fixed.
-    """
-    logits = jnp.array([1.0, -jnp.inf, 0.0, 2.0, -1.0])
-    n, temperature = 40000, 1.5
-    uniforms = row_uniforms(jax.random.key(0), 0, n, 1)[0]
-    tokens, logprobs = sample_tokens(jnp.broadcast_to(logits, (n, 5)), uniforms, temperature)
-    p = np.asarray(jax.nn.softmax(logits / temperature))
-    counts = np.bincount(tokens, minlength=5)
-    assert counts[1] == 0
-    seen = [0, 2, 3, 4]
-    assert ((counts[seen] - n * p[seen]) ** 2 / (n * p[seen])).sum() < 25
-    np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
-
-
-@pytest.mark.parametrize("vocab_size", [1, 2, 7, 23, 64, 509, 1000])
-def test_each_token_owns_an_interval_of_its_probability(vocab_size):
-    """The inverse of the cumulative sum, at blocks that divide the vocabulary and at others."""
-    rng = np.random.default_rng(0)
-    logits = rng.normal(size=vocab_size).astype(np.float32) * 2
-    p = np.exp(logits.astype(np.float64))
-    edges = np.concatenate([[0], np.cumsum(p / p.sum())])
-    middles = ((edges[1:] + edges[:-1]) / 2).astype(np.float32)
-    rows = jnp.broadcast_to(jnp.array(logits), (vocab_size, vocab_size))
-    tokens, logprobs = sample_tokens(rows, jnp.array(middles), 1.0)
-    # An interval narrower than the float32 rounding of the sums may answer with a neighbour.
-    wide = p / p.sum() > 1e-5
-    np.testing.assert_array_equal(np.asarray(tokens)[wide], np.arange(vocab_size)[wide])
-    np.testing.assert_allclose(np.asarray(logprobs)[wide], np.log(p / p.sum())[wide], atol=2e-6)
-
-
-def test_the_ends_of_the_unit_interval_never_draw_an_impossible_token():
-    logits = jnp.full((2, 37), -jnp.inf).at[:, 20:22].set(0.0)
-    tokens, logprobs = sample_tokens(logits, jnp.array([0.0, np.nextafter(1, 0, dtype="f4")]), 1.0)
-    np.testing.assert_array_equal(tokens, [20, 21])
-    np.testing.assert_allclose(logprobs, np.log([0.5, 0.5]), atol=1e-6)
-
-
-def test_greedy_is_the_argmax_with_certainty():
-    tokens, logprobs = greedy_tokens(jnp.array([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]]))
-    np.testing.assert_array_equal(tokens, [1, 0])
-    np.testing.assert_array_equal(logprobs, [0, 0])
-
-
-def test_uniforms_belong_to_row_and_step():
-    a = row_uniforms(KEY, 0, 6, 5)
-    np.testing.assert_array_equal(row_uniforms(KEY, 2, 3, 4), a[:4, 2:5])
-    assert len(np.unique(a)) == 30
-    assert np.abs(row_uniforms(jax.random.key(8), 0, 6, 5) - a).min() > 0
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_logprobs_are_those_of_teacher_forcing(params, decoder, temperature):
-    out = decode(decoder, params, temperature=temperature)
-    for i, prompt in enumerate(PROMPTS):
-        for j in range(3):
+def assert_scored(params, out, temperature, prompts=PROMPTS, atol=2e-5):
+    """Behaviour log-probs are those of scoring; float32 rounding of about 20 values of size 3."""
+    for i, prompt in enumerate(prompts):
+        for j in range(out.lengths.shape[1]):
             n = out.lengths[i, j]
             want = scored(params, prompt, out.tokens[i, j, :n], temperature)
-            np.testing.assert_allclose(out.token_logprobs[i, j, :n], want, atol=2e-5)
+            np.testing.assert_allclose(out.token_logprobs[i, j, :n], want, atol=atol)
+
+
+def assert_equal(a, b):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_slots": None},
+        {"num_slots": 1},
+        {"settings": SamplingSettings(8, temperature=1.3)},
+        # 20 tokens and a prompt of 5 leave the first cache length of 16 behind.
+        {"settings": SamplingSettings(20, temperature=3.0), "num_samples": 2},
+    ],
+)
+def test_logprobs_are_those_of_teacher_forcing(params, monkeypatch, changes):
+    monkeypatch.setattr(engine, "cache_lengths", lambda longest: (16, 24, 32))
+    out = decode(make_decoder(), params, **changes)
+    assert_scored(params, out, changes.get("settings", SETTINGS).temperature)
     assert out.token_logprobs.min() < -1
+
+
+@pytest.mark.parametrize("chunk_steps", [1, 3, 8])
+def test_chunk_length_changes_nothing(params, decoder, chunk_steps):
+    """The same draws, log-probs to float32 rounding: attention adds in another order."""
+    out = decode(decoder, params)
+    other = decode(make_decoder(chunk_steps=chunk_steps), params)
+    np.testing.assert_array_equal(other.tokens, out.tokens)
+    np.testing.assert_allclose(other.token_logprobs, out.token_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 12])
+def test_number_of_slots_changes_nothing(params, decoder, num_slots):
+    """Rows of float32 matmuls are not bit-equal across batch sizes, so log-probs to 1e-5; no draw
+    of this seed lies within that of its edge."""
+    out = decode(decoder, params)
+    other = decode(decoder, params, num_slots=num_slots)
+    np.testing.assert_array_equal(other.tokens, out.tokens)
+    np.testing.assert_allclose(other.token_logprobs, out.token_logprobs, atol=1e-5)
+
+
+def test_order_of_admission_and_slot_change_no_bit(params, decoder):
+    """Requests in another order meet other neighbours, in other slots, in other chunks."""
+    keys = row_keys(KEY, 12).reshape(4, 3, 2)
+
+    def run(order):
+        session = decoder.session(params, num_slots=5, min_slots=5, prefill_prompts=2)
+        for i in order:
+            session.submit(PROMPTS[i], keys[i], SETTINGS)
+        return {(order[r.request], r.sample): r for r in session.run()}
+
+    first, second = run([0, 1, 2, 3]), run([2, 3, 1, 0])
+    assert len(first) == 12 and list(first) != list(second)
+    for name, response in first.items():
+        np.testing.assert_array_equal(response.tokens, second[name].tokens)
+        np.testing.assert_array_equal(response.token_logprobs, second[name].token_logprobs)
 
 
 def test_responses_end_at_the_first_eos_or_at_the_limit(params, decoder):
@@ -157,9 +165,7 @@ def test_samples_of_a_prompt_differ_and_keys_matter(params, decoder):
     assert len(np.unique(out.tokens[0], axis=0)) > 10
     # The same prompt at another position draws other numbers.
     assert (out.tokens[0] != out.tokens[3]).any()
-    again = decode(decoder, params, num_samples=16)
-    for a, b in zip(again, out, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_equal(decode(decoder, params, num_samples=16), out)
     other = decode(decoder, params, num_samples=16, key=jax.random.key(8))
     assert (other.tokens != out.tokens).any()
 
@@ -172,28 +178,8 @@ def test_padding_of_the_prompt_changes_nothing(params, decoder):
     np.testing.assert_allclose(longer.token_logprobs, out.token_logprobs, atol=1e-5)
 
 
-def test_a_row_does_not_depend_on_the_other_rows(params, decoder):
-    """Bit-equal at a fixed number of rows, though the others differ and end at other times."""
-    out = decode(decoder, params)
-    others = [PROMPTS[0], *(np.array([k, k + 1], np.int32) for k in (12, 14, 16))]
-    changed = decode(decoder, params, prompts=others)
-    assert (changed.lengths[1:] != out.lengths[1:]).any()
-    for a, b in zip(changed, out, strict=True):
-        np.testing.assert_array_equal(a[0], b[0])
-
-
-def test_calls_split_into_batches_draw_the_same(params, decoder):
-    """4 prompts in calls of 3: the last call holds one prompt and two rows of padding."""
-    out = decode(decoder, params)
-    split = decode(decoder, params, batch_prompts=3)
-    np.testing.assert_array_equal(split.tokens, out.tokens)
-    np.testing.assert_array_equal(split.lengths, out.lengths)
-    np.testing.assert_array_equal(split.has_eos, out.has_eos)
-    np.testing.assert_allclose(split.token_logprobs, out.token_logprobs, atol=1e-5)
-
-
 def test_temperature_zero_is_greedy(params, decoder):
-    out = decode(decoder, params, temperature=0.0)
+    out = decode(decoder, params, settings=SamplingSettings(8, temperature=0.0))
     np.testing.assert_array_equal(out.tokens[:, 0], out.tokens[:, 1])
     np.testing.assert_array_equal(out.token_logprobs, 0)
     for i, prompt in enumerate(PROMPTS):
@@ -202,63 +188,214 @@ def test_temperature_zero_is_greedy(params, decoder):
         np.testing.assert_array_equal(response, best)
 
 
+def test_every_row_has_its_own_settings(params, decoder):
+    """One session: greedy, top_k = 1 (greedy too), short, longer than its stop token allows, and
+    with a stop token of its own."""
+    rows = [
+        SamplingSettings(8, temperature=0.0),
+        SamplingSettings(8, temperature=0.7, top_k=1),
+        SamplingSettings(2, temperature=0.7),
+        SamplingSettings(8, temperature=0.7, min_new_tokens=7),
+        SamplingSettings(8, temperature=0.0, stop_ids=()),
+        SamplingSettings(8, temperature=2.0, top_p=0.3),
+    ]
+    session = decoder.session(params, num_slots=4)
+    keys = row_keys(KEY, 8 * len(rows)).reshape(len(rows), 8, 2)
+    for settings, own in zip(rows, keys, strict=True):
+        session.submit(PROMPTS[0], own, settings)
+    out = [[] for _ in rows]
+    for response in session.run():
+        out[response.request].append(response)
+    greedy, top_1, short, least, unstopped, truncated = out
+    for response in [*greedy, *top_1]:
+        np.testing.assert_array_equal(response.tokens, greedy[0].tokens)
+        np.testing.assert_array_equal(response.token_logprobs, 0)
+    assert {len(r.tokens) for r in short} <= {1, 2}
+    assert {len(r.tokens) for r in least} <= {7, 8} and all((r.tokens[:6] > 1).all() for r in least)
+    assert all(len(r.tokens) == 8 and not r.has_eos for r in unstopped)
+    for response in truncated:
+        logits = logits_before(params, PROMPTS[0], response.tokens).astype(np.float64) / 2.0
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        ordered = -np.sort(-p, axis=-1)
+        kept = np.sum(np.cumsum(ordered, -1) - ordered < 0.3, -1)
+        chosen = np.take_along_axis(p, response.tokens[:, None], -1)[:, 0]
+        for step, (probability, count) in enumerate(zip(chosen, kept, strict=True)):
+            assert probability >= ordered[step, count - 1] * (1 - 1e-5)
+            want = np.log(probability / ordered[step, :count].sum())
+            np.testing.assert_allclose(response.token_logprobs[step], want, atol=2e-5)
+
+
+def test_a_long_response_holds_nobody_back(params):
+    """One response of 20 tokens and 30 of 2, in two slots: they pass through the other slot."""
+    decoder = make_decoder(eos_ids=(), chunk_steps=2)
+    session = decoder.session(params, num_slots=2, prefill_prompts=4)
+    keys = row_keys(KEY, 11)
+    session.submit(PROMPTS[0], keys[:1], SamplingSettings(20))
+    session.submit(PROMPTS[1], keys[1:], SamplingSettings(2))
+    order = [(r.request, len(r.tokens)) for r in session.run()]
+    # Results stream out as they finish; both slots are used until the end: 20 steps for 40 tokens.
+    assert order[:9] == [(1, 2)] * 9 and set(order[9:]) == {(0, 20), (1, 2)}
+    assert session.statistics.tokens == 40 and session.statistics.steps == 20
+    assert session.statistics.slot_steps == 40 and session.is_idle
+
+
 def test_the_loop_stops_when_every_row_has_ended(params):
-    """As many model steps as the longest response has tokens beyond the first, not the limit."""
+    """As many model steps as the longest response of each chunk, not the limit."""
+    decoder = make_decoder(eos_ids=range(0, CONFIG.vocab_size, 2), chunk_steps=24, max_length=64)
+    session = decoder.session(params, num_slots=8)
+    session.submit(PROMPTS[0], row_keys(KEY, 8), SamplingSettings(20))
+    lengths = [len(r.tokens) for r in session.run()]
+    assert session.statistics.steps == max(lengths) < 20
     calls = []
 
-    class Counted(Decoder):
-        def _trace(self, *args, **kwargs):
-            step = transformer.decode_step
+    def counted(*args, **kwargs):
+        jax.debug.callback(lambda: calls.append(1))
+        return embed(*args, **kwargs)
 
-            def counted(*step_args, **step_kwargs):
-                jax.debug.callback(lambda: calls.append(1))
-                return step(*step_args, **step_kwargs)
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(transformer, "decode_step", counted)
-                return super()._trace(*args, **kwargs)
-
-    counting = Counted(
-        CONFIG,
-        compute_dtype=jnp.float32,
-        eos_ids=range(0, CONFIG.vocab_size, 2),
-        pad_id=2,
-        prompt_buckets=(6,),
-    )
-    # Two of the four prompts in a call of 16: the 14 rows of padding must not hold it up.
-    out = decode(counting, params, PROMPTS[:2], num_samples=1, max_new_tokens=20, batch_prompts=16)
-    jax.effects_barrier()
-    assert out.has_eos.all()
-    assert 0 < len(calls) == out.lengths.max() - 1 < 19
-
-
-def test_nothing_is_compiled_after_warm_up(params, decoder):
-    short = [PROMPTS[1], PROMPTS[0][:2]]
-    decode(decoder, params)
-    decode(decoder, params, temperature=0.0)
-    warm = decoder.compile_count
-    decode(decoder, params, prompts=short, batch_prompts=2)
-    assert decoder.compile_count == warm + 1
+    embed = transformer.embed
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transformer, "apply", None)  # would be called by a retrace
-        decode(decoder, params, temperature=1.1, key=jax.random.key(3))
-        decode(decoder, params, prompts=[PROMPTS[2]] * 4)
-        decode(decoder, params, prompts=short[::-1] + short, batch_prompts=2)
-        decode(decoder, params, prompts=short[:1], batch_prompts=2)
-        decode(decoder, jax.tree.map(lambda x: x * 2, params), temperature=0.0)
-    assert decoder.compile_count == warm + 1
+        patch.setattr(transformer, "embed", counted)
+        again = make_decoder(
+            eos_ids=range(0, CONFIG.vocab_size, 2), chunk_steps=24, max_length=64
+        ).session(params, num_slots=8)
+        again.submit(PROMPTS[0], row_keys(KEY, 8), SamplingSettings(20))
+        list(again.run())
+    jax.effects_barrier()
+    assert len(calls) == 1 + max(lengths)  # one of them is the prefill
 
 
-def test_bfloat16_decodes_and_scores_itself_roughly(params):
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    decoder = Decoder(
-        CONFIG, compute_dtype=jnp.bfloat16, eos_ids=(0,), pad_id=2, prompt_buckets=(6,)
-    )
-    out = decode(decoder, low)
-    for i, prompt in enumerate(PROMPTS):
-        n = out.lengths[i, 0]
-        want = scored(params, prompt, out.tokens[i, 0, :n], 0.7)
-        np.testing.assert_allclose(out.token_logprobs[i, 0, :n], want, atol=0.3)
+def test_slots_are_halved_while_the_queue_is_empty(params):
+    decoder = make_decoder(eos_ids=(), chunk_steps=2)
+    settings = [SamplingSettings(n) for n in (2, 2, 2, 2, 2, 8, 8, 16)]
+    keys = row_keys(KEY, 8)
+
+    def run(min_slots):
+        session = decoder.session(params, num_slots=8, min_slots=min_slots, prefill_prompts=8)
+        for one, own in zip(settings, keys, strict=True):
+            session.submit(PROMPTS[0], own[None], one)
+        return {r.request: r for r in session.run()}, session.statistics
+
+    fixed, statistics = run(8)
+    assert statistics.slot_steps == 16 * 8
+    halved, statistics = run(1)
+    # 2 steps of 8 slots, 6 of 4 (3 live), 8 of 1.
+    assert (statistics.steps, statistics.slot_steps) == (16, 2 * 8 + 6 * 4 + 8)
+    for index, response in fixed.items():
+        np.testing.assert_array_equal(halved[index].tokens, response.tokens)
+        np.testing.assert_allclose(halved[index].token_logprobs, response.token_logprobs, atol=1e-5)
+
+
+def test_cache_follows_the_live_length(params, monkeypatch):
+    """It grows in buckets, and shrinks when the long responses have ended."""
+    monkeypatch.setattr(engine, "cache_lengths", lambda longest: (8, 16, 32))
+    decoder = make_decoder(eos_ids=())
+    session = decoder.session(params, num_slots=2, min_slots=2)
+    keys = row_keys(KEY, 4)
+    for own, n in zip(keys, (20, 2, 2, 2), strict=True):
+        session.submit(PROMPTS[1], own[None], SamplingSettings(n))
+    lengths, live = [], []
+    while not session.is_idle:
+        session.step()
+        lengths.append(session._history[0].keys.shape[2])
+        live.append(int(session._slots.length.max()))
+    assert lengths[:5] == [8, 8, 16, 16, 32] and live[:5] == [4, 8, 12, 16, 20]
+    session.submit(PROMPTS[1], keys[:1], SamplingSettings(4))
+    list(session.run())
+    assert session._history[0].keys.shape[2] == 8
+
+
+def test_nothing_is_compiled_after_warm_up(params):
+    decoder = make_decoder()
+    greedy = SamplingSettings(8, temperature=0.0)
+    decode(decoder, params)
+    decode(decoder, params, settings=greedy)
+    warm = decoder.compile_count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "run_layer", None)  # would be called by a retrace
+        decode(decoder, params, settings=SamplingSettings(5, temperature=1.1, min_new_tokens=0))
+        decode(decoder, params, prompts=PROMPTS[::-1] * 10, key=jax.random.key(3))
+        doubled = jax.tree.map(lambda x: x * 2, params)
+        decode(decoder, doubled, settings=greedy)
+    assert decoder.compile_count == warm
+
+
+def test_weights_are_swapped_between_chunks(params, decoder):
+    """The response goes on with the new weights over its old cache; both versions are on record."""
+    other = jax.tree.map(lambda x: x * 1.5, params)
+    chunks = []
+
+    def newest():
+        chunks.append(1)
+        return (7, other) if len(chunks) > 2 else (3, params)
+
+    settings = SamplingSettings(16, stop_ids=())
+    kwargs = {"num_samples": 1, "key": KEY, "settings": settings, "num_slots": 2}
+    decode(decoder, params, **kwargs)  # compiles
+    count = decoder.compile_count
+    out = decoder.decode(params, PROMPTS, **kwargs, version=3, newest=newest)
+    assert decoder.compile_count == count
+    # Chunks of 4: two with version 3, then version 7; the other prompts begin after the swap.
+    assert out.version_min.ravel().tolist() == [3, 3, 7, 7]
+    assert out.version_max.ravel().tolist() == [7, 7, 7, 7]
+    plain = decoder.decode(params, PROMPTS, **kwargs)
+    swapped = decoder.decode(other, PROMPTS, **kwargs)
+    np.testing.assert_array_equal(out.tokens[:2, :, :8], plain.tokens[:2, :, :8])
+    assert (out.tokens[:2, :, 8:] != plain.tokens[:2, :, 8:]).any()
+    np.testing.assert_array_equal(out.tokens[2:], swapped.tokens[2:])
+
+
+def test_weights_of_another_shape_are_refused(params, decoder):
+    session = decoder.session(params, num_slots=1)
+    with pytest.raises(ValueError, match=r"published weight .*embed.* is \(24, 16\) float32"):
+        session.swap(params | {"embed": jnp.zeros((24, 16))}, 1)
+
+
+def test_decoder_layout_and_stacked_weights_decode_alike(params, decoder):
+    unstacked = transformer.unstack_layers(params, CONFIG)
+    assert decoder.weights(unstacked) is unstacked
+    assert_equal(decode(decoder, unstacked), decode(decoder, params))
+
+
+def test_the_cache_is_donated(params):
+    """The chunk's outputs take the cache's memory, and no second copy is among its temporaries."""
+    decoder = make_decoder(max_length=64)
+    session = decoder.session(params, num_slots=64)
+    history = programs.init_history(CONFIG, 64, 64, jnp.float32)
+    size = sum(x.nbytes for x in jax.tree.leaves(history))
+    compiled = decoder.run_chunk.lower(
+        session._weights,
+        history,
+        session._slots,
+        mode="sampled",
+        is_truncated=False,
+        has_minimum=False,
+    ).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis.alias_size_in_bytes == size
+    assert analysis.temp_size_in_bytes < size / 2
+    prefilled = decoder.prefill(session._weights, np.zeros((1, 6), np.int32), np.zeros(1, np.int32))
+    rows = np.zeros(4, np.int32)
+    admit = decoder.admit.lower(history, prefilled, rows, rows).compile().memory_analysis()
+    assert admit.alias_size_in_bytes == size and admit.temp_size_in_bytes < size / 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cache_dtype", "atol"),
+    # 8 bits of bfloat16: a few roundings of logits of size 3; a rounded cache alone moves less.
+    [(jnp.bfloat16, None, 0.3), (jnp.float32, jnp.bfloat16, 0.05)],
+)
+def test_low_precision_scores_itself_roughly(params, dtype, cache_dtype, atol):
+    low = jax.tree.map(lambda x: x.astype(dtype), params)
+    out = decode(make_decoder(compute_dtype=dtype, cache_dtype=cache_dtype), low)
+    assert_scored(params, out, 0.7, atol=atol)
+    exact = decode(make_decoder(), params)
+    assert np.abs(out.token_logprobs - exact.token_logprobs).max() > 1e-5
+
+
+def test_cache_lengths():
+    assert engine.cache_lengths(512) == (64, 96, 128, 192, 256, 384, 512)
+    assert engine.cache_lengths(300) == (64, 96, 128, 192, 256, 304)
+    assert engine.cache_lengths(48) == (48,)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +403,42 @@ def test_bfloat16_decodes_and_scores_itself_roughly(params):
     [
         ({"prompts": []}, "number of prompts = 0"),
         ({"num_samples": 0}, "num_samples = 0"),
-        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
-        ({"temperature": -1.0}, "temperature = -1.0"),
-        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"num_slots": -1}, "num_slots = -1"),
         ({"prompts": [PROMPTS[0], PROMPTS[0][:0]]}, r"empty prompt \(row 1\)"),
-        ({"max_new_tokens": 60}, "the model has 64 positions"),
+        ({"settings": SamplingSettings(24)}, r"prompt of 3 tokens \(row 0\).*the cache holds 26"),
         ({"prompts": [np.zeros(7, np.int32)]}, "does not fit the largest length bucket 6"),
+        ({"prompts": [np.array([3, 23])]}, "token id 23 in the prompt of row 0.*ids 0 to 22"),
+        ({"prompts": [np.array([-1, 3])]}, "token id -1"),
     ],
 )
 def test_impossible_calls_are_refused(params, decoder, changes, message):
     with pytest.raises(ValueError, match=message):
         decode(decoder, params, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens = 0"),
+        ({"temperature": -1.0}, "temperature = -1.0"),
+        ({"temperature": float("nan")}, "temperature = nan"),
+        ({"top_p": 0.0}, "top_p = 0.0"),
+        ({"top_p": 1.5}, "top_p = 1.5"),
+        ({"top_k": -1}, "top_k = -1"),
+        ({"min_new_tokens": 9}, "min_new_tokens = 9; wanted 0 to max_new_tokens = 8"),
+    ],
+)
+def test_impossible_settings_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingSettings(**({"max_new_tokens": 8} | changes))
+
+
+def test_more_stop_ids_than_the_session_has_room_for_are_refused(params, decoder):
+    session = decoder.session(params, num_slots=1)
+    with pytest.raises(ValueError, match="got 3 stop ids .* made for 2"):
+        session.submit(PROMPTS[0], row_keys(KEY, 1), SamplingSettings(4, stop_ids=(4, 5, 6)))
+
+
+def test_a_cache_longer_than_the_model_is_refused():
+    with pytest.raises(ValueError, match="max_length = 65; the model has 64 positions"):
+        make_decoder(max_length=65)

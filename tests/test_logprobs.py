@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.logprobs import response_mask, token_logprobs
 from tba_jax.models import transformer
 from tba_jax.trajectory import left_pad
@@ -26,10 +26,16 @@ def decoded(params):
     """Two prompts of different lengths, three responses each, from the real decoder."""
     prompts = [np.array([1, 5, 6, 7], np.int32), np.array([1, 9], np.int32)]
     decoder = Decoder(
-        CONFIG, compute_dtype=jnp.float32, eos_ids=(EOS,), pad_id=0, prompt_buckets=(8,)
+        CONFIG,
+        compute_dtype=jnp.float32,
+        eos_ids=(EOS,),
+        pad_id=0,
+        prompt_buckets=(8,),
+        max_length=14,
     )
+    settings = SamplingSettings(6, temperature=0.7)
     out = decoder.decode(
-        params, prompts, num_samples=3, max_new_tokens=6, temperature=0.7, key=jax.random.key(1)
+        params, prompts, num_samples=3, key=jax.random.key(1), settings=settings, num_slots=4
     )
     tokens = np.concatenate(
         [np.repeat(left_pad(prompts, 8, 0)[:, None], 3, axis=1), out.tokens], axis=-1
@@ -55,7 +61,7 @@ def naive(params, prompt, response, temperature):
     """No padding, no chunks: softmax of the whole sequence's logits, in float64."""
     row = jnp.asarray(np.concatenate([prompt, response]))[None]
     positions = jnp.arange(row.shape[1])[None]
-    hidden, _ = transformer.apply(
+    hidden = transformer.apply(
         params, row, positions, jnp.ones_like(row, bool), config=CONFIG, compute_dtype=jnp.float32
     )
     logits = np.asarray(

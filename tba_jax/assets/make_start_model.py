@@ -33,7 +33,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from tba_jax import tokenizer as tokenizer_lib
-from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.models import families, hf_weights, transformer
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
@@ -195,6 +195,7 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         prompt_buckets=(PROMPT_TOKENS,),
+        max_length=PROMPT_TOKENS + 32,
     )
     task = arithmetic.Arithmetic()
     problems = [task.eval_problem(i) for i in range(task.eval_size())]
@@ -205,10 +206,9 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
             params,
             prompts,
             num_samples=count,
-            max_new_tokens=32,
-            temperature=temperature,
             key=jax.random.key(seed),
-            batch_prompts=256,
+            settings=SamplingSettings(32, temperature=temperature),
+            num_slots=512,
         )
         tokens = np.asarray(decoded.tokens).reshape(len(problems) * count, -1)
         lengths = np.asarray(decoded.lengths).reshape(-1)
@@ -231,7 +231,7 @@ def _loss(params: transformer.Params, worked: jax.Array, hasty: jax.Array) -> tu
     totals, counts, after_first = [], [], []
     for tokens in (worked, hasty):
         num_rows, length = tokens.shape
-        hidden, _ = transformer.apply(
+        hidden = transformer.apply(
             params,
             tokens[:, :-1],
             jnp.broadcast_to(jnp.arange(length - 1), (num_rows, length - 1)),

@@ -1,78 +1,65 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The decoding engine: prompts in, S sampled responses per prompt out, one program per shape.
+"""The decoding engine: prompts in, sampled responses out as they finish.
 
-One prefill per prompt; its keys and values are shared by the prompt's S samples. A jitted
-while_loop then draws one token per row and step and stops when every row has ended. It does not
-know text, rewards, tasks or training. The invariants it owns: a row's draws depend neither on the
-other rows nor on when they end, and every response is (tokens up to and including the first
-end-of-sequence token, log-probs of the distribution actually sampled from, padding).
+`Decoder` holds the compiled programs, `Session` (in `session`) the slots of one stream of requests.
+Neither knows text, rewards, tasks or training. The invariants they own: a response is (tokens up to
+and including the first stop token, log-probs of the distribution actually sampled from), and at a
+fixed number of slots and cache length it depends on its own prompt, key and settings only.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array
 
-from tba_jax.decoding.sampling import greedy_tokens, row_uniforms, sample_tokens
+from tba_jax.decoding import programs
+from tba_jax.decoding.session import SamplingSettings, Session
 from tba_jax.models import transformer
-from tba_jax.models.transformer import KVCache, Params, TransformerConfig
-from tba_jax.trajectory import bucket_length, left_pad
+from tba_jax.models.attention import Implementation, KVCache
+from tba_jax.models.transformer import Params, TransformerConfig
 
 
 class Decoded(NamedTuple):
-    """Responses of one decode call; host arrays.
+    """Responses of one `decode` call; host arrays.
 
     Attributes:
         tokens: int32 [p k t], `pad_id` after the end; t = max_new_tokens.
-        lengths: int32 [p k], tokens of each response, the end-of-sequence token included.
+        lengths: int32 [p k], tokens of each response, the stop token included.
         token_logprobs: float32 [p k t], of the distribution sampled from; 0 at padding.
         has_eos: bool [p k], False where the length limit cut the response.
+        version_min, version_max: int32 [p k], span of the weight versions that drew it.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     token_logprobs: np.ndarray
     has_eos: np.ndarray
-
-
-class _State(NamedTuple):
-    """Carry of the decode loop.
-
-    Attributes:
-        step: number of tokens drawn for every row.
-        last: int32 [p k], the token drawn last.
-        tokens: int32 [t p k], time first so that a step writes one contiguous slice.
-        logprobs: float32 [t p k].
-        lengths: int32 [p k], tokens of the response so far.
-        is_done: bool [p k], the row has ended (or pads the batch).
-        cache: per layer, keys and values of the responses [p g k t e].
-    """
-
-    step: Array
-    last: Array
-    tokens: Array
-    logprobs: Array
-    lengths: Array
-    is_done: Array
-    cache: tuple[KVCache, ...]
+    version_min: np.ndarray
+    version_max: np.ndarray
 
 
 class Decoder:
     """Compiled decoding for one architecture; safe to share between threads.
 
-    Runs where the parameters live. Programs are kept per (prompt bucket, number of prompts,
-    samples, max_new_tokens, greedy or not); a temperature does not compile a new one.
+    Runs where the weights live, on one device or sharded over a mesh. Programs are kept per cache
+    length and kind of sampling; neither a temperature nor a new weight version compiles one.
 
     Args:
         config: the architecture.
-        compute_dtype: dtype of activations and caches.
-        eos_ids: tokens that end a response; may be empty.
+        compute_dtype: dtype of activations.
+        eos_ids: tokens that end a response unless a request says otherwise; may be empty.
         pad_id: token written after the end.
         prompt_buckets: ascending prompt lengths to pad to.
+        max_length: longest prompt and response together.
+        cache_dtype: dtype of cached keys and values; None: compute_dtype.
+        chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
+            on average; each chunk costs one round trip to the device.
+        cache_sharding: sharding of a cache [n g c e] on a mesh; None: the device of the weights.
+        implementation: who computes attention.
     """
 
     def __init__(
@@ -83,21 +70,124 @@ class Decoder:
         eos_ids: Sequence[int],
         pad_id: int,
         prompt_buckets: Sequence[int],
+        max_length: int,
+        cache_dtype: Any = None,
+        chunk_steps: int = 8,
+        cache_sharding: jax.sharding.NamedSharding | None = None,
+        implementation: Implementation = "auto",
     ):
+        if max_length > config.max_positions:
+            raise ValueError(
+                f"decoding got max_length = {max_length}; the model has {config.max_positions} "
+                "positions. Shorten the prompts or the responses"
+            )
         self.config = config
         self.compute_dtype = jnp.dtype(compute_dtype)
+        self.cache_dtype = self.compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.eos_ids = tuple(eos_ids)
         self.pad_id = pad_id
         self.prompt_buckets = tuple(prompt_buckets)
-        self._programs: set[tuple[Any, ...]] = set()
-        self._run = jax.jit(
-            self._trace, static_argnames=("num_samples", "max_new_tokens", "is_greedy")
+        self.max_length = max_length
+        self.chunk_steps = chunk_steps
+        self.cache_lengths = cache_lengths(max_length + chunk_steps)
+        self.cache_sharding = cache_sharding
+        self._traced: set[tuple[Any, ...]] = set()
+        static = {
+            "config": config,
+            "compute_dtype": self.compute_dtype,
+            "implementation": implementation,
+            "cache_sharding": cache_sharding,
+        }
+        self.prefill = self._jit(
+            programs.prefill, "prefill", **static, cache_dtype=self.cache_dtype
         )
+        self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
+        self.resize = self._jit(programs.resize, "resize", static_argnames="length")
+        self.take = self._jit(programs.take, "take")
+        self.run_chunk = self._jit(
+            programs.run_chunk,
+            "chunk",
+            donate_argnums=1,
+            static_argnames=("mode", "is_truncated", "has_minimum"),
+            **static,
+            num_steps=chunk_steps,
+            pad_id=pad_id,
+        )
+        self._new_cache: dict[jax.sharding.Sharding, Any] = {}
+        self._unstack = jax.jit(functools.partial(transformer.unstack_layers, config=config))
 
     @property
     def compile_count(self) -> int:
         """Number of distinct programs traced so far."""
-        return len(self._programs)
+        return len(self._traced)
+
+    def _jit(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        *,
+        donate_argnums: int | tuple[int, ...] = (),
+        static_argnames: str | tuple[str, ...] = (),
+        **fixed: Any,
+    ) -> Any:
+        """Jitted `function` with some keywords fixed; each trace is counted."""
+
+        @functools.wraps(function)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            shapes = tuple(x.shape for x in jax.tree.leaves(args))
+            self._traced.add((name, shapes, tuple(sorted(kwargs.items()))))
+            out = function(*args, **kwargs, **fixed)
+            if self.cache_sharding is None:
+                return out
+            return jax.tree.map(
+                lambda x: (
+                    x if x.ndim != 4 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
+                ),
+                out,
+            )
+
+        return jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
+
+    def new_cache(
+        self, num_slots: int, length: int, where: jax.sharding.Sharding
+    ) -> tuple[KVCache, ...]:
+        """Zeroed caches on the devices of `where`, sharded by cache_sharding when there is one."""
+        where = self.cache_sharding or where
+        if where not in self._new_cache:
+            self._new_cache[where] = jax.jit(
+                functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
+                static_argnums=(0, 1),
+                out_shardings=where,
+            )
+        return self._new_cache[where](num_slots, length)
+
+    def weights(self, params: Params) -> Params:
+        """Params in the decoder's layout, a tuple of layers; those that have it pass through."""
+        return params if isinstance(params["layers"], tuple) else self._unstack(params)
+
+    def session(
+        self,
+        params: Params,
+        *,
+        num_slots: int,
+        min_slots: int | None = None,
+        prefill_prompts: int = 1,
+        num_stop_ids: int | None = None,
+        version: int = 0,
+    ) -> Session:
+        """An empty session on the devices of `params`.
+
+        Args:
+            params: weights, stacked or in the decoder's layout.
+            num_slots: unfinished responses at a time.
+            min_slots: when the queue is empty and half the slots are free, their number is halved
+                down to this; None: to an eighth. Set it to num_slots for responses that depend, to
+                the last bit, on nothing but their own prompt, key and settings.
+            prefill_prompts: prompts per prefill call (fewer where they are long).
+            num_stop_ids: most stop ids of a request; None: as many as eos_ids.
+            version: of the weights.
+        """
+        return Session(self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version)
 
     def decode(
         self,
@@ -105,193 +195,88 @@ class Decoder:
         prompts: Sequence[np.ndarray],
         *,
         num_samples: int,
-        max_new_tokens: int,
-        temperature: float,
         key: Array,
-        batch_prompts: int | None = None,
+        settings: SamplingSettings,
+        num_slots: int | None = None,
+        min_slots: int | None = None,
+        version: int = 0,
+        newest: Callable[[], tuple[int, Params] | None] | None = None,
     ) -> Decoded:
         """Draw `num_samples` responses to each prompt.
 
         Args:
-            params: parameters in our layout, on the devices to run on.
+            params: weights, on the devices to run on.
             prompts: p rows of token ids, each at least one token long.
             num_samples: S.
-            max_new_tokens: t, the length limit.
-            temperature: divides the logits; 0 is greedy.
             key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j).
-            batch_prompts: prompts per program call, the last call padded to as many; None: all
-                in one call.
+            settings: how to draw.
+            num_slots: unfinished responses at a time; None: all.
+            min_slots: as in `session`.
+            version: of `params`.
+            newest: asked between chunks for (version, params); a newer version is swapped in.
 
         Raises:
-            ValueError: a prompt that is empty or does not fit, or a negative temperature.
+            ValueError: a prompt or a setting that cannot be decoded.
         """
-        self._check(prompts, num_samples, max_new_tokens, temperature)
-        size = batch_prompts or len(prompts)
-        # The key travels as numbers: a key array committed to another device could not.
-        key_data = np.asarray(jax.random.key_data(key))
-        chunks = []
-        for start in range(0, len(prompts), size):
-            rows = list(prompts[start : start + size])
-            real = len(rows)
-            length = bucket_length(max(len(row) for row in rows), self.prompt_buckets)
-            rows += [np.zeros(0, np.int32)] * (size - real)
-            out = self._run(
-                params,
-                left_pad(rows, length, self.pad_id),
-                np.array([len(row) for row in rows], np.int32),
-                key_data,
-                np.int32(start * num_samples),
-                np.float32(temperature),
-                num_samples=num_samples,
-                max_new_tokens=max_new_tokens,
-                is_greedy=temperature == 0,
-            )
-            chunks.append((out, real))
-        # Fetched after the last dispatch: the device works on while the host waits.
-        fetched = [[np.asarray(x)[:real] for x in out] for out, real in chunks]
-        return Decoded(*(np.concatenate(parts) for parts in zip(*fetched, strict=True)))
-
-    def _check(
-        self,
-        prompts: Sequence[np.ndarray],
-        num_samples: int,
-        max_new_tokens: int,
-        temperature: float,
-    ) -> None:
-        for name, value in (
-            ("number of prompts", len(prompts)),
-            ("num_samples", num_samples),
-            ("max_new_tokens", max_new_tokens),
-        ):
+        for name, value in (("number of prompts", len(prompts)), ("num_samples", num_samples)):
             if value < 1:
                 raise ValueError(f"decode() got {name} = {value}; wanted at least 1")
-        if not temperature >= 0:
-            raise ValueError(
-                f"decode() got temperature = {temperature}; wanted 0 (greedy) or a positive number"
-            )
-        lengths = [len(prompt) for prompt in prompts]
-        if min(lengths) == 0:
-            raise ValueError(
-                f"decode() got an empty prompt (row {lengths.index(0)}); give at least one token, "
-                "such as the beginning-of-sequence token"
-            )
-        limit = self.config.max_positions
-        if max(lengths) + max_new_tokens > limit:
-            raise ValueError(
-                f"decode() got a prompt of {max(lengths)} tokens and max_new_tokens = "
-                f"{max_new_tokens}; the model has {limit} positions. Shorten one of them"
-            )
-
-    def _trace(
-        self,
-        params: Params,
-        prompts: Int[Array, "p c"],
-        prompt_lengths: Int[Array, " p"],
-        key_data: Array,
-        first_row: Int[Array, ""],
-        temperature: Float[Array, ""],
-        *,
-        num_samples: int,
-        max_new_tokens: int,
-        is_greedy: bool,
-    ) -> tuple[Array, Array, Array, Array]:
-        self._programs.add((prompts.shape, num_samples, max_new_tokens, is_greedy))
-        config, dtype = self.config, self.compute_dtype
-        p, k, t = prompts.shape[0], num_samples, max_new_tokens
-        if is_greedy:
-            uniforms = jnp.zeros((t, 1, 1))
-        else:
-            key = jax.random.wrap_key_data(key_data)
-            uniforms = row_uniforms(key, first_row, p * k, t).reshape(t, p, k)
-
-        def draw(hidden: Float[Array, "p k d"], step: Int[Array, ""]) -> tuple[Array, Array]:
-            logits = transformer.unembed(params, hidden, config=config, compute_dtype=dtype)
-            if is_greedy:
-                return greedy_tokens(logits)
-            return sample_tokens(logits, uniforms[step], temperature)
-
-        def record(state: _State, tokens: Array, logprobs: Array) -> _State:
-            tokens = jnp.where(state.is_done, self.pad_id, tokens)
-            logprobs = jnp.where(state.is_done, 0.0, logprobs)
-            is_eos = functools.reduce(
-                jnp.logical_or, [tokens == i for i in self.eos_ids], jnp.zeros((p, k), bool)
-            )
-            return state._replace(
-                step=state.step + 1,
-                last=tokens,
-                tokens=state.tokens.at[state.step].set(tokens),
-                logprobs=state.logprobs.at[state.step].set(logprobs),
-                lengths=state.lengths + ~state.is_done,
-                is_done=state.is_done | is_eos,
-            )
-
-        hidden, prompt_cache, prompt_mask = _prefill(
-            params, prompts, prompt_lengths, config=config, compute_dtype=dtype
+        p, k, t = len(prompts), num_samples, settings.max_new_tokens
+        num_slots = min(p * k, num_slots or p * k)
+        session = self.session(
+            params,
+            num_slots=num_slots,
+            min_slots=min_slots,
+            prefill_prompts=min(p, -(-num_slots // k)),
+            num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
+            version=version,
         )
-        state = _State(
-            step=jnp.int32(0),
-            last=jnp.zeros((p, k), jnp.int32),
-            tokens=jnp.full((t, p, k), self.pad_id, jnp.int32),
-            logprobs=jnp.zeros((t, p, k), jnp.float32),
-            lengths=jnp.zeros((p, k), jnp.int32),
-            is_done=jnp.broadcast_to(prompt_lengths[:, None] == 0, (p, k)),
-            cache=transformer.init_decode_cache(config, p, k, t, dtype),
+        keys = row_keys(key, p * k).reshape(p, k, 2)
+        for prompt, own in zip(prompts, keys, strict=True):
+            session.submit(prompt, own, settings)
+        out = Decoded(
+            tokens=np.full((p, k, t), self.pad_id, np.int32),
+            lengths=np.zeros((p, k), np.int32),
+            token_logprobs=np.zeros((p, k, t), np.float32),
+            has_eos=np.zeros((p, k), bool),
+            version_min=np.zeros((p, k), np.int32),
+            version_max=np.zeros((p, k), np.int32),
         )
-        first = jnp.broadcast_to(hidden[:, None], (p, k, hidden.shape[-1]))
-        state = record(state, *draw(first, state.step))
-        layers = transformer.unstack_layers(params, config)
-
-        def body(state: _State) -> _State:
-            # The token drawn last, number step - 1 of the response, is what the model reads now.
-            index = state.step - 1
-            hidden, cache = transformer.decode_step(
-                params,
-                layers,
-                state.last,
-                jnp.broadcast_to((prompt_lengths + index)[:, None], (p, k)),
-                prompt_cache,
-                prompt_mask,
-                state.cache,
-                index,
-                config=config,
-                compute_dtype=dtype,
-            )
-            return record(state._replace(cache=cache), *draw(hidden, state.step))
-
-        state = jax.lax.while_loop(
-            lambda state: (state.step < t) & ~jnp.all(state.is_done), body, state
-        )
-        return (
-            jnp.moveaxis(state.tokens, 0, -1),
-            state.lengths,
-            jnp.moveaxis(state.logprobs, 0, -1),
-            state.is_done,
-        )
+        for response in session.run(newest):
+            at = (response.request, response.sample)
+            n = len(response.tokens)
+            out.tokens[at][:n] = response.tokens
+            out.token_logprobs[at][:n] = response.token_logprobs
+            out.lengths[at] = n
+            out.has_eos[at] = response.has_eos
+            out.version_min[at] = response.version_min
+            out.version_max[at] = response.version_max
+        return out
 
 
-def _prefill(
-    params: Params,
-    prompts: Int[Array, "p c"],
-    prompt_lengths: Int[Array, " p"],
-    *,
-    config: TransformerConfig,
-    compute_dtype: Any,
-) -> tuple[Float[Array, "p d"], tuple[KVCache, ...], Bool[Array, "p c"]]:
-    """(hidden state of each prompt's last token, keys and values per layer, valid slots)."""
-    p, c = prompts.shape
-    padding = (c - prompt_lengths)[:, None]
-    slots = jnp.arange(c)[None, :]
-    mask = slots >= padding
-    hidden, cache = transformer.apply(
-        params,
-        prompts,
-        jnp.maximum(slots - padding, 0),
-        mask,
-        config=config,
-        compute_dtype=compute_dtype,
-        cache=transformer.init_cache(config, p, c, compute_dtype),
-        cache_start=0,
+def row_keys(key: Array, num_rows: int) -> np.ndarray:
+    """uint32 [num_rows 2]: key data of fold_in(key, row) for every row."""
+    size = 1 << (num_rows - 1).bit_length()  # few sizes are compiled
+    return np.asarray(_fold_rows(np.asarray(jax.random.key_data(key)), size))[:num_rows]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _fold_rows(key_data: Array, num_rows: int) -> Array:
+    key = jax.random.wrap_key_data(key_data)
+    return jax.random.key_data(
+        jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
     )
-    assert cache is not None
-    layers = tuple(KVCache(cache.keys[i], cache.values[i]) for i in range(config.num_layers))
-    return hidden[:, -1], layers, mask
+
+
+def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
+    """Cache lengths that are compiled for, ascending: 64, 96, 128, 192, 256, ..., the longest.
+
+    Each is at most 1.5 times the one before, so attention reads at most half more than is live.
+    Multiples of 8; the last holds `longest`.
+    """
+    last = -(-longest // 8) * 8
+    lengths, size = [], smallest
+    while size < last:
+        lengths += [size] if size + size // 2 >= last else [size, size + size // 2]
+        size *= 2
+    return (*lengths, last)

@@ -1,105 +1,275 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw one token per row from logits, and say how probable it was.
 
-It does not know models, caches or end-of-sequence tokens. The invariant it owns: the log-prob
-returned is that of the distribution actually sampled from, softmax(logits / temperature) over the
-full vocabulary; greedy draws are certain and have log-prob 0.
+It does not know models, caches, end-of-sequence tokens or when a response began. The invariants it
+owns: the log-prob returned is that of the distribution actually sampled from (after temperature,
+top-k and top-p, renormalised; 0 for a greedy draw); a token of weight zero is never drawn; a row's
+draw depends on its own logits, settings and two random words only.
+
+A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
+then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over
+152,064 tokens gives most of them no probability at all. What is left of rounding is the float32
+exponential and block sums, and the fixed point of `_FULL` units per level: the total variation to
+the exact softmax stays below 1e-6 at that size, and a token is out of reach only if its block has
+less than 2.4e-10 of the probability, or it has less than that share of its block.
 """
 
 import math
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int
+from jaxtyping import Array, Float32, Int32, UInt32
+
+Mode = Literal["sampled", "greedy", "mixed"]
+
+# Integer mass of one level. Rounding adds at most half a unit per entry, and the float32 shares of
+# n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
+_FULL = 2**31 - 2**20
+
+# Weights lie in [0, 1], whose float32 bit patterns have 30 bits and the order of the values.
+_WEIGHT_BITS = 30
+
+Weights = Callable[[Float32[Array, "b n e"]], Float32[Array, "b n e"]]
 
 
-def row_uniforms(
-    key: Array, first_row: int | Int[Array, ""], num_rows: int, num_steps: int
-) -> Float32[Array, "t b"]:
-    """One uniform in [0, 1) per step and row, from fold_in(fold_in(key, row), step).
+class RowSettings(NamedTuple):
+    """How each row samples.
 
-    A row's numbers depend on its index and the step alone: not on how many rows or steps there
-    are, nor on when another row ends. Drawn ahead of a decode loop, because a hash per step costs
-    more than the arithmetic of sampling on CPU.
-
-    Args:
-        key: JAX PRNG key of the decode call.
-        first_row: index of the first of these rows.
-        num_rows: b.
-        num_steps: t.
+    Attributes:
+        temperature: divides the logits; 0 is greedy.
+        top_p: in (0, 1]; the smallest set of most probable tokens that reaches this mass is kept
+            (the first of them always), 1 keeps all.
+        top_k: number of most probable tokens kept, applied before top_p; 0 keeps all.
     """
 
-    def one(step: Array, row: Array) -> Array:
-        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, row), step))
+    temperature: Float32[Array, " b"]
+    top_p: Float32[Array, " b"]
+    top_k: Int32[Array, " b"]
 
-    rows = first_row + jnp.arange(num_rows)
-    return jax.vmap(lambda step: jax.vmap(lambda row: one(step, row))(rows))(jnp.arange(num_steps))
+
+def random_bits(
+    row_keys: UInt32[Array, "b 2"], first_step: Int32[Array, " b"], num_steps: int
+) -> UInt32[Array, "t b 2"]:
+    """Two random 32-bit words per row and step: the threefry hash of the row's key and the step.
+
+    A row's words do not depend on the other rows, the number of steps or where a chunk starts. They
+    are the key data of fold_in(row_key, step), so no other use may fold numbers into a row key.
+    Drawn ahead of a chunk of steps: a loop body with hashes in it is slower to run and compile.
+
+    Args:
+        row_keys: threefry key data of each row.
+        first_step: response position of each row at the first of these steps.
+        num_steps: t.
+    """
+    keys = jax.random.wrap_key_data(row_keys, impl="threefry2x32")
+    steps = first_step[None] + jnp.arange(num_steps, dtype=jnp.int32)[:, None]
+    fold_in = jax.vmap(jax.vmap(jax.random.fold_in), in_axes=(None, 0))
+    return jax.random.key_data(fold_in(keys, steps))
 
 
 def sample_tokens(
-    logits: Float32[Array, "*b v"],
-    uniforms: Float32[Array, "*b"],
-    temperature: Float[Array, ""] | float,
-) -> tuple[Int[Array, "*b"], Float32[Array, "*b"]]:
-    """(token, its log-prob) of each row, by inversion of the cumulative distribution.
+    logits: Float32[Array, "b v"],
+    bits: UInt32[Array, "b 2"],
+    settings: RowSettings,
+    *,
+    is_truncated: bool,
+    mode: Mode,
+) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
+    """(token, its log-prob) of each row.
 
-    token = min { j : sum_{i <= j} w_i > u * sum_i w_i },  w = exp(logits / temperature - max)
+    weight = exp((logits - max) / temperature), zero outside the top-k and then the top-p set
+    log-prob = log(weight[token] / sum of the weights)
 
-    One uniform per row instead of one Gumbel number per vocabulary entry, and the cumulative sum
-    is taken in two levels (block, then entry), so the only passes over the vocabulary are the
-    maximum and the exponential. A token of weight 0 is never drawn. Probabilities are exact to the
-    2^-23 grid of the uniforms.
+    Tokens that tie with the last one kept by top-k or top-p are kept too. The set is the exact one
+    for the float32 weights; where a share comes within about 1e-6 of top_p, exact arithmetic may
+    keep tokens of about that share more or less. Greedy rows take the first of the largest logits.
 
     Args:
-        logits: unnormalised log-probabilities.
-        uniforms: in [0, 1), one per row.
-        temperature: > 0, divides the logits.
+        logits: unnormalised log-probabilities; -inf forbids a token, one per row must be finite.
+            A NaN or +inf gives a NaN log-prob.
+        bits: from `random_bits`.
+        settings: per row. top_p and top_k are read if is_truncated, temperature unless greedy.
+        is_truncated: static; False if no row uses top_p or top_k.
+        mode: static; "sampled" if every temperature is positive, "greedy" if all are 0, "mixed"
+            otherwise.
+
+    Returns:
+        Tokens, and log-probs in float32, within 1e-6 of the exact value (relative, below -10).
     """
-    num_blocks, size = _block_shape(logits.shape[-1])
-    x = logits / temperature
-    w = jnp.exp(x - jnp.max(x, axis=-1, keepdims=True))
-    padding = num_blocks * size - logits.shape[-1]
-    if padding:
-        w = jnp.pad(w, [(0, 0)] * (w.ndim - 1) + [(0, padding)])
-    w = w.reshape(*w.shape[:-1], num_blocks, size)
-    block_weights = jnp.sum(w, axis=-1)
-    total = jnp.sum(block_weights, axis=-1)
-    block, rest = _invert(block_weights, uniforms * total)
-    entries = jnp.take_along_axis(w, block[..., None, None], axis=-2)[..., 0, :]
-    entry, _ = _invert(entries, rest)
-    chosen = jnp.take_along_axis(entries, entry[..., None], axis=-1)[..., 0]
-    return block * size + entry, jnp.log(chosen) - jnp.log(total)
+    if mode not in ("sampled", "greedy", "mixed"):
+        raise ValueError(f"sampling mode {mode!r}: want 'sampled', 'greedy' or 'mixed'")
+    size = _block_size(logits.shape[-1])
+    block_max = _reduce_blocks(logits, size, jnp.max)
+    if mode == "greedy":
+        token = _first_maximum(logits, block_max, size)
+        return token, jnp.zeros(token.shape, jnp.float32)
+
+    peak = jnp.max(block_max, axis=-1)[:, None, None]
+    is_greedy = settings.temperature == 0
+    temperature = jnp.where(is_greedy, 1, settings.temperature)[:, None, None]
+
+    # Only the truncated draw stores its [b v] weights: the search reads them many times. The plain
+    # draw takes the exponential again for the tokens of one block, which is less than one store.
+    def tempered(x: Float32[Array, "b n e"]) -> Float32[Array, "b n e"]:
+        return jnp.exp((x - peak) / temperature)
+
+    if is_truncated:
+        # The barrier keeps one copy: a second exponential may differ in the last bit, and then a
+        # token at the threshold would be in the searched set and not in the drawn one.
+        source = jax.lax.optimization_barrier(tempered(logits[:, None])[:, 0])
+        least = _least_kept_weight(source, settings.top_p, settings.top_k, size)[:, None, None]
+        token, logprob = _draw(source, lambda w: jnp.where(w >= least, w, 0), bits, size)
+    else:
+        token, logprob = _draw(logits, tempered, bits, size)
+    if mode == "mixed":
+        token = jnp.where(is_greedy, _first_maximum(logits, block_max, size), token)
+        logprob = jnp.where(is_greedy, 0, logprob)
+    return token, logprob
 
 
-def greedy_tokens(
-    logits: Float32[Array, "*b v"],
-) -> tuple[Int[Array, "*b"], Float32[Array, "*b"]]:
-    """(most probable token, 0) of each row: temperature 0 is a point mass."""
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[:-1], jnp.float32)
+def _draw(
+    source: Float32[Array, "b v"], weights: Weights, bits: UInt32[Array, "b 2"], size: int
+) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
+    """(token, log of its share of the weights), token with probability weights(source) / sum."""
+    block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
+    block = _invert(_fixed_point(block_weights), bits[:, 0])
+    start, entries = _entries(source, block, size)
+    entries = _within_block(weights(entries[:, None])[:, 0], start, block, size)
+    entry = _invert(_fixed_point(entries), bits[:, 1])
+    weight = jnp.take_along_axis(entries, entry[:, None], axis=-1)[:, 0]
+    return start + entry, jnp.log(weight / jnp.sum(block_weights, axis=-1))
 
 
-def _invert(
-    weights: Float32[Array, "*b n"], target: Float32[Array, "*b"]
-) -> tuple[Int[Array, "*b"], Float32[Array, "*b"]]:
-    """(first index whose cumulative weight exceeds target, target minus the weight before it)."""
-    n = weights.shape[-1]
-    # A triangular matmul: a scan of log2(n) small steps is slower everywhere. HIGHEST: the
-    # accelerators' default would round the weights to bfloat16 or TF32.
-    upper = jnp.triu(jnp.ones((n, n), jnp.float32))
-    cumulative = jnp.matmul(weights, upper, precision=jax.lax.Precision.HIGHEST)
-    hit = (cumulative > target[..., None]) & (weights > 0)
-    index = jnp.min(jnp.where(hit, jnp.arange(n, dtype=jnp.int32), n), axis=-1)
-    # Rounding can leave the target at or above the last sum: then the heaviest entry.
-    index = jnp.where(index < n, index, jnp.argmax(weights, axis=-1).astype(jnp.int32))
-    at = index[..., None]
-    before = jnp.take_along_axis(cumulative - weights, at, axis=-1)[..., 0]
-    return index, target - before
+def _least_kept_weight(
+    weights: Float32[Array, "b v"],
+    top_p: Float32[Array, " b"],
+    top_k: Int32[Array, " b"],
+    size: int,
+) -> Float32[Array, " b"]:
+    """Smallest weight that top-k, then top-p of what top-k left, keep. Weights in [0, 1], max 1.
+
+    No sort: both sets are {w >= t}, and the largest t whose set is large enough is found bit by
+    bit, in 30 reads of the weights for each of the two filters, none for one that no row uses.
+    """
+
+    def total(values: Weights) -> Float32[Array, " b"]:
+        sums = _reduce_blocks(weights, size, lambda x, axis: jnp.sum(values(x), axis=axis))
+        return jnp.sum(sums, axis=-1)
+
+    def count_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
+        # float32 counts up to 2^24 exactly, and sums faster than integers do on CPU.
+        return total(lambda w: jnp.where(w >= t[:, None, None], 1.0, 0.0))
+
+    def mass_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
+        return total(lambda w: jnp.where(w >= t[:, None, None], w, 0.0))
+
+    def search(
+        is_used: Array, amount: Callable[[Array], Array], goal: Callable[[], Array], least: Array
+    ) -> Float32[Array, " b"]:
+        """Largest t with amount(t) >= goal > 0, in the rows that use the filter."""
+
+        def run() -> Array:
+            wanted = goal()
+
+            def refine(i: Array, pattern: Array) -> Array:
+                candidate = pattern | (1 << (_WEIGHT_BITS - 1 - i))
+                enough = amount(jax.lax.bitcast_convert_type(candidate, jnp.float32)) >= wanted
+                return jnp.where(enough, candidate, pattern)
+
+            start = jnp.zeros(least.shape, jnp.int32)
+            pattern = jax.lax.fori_loop(0, _WEIGHT_BITS, refine, start)
+            return jnp.where(is_used, jax.lax.bitcast_convert_type(pattern, jnp.float32), least)
+
+        return jax.lax.cond(jnp.any(is_used), run, lambda: least)
+
+    v = weights.shape[-1]
+    k = jnp.clip(top_k, 1, v).astype(jnp.float32)
+    least = jnp.zeros(top_p.shape, jnp.float32)
+    least = search((top_k > 0) & (top_k < v), count_from, lambda: k, least)
+    # The mass above t never exceeds the weights, whose largest is 1: at top_p 0 that one remains.
+    tiny = jnp.finfo(jnp.float32).tiny
+    return search(top_p < 1, mass_from, lambda: jnp.maximum(top_p * mass_from(least), tiny), least)
 
 
-def _block_shape(vocab_size: int) -> tuple[int, int]:
-    """(number of blocks, block size) near the square root; exact when a divisor lies close."""
+def _first_maximum(
+    logits: Float32[Array, "b v"], block_max: Float32[Array, "b n"], size: int
+) -> Int32[Array, " b"]:
+    """First index of each row's largest logit. XLA's argmax over v is ten times slower on CPU."""
+    block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
+    # The short last block is read with entries of the one before, all of them smaller.
+    start, entries = _entries(logits, block, size)
+    return start + jnp.argmax(entries, axis=-1).astype(jnp.int32)
+
+
+def _fixed_point(weights: Float32[Array, "b n"]) -> Int32[Array, "b n"]:
+    """Integer masses proportional to the weights, about `_FULL` in sum; zero stays zero."""
+    share = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.round(share * _FULL).astype(jnp.int32)
+
+
+def _invert(masses: Int32[Array, "b n"], word: UInt32[Array, " b"]) -> Int32[Array, " b"]:
+    """First index whose cumulative mass exceeds floor(word * total / 2^32); exact integers.
+
+    Each of the equally likely words belongs to one unit of mass, so an index has its share of the
+    2^32 words to the nearest one, and an index of mass zero has none.
+    """
+    cumulative = jnp.cumsum(masses, axis=-1)
+    target = _high_product(word, cumulative[:, -1].astype(jnp.uint32)).astype(jnp.int32)
+    index = jnp.sum(cumulative <= target[:, None], axis=-1, dtype=jnp.int32)
+    return jnp.minimum(index, masses.shape[-1] - 1)  # a row without mass (NaN) stays in range
+
+
+def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Array, " b"]:
+    """Upper 32 bits of the 64-bit product, from 16-bit halves: devices lack 64-bit integers."""
+    a_low, a_high = a & 0xFFFF, a >> 16
+    b_low, b_high = b & 0xFFFF, b >> 16
+    cross_a, cross_b = a_high * b_low, a_low * b_high
+    carry = ((a_low * b_low) >> 16) + (cross_a & 0xFFFF) + (cross_b & 0xFFFF)
+    return a_high * b_high + (cross_a >> 16) + (cross_b >> 16) + (carry >> 16)
+
+
+def _reduce_blocks(
+    x: Float32[Array, "b v"], size: int, reduce: Callable[..., Array]
+) -> Float32[Array, "b n"]:
+    """reduce([b n size], axis=-1), the last block filled up with -inf.
+
+    Filling and reshaping come before the arithmetic inside `reduce`: then XLA fuses all of it, and
+    nothing of size v is stored. (Cutting the last block off instead makes XLA copy the rest.)
+    The barrier keeps XLA from merging a later sum over the blocks with this one into a second pass
+    over v, which would also be one long float32 sum.
+    """
+    b, v = x.shape
+    filled = jnp.pad(x, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
+    return jax.lax.optimization_barrier(reduce(filled.reshape(b, -1, size), axis=-1))
+
+
+def _entries(
+    x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int
+) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
+    """(first index, `size` entries) around each row's block; a short last block ends them."""
+    start = jnp.minimum(block * size, x.shape[-1] - size)
+    return start, jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
+
+
+def _within_block(
+    entries: Float32[Array, "b e"],
+    start: Int32[Array, " b"],
+    block: Int32[Array, " b"],
+    size: int,
+) -> Float32[Array, "b e"]:
+    """Zero for what `_entries` read in front of a short last block."""
+    index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+    return jnp.where(index >= (block * size)[:, None], entries, 0)
+
+
+def _block_size(vocab_size: int) -> int:
+    """Tokens per block: near the square root, a divisor if possible, and a multiple of 128.
+
+    A divisor needs no filling; 128 is the width of a TPU vector register. Qwen2.5's 151,936 is
+    1,187 blocks of 128, Llama's 128,256 is 334 of 384; GPT-2's 50,257 has no such divisor: 256.
+    """
     root = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1
-    for size in range(root, root // 4, -1):
-        if vocab_size % size == 0:
-            return vocab_size // size, size
-    return -(-vocab_size // root), root
+    sizes = range(max(root // 4, 1), min(4 * root, vocab_size) + 1)
+    return min(sizes, key=lambda s: (vocab_size % s > 0, s % 128 > 0, abs(math.log(s / root))))

@@ -15,7 +15,7 @@ SMALL = (
     "batch.num_prompts=4",
     "search.prompts_per_round=4",
     "task.num_eval_prompts=16",
-    "eval.batch_prompts=16",
+    "eval.num_slots=16",
     "eval.period=4",
     "checkpoint.period=4",
 )

@@ -70,11 +70,18 @@ def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_
 
 
 @pytest.mark.slow
-def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(cache, tmp_path):
-    overrides = ("num_searchers=2", "num_cpu_devices=3", "sync_period=2", "num_steps=12")
+@pytest.mark.parametrize(
+    "changes",
+    [("sync_period=2",), ("search.swap=in_flight", "search.num_slots=4")],
+    ids=["round", "in_flight"],
+)
+def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(changes, cache, tmp_path):
+    overrides = ("num_searchers=2", "num_cpu_devices=3", "num_steps=12", *changes)
     done = run(tmp_path / "live", *overrides, cache=cache)
     assert done.returncode == 0, done.stderr
     schedule = tmp_path / "live" / "schedule.jsonl"
+    swaps = [e["swaps"] for e in lines(schedule) if e["event"] == "round"]
+    assert any(swaps) == ("search.swap=in_flight" in changes)
     again = run(
         tmp_path / "again", *overrides, cache=cache, flags=(f"--replay_schedule={schedule}",)
     )

@@ -1,0 +1,437 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A session of the decoding engine: a queue of prompts, and slots for unfinished responses.
+
+The host drives it: admit prompts to free slots (one prefill per prompt, its keys and values copied
+to each of its samples), run a jitted chunk of steps, take out what has ended, again. A long
+response therefore holds nobody back, and weights can be swapped between chunks. The host is the
+only keeper of the slots' state; on the device there is the cache and nothing else.
+"""
+
+import collections
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tba_jax.decoding import programs
+from tba_jax.decoding.sampling import RowSettings
+from tba_jax.models.attention import KVCache
+from tba_jax.models.transformer import Params
+from tba_jax.trajectory import bucket_length
+from tba_jax.trees import check_same_tree
+
+if TYPE_CHECKING:
+    from tba_jax.decoding.engine import Decoder
+
+# A prefill call takes at most about this many tokens: enough to be bound by arithmetic on every
+# device, little enough that its attention scores fit beside the cache.
+PREFILL_TOKENS = 8192
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingSettings:
+    """How the responses to one prompt are drawn.
+
+    Attributes:
+        max_new_tokens: length limit.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the most probable tokens of this total probability; 1 keeps all.
+        top_k: keep this many of the most probable tokens; 0 keeps all.
+        min_new_tokens: stop tokens have probability 0 before as many tokens.
+        stop_ids: tokens that end a response; None: the decoder's eos_ids.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_new_tokens: int = 0
+    stop_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name, is_valid, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]; 1 keeps every token"),
+            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
+            (
+                "min_new_tokens",
+                0 <= self.min_new_tokens <= self.max_new_tokens,
+                f"0 to max_new_tokens = {self.max_new_tokens}",
+            ),
+        ):
+            if not is_valid:
+                raise ValueError(f"sampling got {name} = {getattr(self, name)}; wanted {wanted}")
+
+
+class Response(NamedTuple):
+    """One finished response; host arrays.
+
+    Attributes:
+        request: what `Session.submit` returned.
+        sample: which of the request's samples.
+        tokens: int32 [t], the stop token included.
+        token_logprobs: float32 [t], of the distribution sampled from.
+        has_eos: False where the length limit cut it.
+        version_min, version_max: span of the weight versions that drew it.
+    """
+
+    request: int
+    sample: int
+    tokens: np.ndarray
+    token_logprobs: np.ndarray
+    has_eos: bool
+    version_min: int
+    version_max: int
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Counts of one session.
+
+    Attributes:
+        tokens: response tokens drawn.
+        steps: model steps.
+        slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
+        prefilled_tokens: prompt tokens prefilled, padding not counted.
+        prefill_s, chunk_s: wall time of prefill calls and of chunks.
+        first_token_s: from the first submission to the end of the first chunk.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    slot_steps: int = 0
+    prefilled_tokens: int = 0
+    prefill_s: float = 0.0
+    chunk_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+class _Request(NamedTuple):
+    index: int
+    prompt: np.ndarray
+    keys: np.ndarray
+    settings: SamplingSettings
+
+
+class _Waiting(NamedTuple):
+    """Samples of prefilled prompts that have no slot yet."""
+
+    caches: tuple[KVCache, ...]
+    samples: collections.deque[tuple[int, _Request, int]]  # (row in caches, request, sample)
+
+
+class _Occupant(NamedTuple):
+    """What a live slot holds."""
+
+    request: _Request
+    sample: int
+    tokens: list[np.ndarray]
+    logprobs: list[np.ndarray]
+    version_min: int
+
+
+class Session:
+    """Slots over one set of devices; one thread drives it. Made by `Decoder.session`."""
+
+    def __init__(
+        self,
+        decoder: "Decoder",
+        params: Params,
+        num_slots: int,
+        min_slots: int | None,
+        prefill_prompts: int,
+        num_stop_ids: int | None,
+        version: int,
+    ):
+        if num_slots < 1:
+            raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
+        self.decoder = decoder
+        self.num_slots = num_slots
+        self.min_slots = max(1, num_slots // 8) if min_slots is None else min_slots
+        self.version = version
+        self.statistics = Statistics()
+        self._weights = decoder.weights(params)
+        self._prefill_prompts = prefill_prompts
+        num_stop_ids = max(1, len(decoder.eos_ids) if num_stop_ids is None else num_stop_ids)
+        self._requests: collections.deque[_Request] = collections.deque()
+        self._waiting: _Waiting | None = None
+        self._occupants: list[_Occupant | None] = [None] * num_slots
+        self._num_submitted = 0
+        self._started: float | None = None
+        n = num_slots
+        self._slots = programs.Slots(
+            last=np.zeros(n, np.int32),
+            length=np.zeros(n, np.int32),
+            count=np.zeros(n, np.int32),
+            is_live=np.zeros(n, bool),
+            keys=np.zeros((n, 2), np.uint32),
+            settings=RowSettings(
+                temperature=_host(np.ones(n, np.float32)),
+                top_p=_host(np.ones(n, np.float32)),
+                top_k=_host(np.zeros(n, np.int32)),
+            ),
+            min_new_tokens=np.zeros(n, np.int32),
+            max_new_tokens=np.ones(n, np.int32),
+            stop_ids=np.full((n, num_stop_ids), -1, np.int32),
+        )
+        self._history: tuple[KVCache, ...] | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing queued and nothing unfinished."""
+        return not (self._requests or self._waiting or any(self._occupants))
+
+    def submit(self, prompt: np.ndarray, keys: np.ndarray, settings: SamplingSettings) -> int:
+        """Queue one prompt; its number, counted from 0.
+
+        Args:
+            prompt: token ids, at least one.
+            keys: uint32 [S 2], threefry key data of each sample.
+            settings: how to draw.
+
+        Raises:
+            ValueError: a prompt that is empty, too long or holds an id the model does not have.
+        """
+        index = self._num_submitted
+        decoder, prompt = self.decoder, np.asarray(prompt)
+        if len(prompt) == 0:
+            raise ValueError(
+                f"decode() got an empty prompt (row {index}); give at least one token, such as "
+                "the beginning-of-sequence token"
+            )
+        if len(prompt) + settings.max_new_tokens > decoder.max_length:
+            raise ValueError(
+                f"decode() got a prompt of {len(prompt)} tokens (row {index}) and max_new_tokens "
+                f"= {settings.max_new_tokens}; the cache holds {decoder.max_length}. Shorten one "
+                "of them, or make the decoder with a larger max_length"
+            )
+        bucket_length(len(prompt), decoder.prompt_buckets)  # refuses what is longer than all
+        size = decoder.config.vocab_size
+        if prompt.min() < 0 or prompt.max() >= size:
+            bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
+            raise ValueError(
+                f"decode() got token id {bad} in the prompt of row {index}; the model has ids 0 "
+                f"to {size - 1}. Use the tokenizer that belongs to the model"
+            )
+        room = self._slots.stop_ids.shape[1]
+        if settings.stop_ids is not None and len(settings.stop_ids) > room:
+            raise ValueError(
+                f"decode() got {len(settings.stop_ids)} stop ids (row {index}); this session was "
+                f"made for {room}. Make it with a larger num_stop_ids"
+            )
+        self._requests.append(_Request(index, prompt.astype(np.int32), np.asarray(keys), settings))
+        self._num_submitted += 1
+        if self._started is None:
+            self._started = time.perf_counter()
+        return index
+
+    def swap(self, params: Params, version: int) -> None:
+        """Go on with other weights; responses under way keep their cache.
+
+        Raises:
+            ValueError: a tree of other names, shapes or dtypes.
+        """
+        weights = self.decoder.weights(params)
+        check_same_tree(self._weights, weights)
+        self._weights, self.version = weights, version
+
+    def run(
+        self, newest: Callable[[], tuple[int, Params] | None] | None = None
+    ) -> Iterator[Response]:
+        """Responses as they finish, until the session is idle.
+
+        Args:
+            newest: asked between chunks for (version, params); a newer version is swapped in.
+        """
+        while not self.is_idle:
+            if newest is not None:
+                published = newest()
+                if published is not None and published[0] > self.version:
+                    self.swap(published[1], published[0])
+            yield from self.step()
+
+    def step(self) -> list[Response]:
+        """Fill the free slots, run one chunk, and return the responses that ended in it."""
+        self._admit()
+        self._compact()
+        live = self._slots.is_live
+        if not live.any():
+            return []
+        start = time.perf_counter()
+        before = self._slots
+        assert self._history is not None
+        settings = before.settings
+        is_greedy = settings.temperature[live] == 0
+        tokens, logprobs, self._history = self.decoder.run_chunk(
+            self._weights,
+            self._history,
+            before,
+            mode="greedy" if is_greedy.all() else "mixed" if is_greedy.any() else "sampled",
+            is_truncated=bool(((settings.top_p < 1) | (settings.top_k > 0))[live].any()),
+            has_minimum=bool((before.count < before.min_new_tokens)[live].any()),
+        )
+        finished = self._collect(np.asarray(tokens), np.asarray(logprobs))
+        end = time.perf_counter()
+        self.statistics.chunk_s += end - start
+        if not self.statistics.first_token_s and self._started is not None:
+            self.statistics.first_token_s = end - self._started
+        return finished
+
+    def _admit(self) -> None:
+        """Give samples to free slots and bring the cache to the length of the next chunk."""
+        admitted: list[tuple[_Waiting, list[int], list[int]]] = []
+        free = [i for i, occupant in enumerate(self._occupants) if occupant is None]
+        for slot in free:
+            if self._waiting is None or not self._waiting.samples:
+                self._waiting = self._prefill_next()
+                if self._waiting is None:
+                    break
+            row, request, sample = self._waiting.samples.popleft()
+            if not admitted or admitted[-1][0] is not self._waiting:
+                admitted.append((self._waiting, [], []))
+            admitted[-1][1].append(slot)
+            admitted[-1][2].append(row)
+            self._occupy(slot, request, sample)
+        if self._waiting is not None and not self._waiting.samples:
+            self._waiting = None
+        self._fit_cache(
+            max([w.caches[0].keys.shape[2] for w, _, _ in admitted], default=0),
+        )
+        for waiting, slots, rows in admitted:
+            # Few shapes: the rest is sent to slot n, which does not exist.
+            size = min(self.num_slots, 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1))
+            rest = max(size, len(slots)) - len(slots)
+            self._history = self.decoder.admit(
+                self._history,
+                waiting.caches,
+                np.array(slots + [self.num_slots] * rest, np.int32),
+                np.array(rows + [0] * rest, np.int32),
+            )
+
+    def _prefill_next(self) -> _Waiting | None:
+        """Prefill the next prompts of the queue, always in calls of the same number of rows."""
+        if not self._requests:
+            return None
+        start = time.perf_counter()
+        decoder = self.decoder
+        ahead = itertools.islice(self._requests, self._prefill_prompts)
+        longest = max(len(request.prompt) for request in ahead)
+        length = bucket_length(longest, decoder.prompt_buckets)
+        size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
+        batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
+        tokens = np.zeros((size, length), np.int32)
+        lengths = np.zeros(size, np.int32)
+        samples: collections.deque[tuple[int, _Request, int]] = collections.deque()
+        for row, request in enumerate(batch):
+            lengths[row] = len(request.prompt) - 1
+            tokens[row, : lengths[row]] = request.prompt[:-1]
+            samples.extend((row, request, j) for j in range(len(request.keys)))
+        caches = decoder.prefill(self._weights, tokens, lengths)
+        jax.block_until_ready(caches)  # for the split of time; the chunk would wait for it anyway
+        self.statistics.prefilled_tokens += int(lengths.sum())
+        self.statistics.prefill_s += time.perf_counter() - start
+        return _Waiting(caches, samples)
+
+    def _occupy(self, slot: int, request: _Request, sample: int) -> None:
+        slots, settings = self._slots, request.settings
+        slots.last[slot] = request.prompt[-1]
+        slots.length[slot] = len(request.prompt) - 1
+        slots.count[slot] = 0
+        slots.is_live[slot] = True
+        slots.keys[slot] = request.keys[sample]
+        slots.settings.temperature[slot] = settings.temperature
+        slots.settings.top_p[slot] = settings.top_p
+        slots.settings.top_k[slot] = settings.top_k
+        slots.min_new_tokens[slot] = settings.min_new_tokens
+        slots.max_new_tokens[slot] = settings.max_new_tokens
+        stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
+        slots.stop_ids[slot] = -1
+        slots.stop_ids[slot, : len(stop_ids)] = stop_ids
+        self._occupants[slot] = _Occupant(request, sample, [], [], self.version)
+
+    def _fit_cache(self, prompt_length: int) -> None:
+        """Make the cache as long as the next chunk needs, and not much longer."""
+        decoder, slots = self.decoder, self._slots
+        live = slots.length[slots.is_live]
+        needed = max([prompt_length, *(live + decoder.chunk_steps)])
+        length = bucket_length(needed, decoder.cache_lengths)
+        if self._history is None:
+            where = jax.tree.leaves(self._weights)[0].sharding
+            self._history = decoder.new_cache(self.num_slots, length, where)
+            return
+        current = self._history[0].keys.shape[2]
+        # Cutting copies the cache: only for a clear gain, or a length at the edge of a bucket
+        # would be copied to and fro.
+        if length > current or (length < current and needed * 4 <= length * 3):
+            self._replace_caches(lambda cache: decoder.resize(cache, length=length))
+
+    def _compact(self) -> None:
+        """Halve the slots while the queue is empty and half of them are free."""
+        live = np.flatnonzero(self._slots.is_live)
+        size = self.num_slots
+        while not self._requests and not self._waiting and len(live) * 2 <= size:
+            if size // 2 < max(1, self.min_slots):
+                break
+            size //= 2
+        if size == self.num_slots or not len(live):
+            return
+        free = np.flatnonzero(~self._slots.is_live)
+        rows = np.concatenate([live, free])[:size]
+        self._slots = jax.tree.map(lambda x: np.ascontiguousarray(x[rows]), self._slots)
+        self._occupants = [self._occupants[row] for row in rows]
+        self._replace_caches(lambda cache: self.decoder.take(cache, rows.astype(np.int32)))
+        self.num_slots = size
+
+    def _replace_caches(self, change: Callable[[KVCache], KVCache]) -> None:
+        """Change the caches layer by layer, so that two whole ones never exist."""
+        assert self._history is not None
+        caches, self._history = list(self._history), None
+        for layer, cache in enumerate(caches):
+            caches[layer] = change(cache)
+        self._history = tuple(caches)
+
+    def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
+        """Hand the chunk's tokens to their responses and free the slots of those that ended."""
+        slots = self._slots
+        finished, longest = [], 0
+        for slot, occupant in enumerate(self._occupants):
+            if occupant is None:
+                continue
+            drawn = tokens[:, slot]
+            limit = int(slots.max_new_tokens[slot] - slots.count[slot])
+            stops = np.flatnonzero(np.isin(drawn, slots.stop_ids[slot])[:limit])
+            num = min(int(stops[0]) + 1 if len(stops) else len(drawn), limit)
+            longest = max(longest, num)
+            occupant.tokens.append(drawn[:num])
+            occupant.logprobs.append(logprobs[:num, slot])
+            slots.count[slot] += num
+            slots.length[slot] += num
+            slots.last[slot] = drawn[num - 1]
+            self.statistics.tokens += num
+            if len(stops) or slots.count[slot] == slots.max_new_tokens[slot]:
+                slots.is_live[slot] = False
+                self._occupants[slot] = None
+                finished.append(
+                    Response(
+                        request=occupant.request.index,
+                        sample=occupant.sample,
+                        tokens=np.concatenate(occupant.tokens),
+                        token_logprobs=np.concatenate(occupant.logprobs),
+                        has_eos=bool(len(stops)),
+                        version_min=occupant.version_min,
+                        version_max=self.version,
+                    )
+                )
+        self.statistics.steps += longest
+        self.statistics.slot_steps += longest * self.num_slots
+        return finished
+
+
+def _host(array: np.ndarray) -> Any:
+    """The array, for a carrier whose fields are device arrays inside programs."""
+    return array

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Single parts of a run as its config asks for them, for whoever needs one without the others.
+
+Commands that look at a finished run, and `wiring`, which connects all parts, build them alike.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.config import Config
+from tba_jax.data import eval_prompts
+from tba_jax.decoding.engine import Decoder
+from tba_jax.evaluation import Evaluator
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.rewards.pool import RewardPool
+from tba_jax.tasks import Task
+from tba_jax.tokenizer import Tokenizer
+from tba_jax.trainer import (
+    StepSettings,
+    TrainState,
+    init_state,
+    learning_rate_schedule,
+    make_optimizer,
+)
+from tba_jax.trajectory import length_buckets
+
+START_MODEL = Path(__file__).parent / "assets" / "start_model"
+
+
+def model_path(config: Config) -> str:
+    """The configured model, or the embedded start model."""
+    return config.model.path or str(START_MODEL)
+
+
+def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
+    """The settings of the training step."""
+    return StepSettings(
+        objective=config.objective.name,
+        scale=config.objective.scale,
+        beta=config.objective.beta,
+        beta_schedule=config.objective.beta_schedule,
+        beta_final=config.objective.beta_final,
+        beta_steps=config.objective.beta_steps,
+        beta_jump_step=config.objective.beta_jump_step,
+        mask_eos=config.objective.mask_eos,
+        eos_ids=eos_ids,
+        temperature=config.search.sampling_temperature,
+        reference_reset_period=config.reference.reset_period,
+        compute_dtype=config.model.compute_dtype,
+        logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        remat=config.model.remat,
+    )
+
+
+def make_optimizer_from(config: Config) -> tuple[Any, Any]:
+    """(optax transformation, learning-rate schedule) of a config."""
+    o = config.optimizer
+    schedule = learning_rate_schedule(
+        schedule=o.schedule,
+        learning_rate=o.learning_rate,
+        warmup_steps=o.warmup_steps,
+        stable_steps=o.stable_steps,
+        decay_steps=o.decay_steps,
+        num_steps=config.num_steps,
+    )
+    optimizer = make_optimizer(
+        schedule,
+        b1=o.b1,
+        b2=o.b2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
+    )
+    return optimizer, schedule
+
+
+def abstract_state(
+    config: Config, model_config: TransformerConfig, state_sharding: Any
+) -> TrainState:
+    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into."""
+    optimizer, _ = make_optimizer_from(config)
+    keep_reference = config.reference.placement == "trainer"
+    params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
+    shapes = jax.eval_shape(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+    )
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding), shapes
+    )
+
+
+def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tokenizer) -> Decoder:
+    """The decoder of a run, for training and for evaluation.
+
+    Raises:
+        ValueError: the model has fewer positions than prompt and response may take.
+    """
+    longest = config.task.max_prompt_tokens + max(
+        config.search.max_new_tokens, config.eval.max_new_tokens
+    )
+    if longest > model_config.max_positions:
+        raise ValueError(
+            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
+            f"was made for {model_config.max_positions}; lower config.task.max_prompt_tokens or "
+            "config.search.max_new_tokens and config.eval.max_new_tokens"
+        )
+    return Decoder(
+        model_config,
+        compute_dtype=jnp.dtype(config.model.rollout_dtype),
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=length_buckets(
+            config.task.max_prompt_tokens, config.batch.num_length_buckets
+        ),
+        max_length=longest,
+        cache_dtype=config.search.cache_dtype or None,
+    )
+
+
+def make_evaluator(
+    config: Config, task: Task, tokenizer: Tokenizer, decoder: Decoder, rewards: RewardPool
+) -> Evaluator:
+    """Held-out evaluation as the config says."""
+    prompts, num_skipped = eval_prompts(
+        task,
+        tokenizer,
+        config.task.num_eval_prompts,
+        config.task.max_prompt_tokens,
+        config.task.long_prompts,
+    )
+    return Evaluator(
+        prompts=prompts,
+        num_skipped=num_skipped,
+        decoder=decoder,
+        rewards=rewards,
+        decode_text=tokenizer.batch_decode,
+        response_kind=task.response_kind,
+        first_kind=task.response_kinds[0] if task.response_kinds else "",
+        max_new_tokens=config.eval.max_new_tokens,
+        num_slots=config.eval.num_slots,
+    )

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The distribution that is drawn from, computed exactly, and the draws against it."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from tba_jax.decoding import sampling
+from tba_jax.decoding.sampling import RowSettings, random_bits, sample_tokens
+
+LARGE = 152064  # Qwen2.5's padded vocabulary
+
+
+def settings(b, temperature: Any = 1.0, top_p: Any = 1.0, top_k: Any = 0):
+    def row(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (b,)))
+
+    return RowSettings(row(temperature, "f4"), row(top_p, "f4"), row(top_k, "i4"))
+
+
+draw = jax.jit(sample_tokens, static_argnames=("is_truncated", "mode"))
+plain = functools.partial(draw, is_truncated=False, mode="sampled")
+truncated = functools.partial(draw, is_truncated=True, mode="sampled")
+
+
+def words(b, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).integers(0, 2**32, (b, 2), dtype=np.uint32))
+
+
+def softmax64(logits, temperature=1.0):
+    x = np.asarray(logits, np.float64) / temperature
+    w = np.exp(x - x.max(-1, keepdims=True))
+    return w / w.sum(-1, keepdims=True)
+
+
+# ---- the distribution, from the integer masses
+
+
+@jax.jit
+def levels(logits):
+    """Integer masses of the blocks [n] and of the entries of each block [n e], as drawn from."""
+    size = sampling._block_size(logits.shape[0])
+    peak = jnp.max(logits)
+    sums = sampling._reduce_blocks(
+        logits[None], size, lambda x, axis: jnp.sum(jnp.exp(x - peak), axis=axis)
+    )
+
+    def entries(block):
+        start, x = sampling._entries(logits[None], block[None], size)
+        w = sampling._within_block(jnp.exp(x - peak), start, block[None], size)
+        return start[0], sampling._fixed_point(w)[0]
+
+    start, masses = jax.lax.map(entries, jnp.arange(sums.shape[1], dtype=jnp.int32))
+    return sampling._fixed_point(sums)[0], start, masses
+
+
+def word_share(masses):
+    """Share of the 2^32 words that `_invert` gives to each index, by integer arithmetic."""
+    total = masses.astype(np.int64).sum(-1, keepdims=True)
+    ends = np.cumsum(masses.astype(np.int64), axis=-1)
+    # floor(word * total / 2^32) < end  <=>  word < ceil(end * 2^32 / total); end < 2^31, so that
+    # the product stays below 2^63.
+    words_below = -(-(ends << 32) // np.maximum(total, 1))
+    return np.diff(words_below, axis=-1, prepend=0) / 2.0**32
+
+
+def implied(logits):
+    """Probability [v] of each token over all pairs of random words."""
+    block, start, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
+    p = np.zeros(len(logits))
+    joint = word_share(block)[:, None] * word_share(entry)
+    np.add.at(p, start[:, None] + np.arange(entry.shape[1]), joint)
+    return p
+
+
+def shape(name, v=LARGE):
+    rng = np.random.default_rng(1)
+    if name == "zipf, sorted":
+        x = -1.1 * np.log(np.arange(1, v + 1))
+    elif name == "heavy tail":
+        x = 2 * rng.standard_t(3, v)
+    elif name == "one dominant":
+        x = rng.normal(size=v)
+        x[12345] = 26.0
+    else:
+        x = rng.normal(size=v) * float(name.removeprefix("normal "))
+    return x.astype(np.float32)
+
+
+SHAPES = ["normal 1", "normal 3", "normal 6", "zipf, sorted", "heavy tail", "one dominant"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_drawn_distribution_is_the_softmax(name):
+    """Exact over all pairs of words, given the masses; about 7e-8 of total variation is rounding.
+
+    Out of reach although p > 1e-12: none for normal 1, zipf and the heavy tail; 2, 778 and 372
+    tokens of 152,064 for normal 3, normal 6 and the dominant token, 5e-9 of the mass in all.
+    """
+    logits = shape(name)
+    q, p = implied(logits), softmax64(logits)
+    assert q.sum() == pytest.approx(1, abs=1e-12)  # float64 sums
+    assert np.abs(p - q).sum() / 2 < 1e-6  # the contract
+    lost = (q == 0) & (p > 1e-12)
+    # Half a unit of 2^-31, of the whole or of a block; twice that for the float32 shares.
+    assert p[lost].max(initial=0) < 5e-10
+    assert p[lost].sum() < 1e-8
+    assert lost.sum() <= {"normal 3": 10, "normal 6": 1000, "one dominant": 500}.get(name, 0)
+
+
+def test_draws_at_full_size_follow_the_softmax_and_report_it():
+    """12,800 draws in 40 arbitrary classes of tokens: chi-square, false alarm 1e-6, fixed seed."""
+    logits, b, calls = shape("normal 3"), 128, 100
+    p = softmax64(logits)
+    cls = np.random.default_rng(2).integers(0, 40, LARGE)
+    rows = jnp.broadcast_to(jnp.asarray(logits), (b, LARGE))
+    counts = np.zeros(40)
+    for seed in range(calls):
+        tokens, logprobs = plain(rows, words(b, seed), settings(b))
+        counts += np.bincount(cls[np.asarray(tokens)], minlength=40)
+        # float32 at log-probs down to -16 has a grid of 9.5e-7; half of it and the sum's error.
+        np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
+    expected = np.bincount(cls, p) * b * calls
+    assert ((counts - expected) ** 2 / expected).sum() < stats.chi2.isf(1e-6, 39)
+
+
+def test_draws_from_a_few_tokens_follow_the_tempered_softmax():
+    """40,000 draws from 5 tokens, one forbidden: chi-square, false alarm 1e-6, fixed seed."""
+    logits, n = jnp.array([1.0, -jnp.inf, 0.0, 2.0, -1.0]), 40000
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), n))
+    bits = random_bits(keys, jnp.zeros(n, jnp.int32), 1)[0]
+    tokens, logprobs = plain(jnp.broadcast_to(logits, (n, 5)), bits, settings(n, temperature=1.5))
+    p = softmax64(logits, 1.5)
+    counts = np.bincount(tokens, minlength=5)
+    assert counts[1] == 0
+    seen = [0, 2, 3, 4]
+    expected = n * p[seen]
+    assert ((counts[seen] - expected) ** 2 / expected).sum() < stats.chi2.isf(1e-6, 3)
+    np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 23, 64, 509, 1000])
+def test_each_token_owns_its_words(vocab_size):
+    """The words in the middle of a block's and an entry's interval draw that token."""
+    logits = np.random.default_rng(0).normal(size=vocab_size).astype(np.float32) * 2
+    block, start, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
+    rows, targets = [], []
+    outer, inner = word_share(block), word_share(entry)
+    for j in range(len(block)):
+        for i in np.flatnonzero(entry[j]):
+            middle = [outer[:j].sum() + outer[j] / 2, inner[j, :i].sum() + inner[j, i] / 2]
+            rows.append([int(m * 2**32) for m in middle])
+            targets.append(start[j] + i)
+    assert sorted(targets) == list(range(vocab_size))  # no token twice, none left out
+    b = len(rows)
+    bits = jnp.asarray(np.array(rows, np.uint32))
+    x = jnp.broadcast_to(jnp.asarray(logits), (b, vocab_size))
+    tokens, logprobs = plain(x, bits, settings(b))
+    np.testing.assert_array_equal(tokens, targets)
+    # One ulp at log-probs down to -16, as above.
+    np.testing.assert_allclose(logprobs, np.log(softmax64(logits))[targets], atol=1e-6)
+
+
+# ---- integers
+
+
+def test_the_high_product_is_that_of_64_bits():
+    corners = [0, 1, 2, 0xFFFF, 0x10000, 0x10001, 2**31 - 1, 2**31, 2**32 - 2, 2**32 - 1]
+    a, b = (g.ravel() for g in np.meshgrid(corners, corners))
+    got = sampling._high_product(jnp.asarray(a, jnp.uint32), jnp.asarray(b, jnp.uint32))
+    np.testing.assert_array_equal(got, [int(x) * int(y) >> 32 for x, y in zip(a, b, strict=True)])
+
+
+def test_inversion_at_the_edges_of_every_interval():
+    """First and last word of each index, by big integers; the massless ones are skipped."""
+    masses = np.array([0, 5, 0, 1, 2**30, 0, 12345, 2**29 + 7, 0])
+    total, ends = int(masses.sum()), np.cumsum(masses)
+    edge = [-(-(int(e) << 32) // total) for e in [0, *ends]]
+    owners = np.flatnonzero(masses)
+    word = [edge[i] for i in owners] + [edge[i + 1] - 1 for i in owners]
+    assert word[0] == 0 and word[-1] == 2**32 - 1
+    rows = jnp.broadcast_to(jnp.asarray(masses, jnp.int32), (len(word), len(masses)))
+    index = sampling._invert(rows, jnp.asarray(np.array(word, np.uint32)))
+    np.testing.assert_array_equal(index, [*owners, *owners])
+
+
+@pytest.mark.parametrize("word", [0, 2**32 - 1])
+def test_the_extreme_words_never_draw_a_forbidden_token(word):
+    logits = jnp.full((1, 37), -jnp.inf).at[:, 20:22].set(0.0)
+    bits = jnp.full((1, 2), word, jnp.uint32)
+    tokens, logprobs = plain(logits, bits, settings(1))
+    np.testing.assert_array_equal(tokens, [20 if word == 0 else 21])
+    np.testing.assert_allclose(logprobs, np.log([0.5]), atol=1e-6)
+
+
+def test_nan_logits_show_in_the_log_prob():
+    logits = jnp.zeros((2, 37)).at[0, 5].set(jnp.nan)
+    tokens, logprobs = plain(logits, words(2), settings(2))
+    np.testing.assert_array_equal(np.isnan(logprobs), [True, False])
+    assert 0 <= tokens[0] < 37
+
+
+# ---- greedy
+
+
+def test_greedy_is_the_first_of_the_largest():
+    logits = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32)
+    for row, last in enumerate(range(37)):  # ties, within a block and across blocks
+        logits[row, [last, min(last + 3, 36), 36]] = 9.0
+    tokens, logprobs = draw(
+        jnp.asarray(logits), words(40), settings(40, 0), is_truncated=False, mode="greedy"
+    )
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, np.zeros(40))
+
+
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_mixed_rows_are_each_what_they_are_alone(is_truncated):
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32))
+    temperature = np.where(np.arange(40) % 2, 0.8, 0.0)
+    mixed = draw(
+        logits,
+        words(40),
+        settings(40, temperature, 0.9, 20),
+        is_truncated=is_truncated,
+        mode="mixed",
+    )
+    alone = draw(
+        logits,
+        words(40),
+        settings(40, 0.8, 0.9, 20),
+        is_truncated=is_truncated,
+        mode="sampled",
+    )
+    for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
+        np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
+
+
+def test_an_unknown_mode_is_refused():
+    mode: Any = "beam"
+    with pytest.raises(ValueError, match="sampling mode 'beam'.*'greedy'"):
+        sample_tokens(jnp.zeros((1, 3)), words(1), settings(1), is_truncated=False, mode=mode)
+
+
+# ---- top-k and top-p
+
+
+def kept_by_sorting(logits, temperature, top_p, top_k):
+    """Set kept by top-k, then top-p, by sorting in float64; and its margin to another answer."""
+    p = softmax64(logits, temperature)
+    if top_k:
+        p = np.where(p >= np.sort(p)[-min(top_k, len(p))], p, 0)
+        p /= p.sum()
+    order = np.argsort(-p)
+    before = np.cumsum(p[order]) - p[order]
+    if top_p >= 1:
+        return p > 0, np.inf
+    last = np.flatnonzero(before < top_p)[-1]
+    return p >= p[order[last]], np.abs(before - top_p).min()
+
+
+def test_top_k_and_top_p_against_sorting():
+    rng = np.random.default_rng(0)
+    b, v = 64, 1000
+    logits = (rng.normal(size=(b, v)) * rng.uniform(0.5, 5, (b, 1))).astype(np.float32)
+    logits[:, ::9] = -np.inf
+    temperature = rng.uniform(0.3, 2, b).astype(np.float32)
+    top_p = np.where(rng.random(b) < 0.3, 1, rng.uniform(0.02, 0.999, b)).astype(np.float32)
+    top_k = np.where(rng.random(b) < 0.3, 0, rng.integers(1, 2 * v, b)).astype(np.int32)
+    rows = settings(b, temperature, top_p, top_k)
+    tokens, logprobs = truncated(jnp.asarray(logits), words(b), rows)
+    for i in range(b):
+        kept, margin = kept_by_sorting(logits[i], temperature[i], top_p[i], top_k[i])
+        assert margin > 2e-6  # the float32 mass decides these rows as float64 does
+        p = np.where(kept, softmax64(logits[i], temperature[i]), 0)
+        assert kept[tokens[i]]
+        # A set with one token more or less than the oracle's shows in the log of its mass.
+        np.testing.assert_allclose(logprobs[i], np.log(p[tokens[i]] / p.sum()), atol=1e-6)
+
+
+def test_a_truncated_draw_is_the_plain_draw_of_the_kept_tokens():
+    """Also the only check that every kept token can be drawn: same words, same tokens."""
+    logits = np.random.default_rng(3).normal(size=(200, 100)).astype(np.float32)
+    kept = np.stack([kept_by_sorting(x, 1.0, 0.7, 30)[0] for x in logits])
+    rows = settings(200, 1.0, 0.7, 30)
+    got = truncated(jnp.asarray(logits), words(200), rows)
+    want = plain(jnp.asarray(np.where(kept, logits, -np.inf)), words(200), rows)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], atol=1e-6)  # one ulp of log-probs below 8
+
+
+@pytest.mark.parametrize(
+    ("top_p", "top_k", "num_kept"),
+    [
+        (1.0, 1, 1),
+        (1.0, 2, 4),  # three tie for the second place
+        (1.0, 5, 5),
+        (0.0, 0, 1),  # the most probable token always stays
+        (0.39, 0, 1),
+        (0.41, 0, 4),
+        (0.9, 0, 5),
+        (0.59, 5, 4),  # of the five, renormalised to 0.412 and thrice 0.155, and 0.124
+        (0.87, 5, 4),
+        (0.88, 5, 5),
+        (1.0, 0, 6),
+        (1.0, 99, 6),
+    ],
+)
+def test_ties_and_limits(top_p, top_k, num_kept):
+    p = np.array([0.15, 0.40, 0.15, 0.0, 0.12, 0.15, 0.03])
+    with np.errstate(divide="ignore"):
+        logits = jnp.asarray(np.log(p)[None], jnp.float32)
+    _, logprob = truncated(logits, jnp.zeros((1, 2), jnp.uint32), settings(1, 1, top_p, top_k))
+    kept = np.sort(p)[::-1][:num_kept]
+    first = 1 if num_kept == 1 else 0  # word 0 draws the first token kept
+    np.testing.assert_allclose(logprob[0], np.log(p[first] / kept.sum()), atol=1e-6)
+
+
+# ---- random words
+
+
+def test_words_belong_to_row_and_step():
+    keys = jax.random.key_data(jax.random.split(jax.random.key(7), 5))
+    first = jnp.array([0, 3, 0, 10, 1], jnp.int32)
+    bits = np.asarray(random_bits(keys, first, 6))
+    assert bits.shape == (6, 5, 2) and bits.dtype == np.uint32
+    # A later chunk, fewer rows, another order: the same words.
+    later = random_bits(keys[::-1], first[::-1] + 4, 2)
+    np.testing.assert_array_equal(later, bits[4:, ::-1])
+    assert len(np.unique(bits)) == bits.size
+    alone = random_bits(keys[:1], jnp.array([0], jnp.int32), 6)
+    np.testing.assert_array_equal(alone[:, 0], bits[:, 0])
+
+
+# ---- cost
+
+
+@pytest.mark.parametrize("mode", ["sampled", "mixed", "greedy"])
+def test_a_plain_draw_stores_nothing_of_the_size_of_the_logits(mode):
+    b, v = 8, 32000
+    compiled = draw.lower(
+        jnp.zeros((b, v)), words(b), settings(b), is_truncated=False, mode=mode
+    ).compile()
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    # Block sums and the entries of one block; the weights alone would be 4 b v.
+    assert memory.temp_size_in_bytes < 4 * b * v / 8
