@@ -16,22 +16,21 @@ ALL = {name: {"family": name} for name in FAMILIES} | {
 }
 
 
-def leaf_of(params, tensor, piece):
-    """The part of our tree that a piece names, as a view."""
-    leaf = params["layers"][piece.leaf][tensor.layer] if tensor.layer >= 0 else params[piece.leaf]
-    return leaf[piece.index]
+def leaf_of(params, tensor, name):
+    """A leaf of our tree, or the tensor's layer of it, as a view."""
+    return params["layers"][name][tensor.layer] if tensor.layer >= 0 else params[name]
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_every_element_of_every_leaf_belongs_to_one_piece(name):
+def test_every_element_of_every_leaf_belongs_to_one_tensor(name):
     config = tiny_config(**ALL[name])
     abstract = transformer.abstract_params(config)
     counts = {k: np.zeros(x.shape, int) for k, x in abstract.items() if k != "layers"}
     counts["layers"] = {k: np.zeros(x.shape, int) for k, x in abstract["layers"].items()}
     for tensor in hf_names.tensors(config).values():
-        assert sum(leaf_of(counts, tensor, p).size for p in tensor.pieces) == np.prod(tensor.shape)
-        for piece in tensor.pieces:
-            view = leaf_of(counts, tensor, piece)
+        assert sum(leaf_of(counts, tensor, p).size for p in tensor.leaves) == np.prod(tensor.shape)
+        for leaf in tensor.leaves:
+            view = leaf_of(counts, tensor, leaf)
             view += 1
     for leaf in [*counts.pop("layers").values(), *counts.values()]:
         np.testing.assert_array_equal(leaf, 1)
@@ -45,10 +44,10 @@ def test_join_undoes_split_without_copies_or_casts(name):
     for full_name, tensor in hf_names.tensors(config).items():
         theirs = rng.normal(size=tensor.shape).astype(ml_dtypes.bfloat16)
         ours = tensor.split(theirs)
-        for piece, array in zip(tensor.pieces, ours, strict=True):
-            spec = (abstract["layers"] if tensor.layer >= 0 else abstract)[piece.leaf]
+        for leaf, array in zip(tensor.leaves, ours, strict=True):
+            spec = (abstract["layers"] if tensor.layer >= 0 else abstract)[leaf]
             shape = spec.shape[1:] if tensor.layer >= 0 else spec.shape
-            assert array.shape == np.empty(shape)[piece.index].shape, full_name
+            assert array.shape == shape, full_name
             assert np.shares_memory(array, theirs) and array.dtype == theirs.dtype
         back = tensor.join(ours)
         assert back.shape == tensor.shape and back.dtype == theirs.dtype

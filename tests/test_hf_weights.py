@@ -200,9 +200,9 @@ def test_any_dtype_becomes_any_other(tmp_path, target):
     for name, place in hf_names.tensors(config).items():
         used.add(tensors[name].dtype)
         tree = params if place.layer < 0 else params["layers"]
-        for piece, theirs in zip(place.pieces, place.split(tensors[name]), strict=True):
-            leaf = tree[piece.leaf] if place.layer < 0 else tree[piece.leaf][place.layer]
-            np.testing.assert_array_equal(leaf[piece.index], theirs.astype(target))
+        for leaf, theirs in zip(place.leaves, place.split(tensors[name]), strict=True):
+            ours = tree[leaf] if place.layer < 0 else tree[leaf][place.layer]
+            np.testing.assert_array_equal(ours, theirs.astype(target))
     assert used == {np.dtype(x) for x in dtypes}
 
 

@@ -261,9 +261,11 @@ def _optimizer(num_steps: int) -> optax.GradientTransformation:
 
     axes = {
         "q": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
-        "kv": optax.contrib.MuonDimensionNumbers(1, (3, 4)),
+        "k": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
+        "v": optax.contrib.MuonDimensionNumbers(1, (2, 3)),
         "o": optax.contrib.MuonDimensionNumbers((1, 2), 3),
-        "gate_up": optax.contrib.MuonDimensionNumbers(1, 3),
+        "gate": optax.contrib.MuonDimensionNumbers(1, 2),
+        "up": optax.contrib.MuonDimensionNumbers(1, 2),
         "down": optax.contrib.MuonDimensionNumbers(1, 2),
     }
     return optax.contrib.muon(

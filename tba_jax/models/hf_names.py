@@ -2,13 +2,12 @@
 """Hugging Face tensor names and layouts <-> the leaves of `transformer.init_params`.
 
 It describes; it reads no file and holds no array. The invariants it owns: every element of every
-leaf belongs to exactly one piece of one tensor, and `join(split(x)) == x` bit for bit.
+leaf belongs to exactly one tensor, and `join(split(x)) == x` bit for bit.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,46 +25,32 @@ _HEAD = {"gpt_neox": ("embed_out.weight", "lm_head.weight")}
 # Constants that old checkpoints carry: rotary frequencies and causal masks.
 _BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))$")
 
-_ALL = slice(None)
-
-
-class Piece(NamedTuple):
-    """One part of one of our leaves.
-
-    Attributes:
-        leaf: name in params, or in params["layers"] when the tensor belongs to a layer.
-        index: basic index into that leaf without its layer axis; () is all of it.
-    """
-
-    leaf: str
-    index: tuple[Any, ...]
-
 
 @dataclass(frozen=True)
 class HFTensor:
-    """A tensor of a Hugging Face checkpoint and the pieces of ours that it holds.
+    """A tensor of a Hugging Face checkpoint and the leaves of ours, or layers of them, it holds.
 
     Attributes:
         shape: the Hugging Face shape.
         layer: index of the layer it belongs to; -1: none.
-        pieces: what it holds, in the order of `split`.
+        leaves: names in params, or in params["layers"] when it belongs to a layer.
         grid: the same elements with every factor of their axes apart.
-        order: permutation of the grid's axes that puts the axis of the pieces first and leaves
+        order: permutation of the grid's axes that puts the axis of the leaves first and leaves
             the rest as our leaves have it.
     """
 
     shape: tuple[int, ...]
     layer: int
-    pieces: tuple[Piece, ...]
+    leaves: tuple[str, ...]
     grid: tuple[int, ...]
     order: tuple[int, ...]
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
-        """One array per piece, in the shape of leaf[index]: views of `theirs`."""
+        """One array per leaf (or its layer), in the shape of ours: views of `theirs`."""
         return list(theirs.reshape(self.grid).transpose(self.order))
 
     def join(self, ours: Sequence[np.ndarray]) -> np.ndarray:
-        """The Hugging Face tensor of these pieces, given in the order of `pieces`."""
+        """The Hugging Face tensor of these arrays, given in the order of `leaves`."""
         stacked = ours[0][None] if len(ours) == 1 else np.stack(ours)
         return stacked.transpose(np.argsort(self.order)).reshape(self.shape)
 
@@ -111,32 +96,26 @@ def _head(config: TransformerConfig) -> tuple[str, ...]:
     return _HEAD.get(config.family, ("lm_head.weight",))
 
 
-def _plain(leaf: str, layer: int, shape: tuple[int, ...], index: tuple[Any, ...] = ()) -> HFTensor:
+def _plain(leaf: str, layer: int, shape: tuple[int, ...]) -> HFTensor:
     """A tensor that lies as ours does."""
     grid = (1, *shape)
-    return HFTensor(shape, layer, (Piece(leaf, index),), grid, tuple(range(len(grid))))
+    return HFTensor(shape, layer, (leaf,), grid, tuple(range(len(grid))))
 
 
-def _bias(leaf: str, layer: int, axes: tuple[int, ...], index: tuple[Any, ...] = ()) -> HFTensor:
+def _bias(leaf: str, layer: int, axes: tuple[int, ...]) -> HFTensor:
     """A vector whose axis ours splits into `axes`."""
     size = int(np.prod(axes))
     order = tuple(range(len(axes) + 1))
-    return HFTensor((size,), layer, (Piece(leaf, index),), (1, *axes), order)
+    return HFTensor((size,), layer, (leaf,), (1, *axes), order)
 
 
-def _linear(
-    leaf: str,
-    layer: int,
-    ins: tuple[int, ...],
-    outs: tuple[int, ...],
-    index: tuple[Any, ...] = (),
-) -> HFTensor:
+def _linear(leaf: str, layer: int, ins: tuple[int, ...], outs: tuple[int, ...]) -> HFTensor:
     """The weight of a torch Linear, [out, in]; ours is [*ins, *outs]."""
     m, n = len(outs), len(ins)
     return HFTensor(
         shape=(int(np.prod(outs)), int(np.prod(ins))),
         layer=layer,
-        pieces=(Piece(leaf, index),),
+        leaves=(leaf,),
         grid=(1, *outs, *ins),
         order=(0, *range(m + 1, m + n + 1), *range(1, m + 1)),
     )
@@ -146,7 +125,7 @@ def _conv1d(leaf: str, layer: int, ins: tuple[int, ...], outs: tuple[int, ...]) 
     """The weight of GPT-2's Conv1D, [in, out]: ours with merged axes."""
     grid = (1, *ins, *outs)
     shape = (int(np.prod(ins)), int(np.prod(outs)))
-    return HFTensor(shape, layer, (Piece(leaf, ()),), grid, tuple(range(len(grid))))
+    return HFTensor(shape, layer, (leaf,), grid, tuple(range(len(grid))))
 
 
 def _llama(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
@@ -162,26 +141,26 @@ def _llama(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
     out = {
         "input_layernorm.weight": _plain("attn_norm", i, (d,)),
         "self_attn.q_proj.weight": _linear("q", i, (d,), q),
-        "self_attn.k_proj.weight": _linear("kv", i, (d,), kv, (_ALL, 0)),
-        "self_attn.v_proj.weight": _linear("kv", i, (d,), kv, (_ALL, 1)),
+        "self_attn.k_proj.weight": _linear("k", i, (d,), kv),
+        "self_attn.v_proj.weight": _linear("v", i, (d,), kv),
         "self_attn.o_proj.weight": _linear("o", i, q, (d,)),
         "post_attention_layernorm.weight": _plain("mlp_norm", i, (d,)),
-        "mlp.gate_proj.weight": _linear("gate_up", i, (d,), (f,), (_ALL, 0)),
-        "mlp.up_proj.weight": _linear("gate_up", i, (d,), (f,), (_ALL, 1)),
+        "mlp.gate_proj.weight": _linear("gate", i, (d,), (f,)),
+        "mlp.up_proj.weight": _linear("up", i, (d,), (f,)),
         "mlp.down_proj.weight": _linear("down", i, (f,), (d,)),
     }
     if config.qkv_bias:
         out["self_attn.q_proj.bias"] = _bias("q_bias", i, q)
-        out["self_attn.k_proj.bias"] = _bias("kv_bias", i, kv, (0,))
-        out["self_attn.v_proj.bias"] = _bias("kv_bias", i, kv, (1,))
+        out["self_attn.k_proj.bias"] = _bias("k_bias", i, kv)
+        out["self_attn.v_proj.bias"] = _bias("v_bias", i, kv)
     if config.o_bias:
         out["self_attn.o_proj.bias"] = _plain("o_bias", i, (d,))
     if config.qk_norm:
         out["self_attn.q_norm.weight"] = _plain("q_norm", i, (e,))
         out["self_attn.k_norm.weight"] = _plain("k_norm", i, (e,))
     if config.mlp_bias:
-        out["mlp.gate_proj.bias"] = _plain("gate_up_bias", i, (f,), (0,))
-        out["mlp.up_proj.bias"] = _plain("gate_up_bias", i, (f,), (1,))
+        out["mlp.gate_proj.bias"] = _plain("gate_bias", i, (f,))
+        out["mlp.up_proj.bias"] = _plain("up_bias", i, (f,))
         out["mlp.down_proj.bias"] = _plain("down_bias", i, (d,))
     return out
 
@@ -245,5 +224,5 @@ def _gpt2(config: TransformerConfig, layer: int | None) -> dict[str, HFTensor]:
     }
 
 
-_QKV = (Piece("q", ()), Piece("kv", (_ALL, 0)), Piece("kv", (_ALL, 1)))
-_QKV_BIAS = (Piece("q_bias", ()), Piece("kv_bias", (0,)), Piece("kv_bias", (1,)))
+_QKV = ("q", "k", "v")
+_QKV_BIAS = ("q_bias", "k_bias", "v_bias")

@@ -85,8 +85,8 @@ def load(
         tree = leaves["layers"] if is_in_layer else leaves
         layer = (tensor.layer,) if is_in_layer else ()
         arrays = tensor.split(safetensors_file.view(mapped[1], entry))
-        for piece, array in zip(tensor.pieces, arrays, strict=True):
-            tree[piece.leaf].put((*layer, *piece.index), array)
+        for leaf, array in zip(tensor.leaves, arrays, strict=True):
+            tree[leaf].put(layer, array)
     return config, jax.tree.map(lambda leaf: leaf.finish(), leaves), hf_config
 
 
@@ -275,7 +275,7 @@ def _headers(
     file_bytes = 0
     for name, tensor in tensors.items():
         tree = params["layers"] if tensor.layer >= 0 else params
-        dtype = np.dtype(tree[tensor.pieces[0].leaf].dtype)
+        dtype = np.dtype(tree[tensor.leaves[0]].dtype)
         num_bytes = math.prod(tensor.shape) * dtype.itemsize
         if files[-1] and file_bytes + num_bytes > _MAX_FILE_BYTES:
             files.append({})
@@ -293,16 +293,15 @@ def _arrays(
     names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
 ) -> Iterator[np.ndarray]:
     """The tensors of these names on the host, one at a time."""
-    for name in names:
-        tensor = tensors[name]
-        pieces = []
-        for piece in tensor.pieces:
-            leaf = params[piece.leaf] if tensor.layer < 0 else params["layers"][piece.leaf]
+    for tensor in (tensors[name] for name in names):
+        arrays = []
+        for name in tensor.leaves:
+            leaf = params[name] if tensor.layer < 0 else params["layers"][name]
             if tensor.layer >= 0:
                 is_host = isinstance(leaf, np.ndarray)
                 leaf = leaf[tensor.layer] if is_host else _layer(leaf, np.int32(tensor.layer))
-            pieces.append(_on_host(leaf[piece.index] if piece.index else leaf))
-        yield tensor.join(pieces)
+            arrays.append(_on_host(leaf))
+        yield tensor.join(arrays)
 
 
 @jax.jit

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every program of a decoder, lowered from shapes alone: to check that it compiles, and its memory.
+
+Nothing is computed and no weights are needed, and the devices need not exist: those of
+`jax.experimental.topologies` will do. It knows which programs a session runs and with what
+arguments; it does not know what the figures should be. The invariant it owns: the shapes are those
+that a `Session` passes.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.programs import Slots
+from tba_jax.decoding.sampling import RowSettings
+from tba_jax.models import transformer
+from tba_jax.models.attention import KVCache
+from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.sharding import AXIS_RULES, tree_shardings
+
+CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
+    "chunk_sampled": {"mode": "sampled", "is_truncated": False, "has_minimum": False},
+    "chunk_greedy": {"mode": "greedy", "is_truncated": False, "has_minimum": False},
+    "chunk_truncated": {"mode": "sampled", "is_truncated": True, "has_minimum": False},
+    "chunk_mixed": {"mode": "mixed", "is_truncated": True, "has_minimum": True},
+}
+"""The programs of a chunk worth compiling: each way to sample, and everything at once."""
+
+
+def weight_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
+    """Shardings of weights in the decoder's layout, a tuple of layers.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    axes = dict(transformer.param_axes(config))
+    units = dict(transformer.abstract_params(config))
+    # A matrix of the decoder's layout has heads and head_dim merged: it is divided by whole heads.
+    kept = {
+        name: [i for i, axis in enumerate(names) if axis not in ("layers", "head_dim")]
+        if name in ("q", "k", "v", "o")
+        else range(1, len(names))
+        for name, names in axes["layers"].items()
+    }
+    layer_axes = {name: tuple(axes["layers"][name][i] for i in kept[name]) for name in kept}
+    layer_units = {
+        name: jax.ShapeDtypeStruct(tuple(units["layers"][name].shape[i] for i in at), jnp.float32)
+        for name, at in kept.items()
+    }
+    axes["layers"] = (layer_axes,) * config.num_layers
+    units["layers"] = (layer_units,) * config.num_layers
+    return tree_shardings(axes, units, mesh)
+
+
+def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
+    """Sharding of a cache [n g c e]: over key/value heads.
+
+    With fewer of them than devices, neighbours that share a head keep a copy of it each: the mesh
+    axis is split in two. (Kept whole, the compiler would cut out each device's head at every chunk:
+    half a cache more for 2 heads on 4 devices.)
+    """
+    axis = AXIS_RULES["kv_heads"].mesh_axis
+    if axis not in mesh.shape:
+        return NamedSharding(mesh, PartitionSpec(None, None, None, None))
+    divided = math.gcd(mesh.shape[axis], config.num_kv_heads)
+    copies = mesh.shape[axis] // divided
+    if copies > 1:
+        at = mesh.axis_names.index(axis)
+        before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
+        names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
+        mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
+    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
+
+
+def abstract_weights(config: TransformerConfig, dtype: Any, where: Mesh | Sharding) -> Params:
+    """Weights in the decoder's layout as ShapeDtypeStructs with shardings.
+
+    Args:
+        config: the architecture.
+        dtype: of the weights.
+        where: a mesh, divided by the table of `sharding`; or one sharding for all.
+    """
+    shapes = _weight_shapes(config, dtype)
+    if not isinstance(where, Mesh):
+        return jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), shapes)
+    return jax.tree.map(
+        lambda x, sharding: _abstract(x.shape, x.dtype, sharding),
+        shapes,
+        weight_shardings(config, where),
+    )
+
+
+def lower_all(
+    decoder: Decoder,
+    weights: Params,
+    *,
+    num_slots: int,
+    cache_length: int,
+    prompt_length: int,
+    prefill_prompts: int = 1,
+    num_stop_ids: int = 1,
+) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
+    """(name, function that lowers it) of each program a session runs, at one set of sizes.
+
+    Args:
+        decoder: whose programs; each lowering counts as one of its traces.
+        weights: from `abstract_weights`, on the devices to compile for.
+        num_slots: n.
+        cache_length: columns of the cache.
+        prompt_length: prompt bucket.
+        prefill_prompts: prompts per prefill call.
+        num_stop_ids: room for stop ids.
+    """
+    config = decoder.config
+    # Anything the host passes has no sharding; caches are where the weights are.
+    where = decoder.cache_sharding or jax.tree.leaves(weights)[0].sharding
+    if decoder.cache_sharding is None and isinstance(where, NamedSharding):
+        where = NamedSharding(where.mesh, PartitionSpec())
+
+    def caches(rows: int, columns: int) -> tuple[KVCache, ...]:
+        shape = (rows, config.num_kv_heads, columns, config.head_dim)
+        part: Any = _abstract(shape, decoder.cache_dtype, where)
+        return (KVCache(part, part),) * config.num_layers
+
+    def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    n, history = num_slots, caches(num_slots, cache_length)
+    slots = Slots(
+        last=ints(n),
+        length=ints(n),
+        count=ints(n),
+        is_live=ints(n, dtype=jnp.bool_),
+        keys=ints(n, 2, dtype=jnp.uint32),
+        settings=RowSettings(
+            temperature=ints(n, dtype=jnp.float32),
+            top_p=ints(n, dtype=jnp.float32),
+            top_k=ints(n),
+        ),
+        min_new_tokens=ints(n),
+        max_new_tokens=ints(n),
+        stop_ids=ints(n, num_stop_ids),
+    )
+    prompts = ints(prefill_prompts, prompt_length), ints(prefill_prompts)
+    yield "prefill", lambda: decoder.prefill.lower(weights, *prompts)
+    prefilled = caches(prefill_prompts, prompt_length)
+    yield "admit", lambda: decoder.admit.lower(history, prefilled, ints(n), ints(n))
+    grown = -(-cache_length * 3 // 2 // 8) * 8
+    yield "resize", lambda: decoder.resize.lower(history[0], length=grown)
+    yield "take", lambda: decoder.take.lower(history[0], ints(max(1, n // 2)))
+    for name, variant in CHUNK_VARIANTS.items():
+        yield name, lambda kind=variant: decoder.run_chunk.lower(weights, history, slots, **kind)
+
+
+def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
+    """Bytes of the cache on each device, without the padding of the device's own layout."""
+    config = decoder.config
+    shape = (num_slots, config.num_kv_heads, cache_length, config.head_dim)
+    if decoder.cache_sharding is not None:
+        shape = decoder.cache_sharding.shard_shape(shape)
+    size = decoder.cache_dtype.itemsize
+    for axis in shape:
+        size *= axis
+    return 2 * config.num_layers * size
+
+
+def _weight_shapes(config: TransformerConfig, dtype: Any) -> Params:
+    stacked = transformer.abstract_params(config, dtype)
+    return jax.eval_shape(lambda params: transformer.unstack_layers(params, config), stacked)
+
+
+def _abstract(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every implementation of attention against the einsum, at every padding."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.models import attention, attention_kernels
+from tba_jax.models.attention import KVCache
+
+B, S, G, R, E = 4, 12, 2, 3, 16
+# Rounding of float32 sums in another order; of bfloat16 weights (2^-9 of values of about 1).
+TOLERANCES = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
+DTYPES = pytest.mark.parametrize("dtype", list(TOLERANCES), ids=lambda d: d.__name__)
+# Padding in front, behind, on both sides; none.
+MASK = np.array(
+    [[j >= a and j < b for j in range(S)] for a, b in ((3, 12), (0, 7), (2, 9), (0, 12))]
+)
+
+
+def arrays(*shapes, dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def sequences(dtype=jnp.float32):
+    return arrays((B, S, G, R, E), (B, S, G, E), (B, S, G, E), dtype=dtype)
+
+
+def by_hand(q, k, v, visible):
+    """Softmax attention in float64; visible [b s c]."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = np.einsum("bsgre,bcge->bgrsc", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(visible[:, None, None], scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bgrsc,bcge->bsgre", weights / weights.sum(-1, keepdims=True), v)
+
+
+def assert_close_where_valid(out, wanted, dtype=jnp.float32, mask=MASK):
+    out, wanted = (np.asarray(x, np.float64)[mask] for x in (out, wanted))
+    np.testing.assert_allclose(out, wanted, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@functools.cache
+def compiled(implementation):
+    """(output, gradients of the sum of squared valid outputs), jitted."""
+
+    def run(q, k, v, mask):
+        visible = attention.causal(mask)
+        return attention.attend_causal(q, k, v, visible, implementation=implementation)
+
+    def loss(q, k, v, mask):
+        out = run(q, k, v, mask).astype(jnp.float32)
+        return jnp.sum(jnp.where(mask[:, :, None, None, None], out, 0) ** 2)
+
+    return jax.jit(run), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+
+
+@DTYPES
+def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype):
+    q, k, v = sequences(dtype)
+    visible = np.tril(np.ones((S, S), bool))[None] & MASK[:, None, :]
+    visible |= np.eye(S, dtype=bool) & ~MASK[:, :, None]  # padded queries: anything finite
+    out = compiled("xla")[0](q, k, v, MASK)
+    assert out.dtype == dtype
+    assert_close_where_valid(out, by_hand(q, k, v, visible), dtype)
+
+
+def test_padding_is_never_read_and_comes_out_finite():
+    q, k, v = sequences()
+    padded = ~MASK[:, :, None, None]
+    for name in ("xla", "tpu_kernel"):
+        out = compiled(name)[0](q, k, v, MASK)
+        assert np.isfinite(out).all()
+        other = compiled(name)[0](q, jnp.where(padded, 1e3, k), jnp.where(padded, 1e3, v), MASK)
+        np.testing.assert_array_equal(np.asarray(out)[MASK], np.asarray(other)[MASK])
+
+
+@DTYPES
+def test_splash_attention_equals_the_einsum(dtype):
+    """Interpreted here; test_tpu_compile compiles it."""
+    args = (*sequences(dtype), MASK)
+    assert_close_where_valid(compiled("tpu_kernel")[0](*args), compiled("xla")[0](*args), dtype)
+
+
+def test_gradients_of_splash_attention_equal_those_of_the_einsum():
+    args = (*sequences(), MASK)
+    for one, other in zip(compiled("tpu_kernel")[1](*args), compiled("xla")[1](*args), strict=True):
+        assert_close_where_valid(one, other)
+
+
+@pytest.fixture
+def cudnn_in_xla(monkeypatch):
+    """cuDNN's interface (causal, row lengths, no mask) computed by XLA, with nan at its padding."""
+    real = jax.nn.dot_product_attention
+
+    def fake(q, k, v, *, is_causal, query_seq_lengths, key_value_seq_lengths, implementation):
+        assert implementation == "cudnn" and is_causal
+        for x in (q, k, v):
+            assert x.dtype in (jnp.bfloat16, jnp.float16)
+        out = real(
+            q,
+            k,
+            v,
+            is_causal=True,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            implementation="xla",
+        )
+        index = jnp.arange(q.shape[1])[None]
+        is_padding = index >= query_seq_lengths[:, None]
+        return jnp.where(is_padding[:, :, None, None], jnp.nan, out)
+
+    monkeypatch.setattr(attention, "_choose", lambda implementation, q: "cudnn")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+
+
+@pytest.mark.parametrize("is_right_padded", [False, True])
+def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded):
+    """Forward and gradient equal the einsum; a nan at padded positions goes nowhere."""
+    mask = np.sort(MASK, axis=1)[:, ::-1] if is_right_padded else MASK
+    args = sequences(jnp.bfloat16)
+
+    def run(q, k, v):
+        visible = attention.causal(jnp.asarray(mask), is_right_padded=is_right_padded)
+        return attention.attend_causal(q, k, v, visible)
+
+    def wanted(q, k, v):
+        return attention.attend(q, k, v, attention.causal_bias(jnp.asarray(mask)))
+
+    def value_and_grad(f):
+        def loss(q, k, v):
+            out = f(q, k, v)
+            valid = jnp.where(mask[:, :, None, None, None], out, 0).astype(jnp.float32)
+            return jnp.sum(valid**2), out
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(*args)
+
+    grads, out = value_and_grad(run)
+    wanted_grads, wanted_out = value_and_grad(wanted)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert_close_where_valid(out, wanted_out, jnp.bfloat16, mask)
+    for one, other in zip(grads, wanted_grads, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.isfinite(one).all() and (one[~mask] == 0).all()
+        # Gradients of 12 outputs add up at one key: values of about 8, half a unit of 2^-7.
+        np.testing.assert_allclose(one[mask], other[mask], atol=6e-2, rtol=4e-2)
+
+
+def test_cudnn_is_refused_by_name_where_it_cannot_run():
+    q, k, v = sequences()
+    visible = attention.causal(jnp.asarray(MASK))
+    with pytest.raises(
+        ValueError, match="'cudnn' got float32 queries of head_dim 16 on cpu.*'auto'"
+    ):
+        attention.attend_causal(q, k, v, visible, implementation="cudnn")
+    with pytest.raises(ValueError, match="'flash'; want 'auto', 'xla', 'cudnn' or 'tpu_kernel'"):
+        attention.attend_causal(q, k, v, visible, implementation="flash")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "chosen"),
+    [
+        (jnp.bfloat16, 64, "cudnn"),
+        (jnp.float16, 128, "cudnn"),
+        (jnp.float32, 64, "xla"),
+        (jnp.bfloat16, 12, "xla"),
+        (jnp.bfloat16, 256, "xla"),
+    ],
+)
+def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(monkeypatch, dtype, head_dim, chosen):
+    class Client:
+        platform_version = "PJRT C API\ncuda 13000"
+
+    class Device:
+        client = Client
+
+    monkeypatch.setattr(jax, "devices", lambda: [Device])
+    assert attention._choose("auto", jnp.zeros((1, 1, 1, 1, head_dim), dtype)) == chosen
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+def test_cudnn_equals_the_einsum():
+    args = (*sequences(jnp.bfloat16), MASK)
+    assert_close_where_valid(compiled("cudnn")[0](*args), compiled("xla")[0](*args), jnp.bfloat16)
+
+
+N, C, M = 5, 40, 8
+LENGTHS = np.array([0, 1, 16, 17, 40], np.int32)  # none, one, a whole block, one more, all
+
+
+def cached(dtype, index):
+    """Arguments of attend_cached; what no slot holds is nan."""
+    q, k, v = arrays((N, G, R, E), (N, G, E), (N, G, E), dtype=dtype)
+    old = arrays((N, G, C, E), (N, G, C, E), dtype=dtype, seed=1)
+    new = arrays((N, G, M, E), (N, G, M, E), dtype=dtype, seed=2)
+    held = np.arange(C)[None] < LENGTHS[:, None]
+    bias = np.where(held, 0.0, attention.MASKED).astype(np.float32)[:, None, None, :]
+    recent_bias = np.where(np.arange(M) <= index, 0.0, attention.MASKED).astype(np.float32)
+    return {
+        "q": q,
+        "k": k,
+        "v": v,
+        "history": KVCache(*old),
+        "history_bias": jnp.asarray(bias),
+        "recent": KVCache(*new),
+        "recent_bias": jnp.asarray(recent_bias)[None, None, None],
+        "index": jnp.int32(index),
+        "history_length": jnp.asarray(LENGTHS),
+    }
+
+
+@DTYPES
+@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
+def test_one_token_over_both_parts_of_the_cache_is_attention_over_all(
+    monkeypatch, dtype, implementation
+):
+    """Blocks of 16 columns, so that 40 end in a part of one; slots of every length."""
+    monkeypatch.setattr(attention_kernels, "_MOST_COLUMNS", 16)
+    index = 3
+    args = cached(dtype, index)
+    step = jax.jit(functools.partial(attention.attend_cached, implementation=implementation))
+    out, recent = step(**args)
+    np.testing.assert_array_equal(recent.keys[:, :, index], args["k"])
+    np.testing.assert_array_equal(recent.values[:, :, index], args["v"])
+    for slot, length in enumerate(LENGTHS):
+        parts = [
+            np.concatenate(
+                [
+                    np.asarray(x, np.float32)[slot, :, :n]
+                    for x, n in ((old, length), (new, index + 1))
+                ],
+                axis=1,
+            ).swapaxes(0, 1)[None]
+            for old, new in zip(args["history"], recent, strict=True)
+        ]
+        all_visible = np.ones((1, 1, length + index + 1), bool)
+        wanted = by_hand(args["q"][slot][None, None], *parts, all_visible)[0, 0]
+        tolerance = TOLERANCES[dtype]
+        np.testing.assert_allclose(
+            np.asarray(out[slot], np.float64), wanted, atol=tolerance, rtol=tolerance
+        )
+
+
+def test_the_decode_kernel_never_reads_what_a_slot_does_not_hold(monkeypatch):
+    monkeypatch.setattr(attention_kernels, "_MOST_COLUMNS", 16)
+    args = cached(jnp.float32, 0)
+    held = (np.arange(C)[None] < LENGTHS[:, None])[:, None, :, None]
+    run = jax.jit(attention_kernels.attend_history)
+    keys, values = args["history"]
+    clean = run(args["q"], keys, values, LENGTHS)
+    dirty = run(
+        args["q"], jnp.where(held, keys, jnp.nan), jnp.where(held, values, jnp.nan), LENGTHS
+    )
+    for one, other in zip(clean, dirty, strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert (clean.total[0] == 0).all() and (clean.out[0] == 0).all()
+
+
+def test_kernels_run_on_each_devices_part_of_a_mesh():
+    """Key/value heads over two devices, rows over two: the same numbers as one device."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
+    q, k, v = sequences()
+    run = jax.jit(attention_kernels.attend_causal, static_argnames="sharding")
+    out = run(q, k, v, MASK, sharding=sharding)
+    assert_close_where_valid(out, compiled("xla")[0](q, k, v, MASK))
+    args = cached(jnp.float32, 0)
+    history = (args["q"][:4], *(x[:4] for x in args["history"]), LENGTHS[:4])
+    decode = jax.jit(attention_kernels.attend_history, static_argnames="sharding")
+    for one, other in zip(decode(*history, sharding=sharding), decode(*history), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)  # one program per part: rounding
+    with pytest.raises(ValueError, match="only slots and heads can be divided"):
+        decode(*history, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))

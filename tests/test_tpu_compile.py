@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every program of the decoder compiles for TPU, without one: libtpu compiles for absent chips."""
+
+import functools
+import importlib.util
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import tiny_config
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from tba_jax.decoding import lowering
+from tba_jax.decoding.engine import Decoder
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (pip install libtpu)",
+)
+
+# As wide as a vector register where it matters: the compiler pads narrower heads, and then the
+# figures below say nothing about the cache.
+CONFIG = tiny_config(
+    qkv_bias=True,
+    hidden_size=64,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_size=128,
+    vocab_size=512,
+    max_positions=2048,
+)
+SIZES = {"num_slots": 16, "cache_length": 1024, "prompt_length": 128, "prefill_prompts": 2}
+
+
+@functools.cache
+def devices(topology):
+    # No TPU is looked for, and none is taken from a process that has it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def compile_all(topology, parts, implementation, names=None):
+    """{name: memory analysis} of programs on `parts` chips, and the cache bytes of each chip."""
+    mesh = Mesh(np.array(devices(topology)[:parts]), ("model",))
+    decoder = Decoder(
+        CONFIG,
+        compute_dtype=jnp.bfloat16,
+        eos_ids=(0,),
+        pad_id=1,
+        prompt_buckets=(128,),
+        max_length=1016,
+        cache_sharding=lowering.cache_sharding(CONFIG, mesh),
+        implementation=implementation,
+    )
+    weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
+    programs = dict(lowering.lower_all(decoder, weights, **SIZES))
+    compiled = {name: programs[name]().compile() for name in names or programs}
+    if implementation == "tpu_kernel":
+        for name in compiled.keys() & {"prefill", "chunk_sampled"}:
+            assert "tpu_custom_call" in compiled[name].as_text(), f"{name} has no kernel in it"
+    size = lowering.cache_bytes(decoder, SIZES["num_slots"], SIZES["cache_length"])
+    return {name: program.memory_analysis() for name, program in compiled.items()}, size
+
+
+def check(topology, parts, implementation, names=None):
+    """Compile, and see in the compiler's figures that the cache is donated and not copied."""
+    memory, size = compile_all(topology, parts, implementation, names)
+    for name, figures in memory.items():
+        if name == "admit" or name.startswith("chunk"):
+            assert figures.alias_size_in_bytes == size, name
+            # Weights, logits and scores of this model are far smaller than half a layer's cache.
+            assert figures.temp_size_in_bytes < size / 4, (name, figures.temp_size_in_bytes, size)
+
+
+def test_the_decoder_compiles_for_one_tpu_with_kernels():
+    check("v5e:2x2", 1, "tpu_kernel", ["prefill", "admit", "chunk_sampled"])
+
+
+def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
+    check("v5e:2x2", 4, "xla", ["prefill", "resize", "take", "chunk_truncated"])
+    check("v5e:2x2", 4, "tpu_kernel", ["chunk_greedy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_every_program_compiles_for_every_tpu(topology, parts, implementation):
+    check(topology, parts, implementation)
