@@ -190,7 +190,8 @@ def run_chunk(
     def body(carry: _Carry) -> _Carry:
         step = carry.step
         positions = slots.length + step
-        rope = transformer.rotary(positions, config)
+        # The barrier keeps XLA from computing the cosines again in every layer.
+        rope = jax.lax.optimization_barrier(transformer.rotary(positions, config))
         recent_bias = jnp.where(jnp.arange(num_steps) <= step, 0.0, attention.MASKED)[
             None, None, None
         ]

@@ -184,6 +184,7 @@ def test_hung_rewards_are_rejected_by_name_and_a_killed_worker_is_replaced(cache
     assert set(rejected) == {"reward_timeout"} and rejected["reward_timeout"] >= 3
 
 
+@pytest.mark.slow
 def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
     done = run(
         folder / "run",
@@ -244,6 +245,7 @@ def test_full_disk_at_a_checkpoint(full_disk):
     assert kept and load_host_state(str(workdir))[0] == kept[-1]
 
 
+@pytest.mark.slow
 def test_run_continues_when_there_is_room_again(full_disk, continued):
     workdir, done = continued
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ def balance(ledger):
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("num_searchers=2", "sync_period=2"),
+        pytest.param(("num_searchers=2", "sync_period=2"), marks=pytest.mark.slow),
         ("sync.transport=checkpoint", "num_cpu_devices=2", "placement=split"),
     ],
     ids=["memory-2-searchers", "checkpoint-split"],

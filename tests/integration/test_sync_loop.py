@@ -117,6 +117,7 @@ def test_a_finished_run_is_not_run_again(reference, cache):
     assert {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_search_metrics_wait_for_a_logged_step(cache, tmp_path):
     done = run(tmp_path / "run", *SYNC, "sync_period=4", "log.period=4", cache=cache)
     assert done.returncode == 0, done.stderr

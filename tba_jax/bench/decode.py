@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the decoder is, beside what else there is, and beside what the machine allows.
+
+    python -m tba_jax.bench.decode --workload=uniform --peers=hf,tunix --json
+
+Without --model it writes a Qwen2 checkpoint of random weights (--shape) that everybody loads. Two
+loads: `uniform`, 32 prompts of 64 tokens with 128 new tokens each and no end; `rl`, 16 samples of
+each of 8 prompts of 256 tokens, ended by EOS after a third of 256 tokens on average (how:
+`decode_engine.with_eos`). Tokens per second count the tokens of responses up to and including EOS,
+from submission to the last response on the host. Every side runs in a fresh process per repeat,
+one after the other, warmed up before it is measured; figures are medians of the repeats. The
+machine should be quiet: `cpu_s`, the processor time, tells where it was not.
+
+`first_token_s` of the engine is the end of its first chunk. `roofline_share` is the time that a
+decode step needs at the measured memory bandwidth or matmul rate, whichever is slower, over the
+time it took. --queued=64,256,1024,4096 adds the cost per token by the length of the queue.
+
+This module only starts processes and compares what they report: it imports no JAX, so that it
+holds no device.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tba_jax.bench import decode_peers
+
+_PROG = "python -m tba_jax.bench.decode"
+_VARIANTS = {"hf": ("dynamic", "static"), "tunix": ("sampler",)}
+_SHAPES = ("39m", "1.5b", "tiny")
+_TIMEOUT_S = 3600
+_QUEUE_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """What is to be decoded.
+
+    Attributes:
+        num_prompts, num_samples: p prompts, S responses to each.
+        prompt_tokens: length of every prompt.
+        max_new_tokens: length limit of responses.
+        has_eos: responses may end before it.
+    """
+
+    num_prompts: int
+    num_samples: int
+    prompt_tokens: int
+    max_new_tokens: int
+    has_eos: bool
+
+    @property
+    def eos_prob(self) -> float:
+        """Per token; a third of the limit is then the mean length, were there no limit."""
+        return 3 / self.max_new_tokens
+
+
+WORKLOADS = {
+    "uniform": Workload(32, 1, 64, 128, has_eos=False),
+    "rl": Workload(8, 16, 256, 256, has_eos=True),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog=_PROG)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="Hugging Face model folder; default: random weights")
+    which.add_argument("--shape", default="39m", choices=_SHAPES, help="of random weights")
+    parser.add_argument("--peers", default="", help="comma-separated: hf, tunix")
+    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
+    parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
+    parser.add_argument("--repeats", type=int, default=3, help="processes per side")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    for name in ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens"):
+        parser.add_argument(f"--{name}", type=int, help="default: that of the workload")
+    parser.add_argument("--num_slots", type=int, default=0, help="of our engine; 0: all responses")
+    parser.add_argument("--chunk_steps", type=int, default=8, help="of our engine")
+    parser.add_argument(
+        "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
+    args = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench_decode_") as folder:
+            result = measure(args, Path(folder))
+    except ValueError as error:
+        print(f"decode: {error}", file=sys.stderr)
+        return 1
+    result["command"] = shlex.join([*_PROG.split(), *argv])
+    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    for line in _table(result):
+        print(line)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures, by name.
+
+    Args:
+        args: of the command line.
+        folder: empty, for checkpoints and messages between processes.
+
+    Raises:
+        ValueError: an option, a model or an environment that cannot be measured; a side failed.
+    """
+    peers = [name for name in args.peers.split(",") if name]
+    workload = _workload(args)
+    queued = _numbers(args.queued)
+    _check_peers(peers, args.peer_python)
+    base = {"dtype": args.dtype, "chunk_steps": args.chunk_steps, "num_slots": args.num_slots}
+    eos_prob: dict[str, float] = {}
+    if args.model is None:
+        base["model"] = str(folder / "model")
+        job = base | {"shape": args.shape, "eos_prob": workload.eos_prob}
+        eos_prob = _run("write", job, folder, os.environ | {"JAX_PLATFORMS": "cpu"})
+    else:
+        base["model"] = args.model
+    vocab_size, eos_ids = _vocabulary(Path(base["model"]), is_ours=args.model is None)
+    # Tunix takes the padding token for padding wherever it is, so no prompt has it.
+    *words, pad_id = (i for i in range(vocab_size) if i not in eos_ids)
+    base |= {
+        "eos_ids": eos_ids if workload.has_eos else [],
+        "pad_id": pad_id,
+        "num_samples": workload.num_samples,
+        "max_new_tokens": workload.max_new_tokens,
+        "prompts": str(folder / "prompts.npy"),
+    }
+    if workload.has_eos and not eos_ids:
+        raise ValueError(
+            f"{args.model}: config.json names no eos_token_id, which --workload=rl needs. Take "
+            "--workload=uniform, or a model that ends its responses"
+        )
+    shape = (workload.num_prompts, workload.prompt_tokens)
+    np.save(base["prompts"], np.random.default_rng(args.seed).choice(words, shape).astype(np.int32))
+
+    ours, others = _repeat(args, peers, base, folder)
+    result = _our_figures(ours)
+    result["response_length"] = _length_figures(_lengths(ours, "engine"), workload, eos_prob)
+    result["peers"] = {
+        name: _peer_figures(found, result["tokens_per_s"], workload, eos_prob)
+        for name, found in others.items()
+    }
+    if queued:
+        result["queued"] = _run("queue", base | {"queued": queued, "seed": args.seed}, folder)
+    return result | {
+        "model": args.model or f"random weights, shape {args.shape}",
+        "dtype": args.dtype,
+        "workload": {"name": args.workload, **dataclasses.asdict(workload), **eos_prob},
+        "repeats": args.repeats,
+        "hardware": _hardware(ours[0]),
+    }
+
+
+def length_statistics(eos_prob: float, limit: int) -> tuple[float, float]:
+    """(mean, standard deviation) of the length of a response.
+
+    Args:
+        eos_prob: probability that a token is the last one.
+        limit: tokens after which every response is cut.
+    """
+    survival = (1 - eos_prob) ** np.arange(limit)  # P(length > i)
+    mean = survival.sum()
+    square = ((2 * np.arange(limit) + 1) * survival).sum()
+    return float(mean), math.sqrt(square - mean**2)
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    names = ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    at_least = {**dict.fromkeys(names, 1), "max_new_tokens": 8}
+    for name, value in {**given, "repeats": args.repeats, "chunk_steps": args.chunk_steps}.items():
+        if value < at_least.get(name, 1):
+            raise ValueError(
+                f"got --{name}={value}; wanted at least {at_least.get(name, 1)}. Leave it out for "
+                "the default"
+            )
+    return dataclasses.replace(WORKLOADS[args.workload], **given)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",") if word]
+    except ValueError:
+        numbers = [0]
+    if any(n < 1 or n % _QUEUE_STEP for n in numbers):
+        raise ValueError(
+            f"got --queued={text}; wanted multiples of {_QUEUE_STEP}, whole rounds of the slots, "
+            "such as 64,256,1024"
+        )
+    return numbers
+
+
+def _check_peers(peers: Sequence[str], python: str) -> None:
+    for name in peers:
+        if name not in _VARIANTS:
+            raise ValueError(
+                f"unknown peer {name!r} in --peers; known are {', '.join(_VARIANTS)}. Give some of "
+                "them, separated by commas, or leave --peers out"
+            )
+    for name in peers:
+        packages = decode_peers.PACKAGES[name]
+        code = (
+            "import importlib.util as u, sys; "
+            f"print(*[n for n in {packages} if u.find_spec(n) is None])"
+        )
+        try:
+            done = subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+            )
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise ValueError(
+                f"--peer_python={python} does not run: {error}. Give a Python interpreter"
+            ) from error
+        if done.stdout.strip():
+            raise ValueError(
+                f"peer {name} needs {', '.join(done.stdout.split())}, absent from {python}. "
+                "Install the extra `bench` (pip install 'tba_jax[bench]'), or give --peer_python"
+            )
+
+
+def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
+    """(vocabulary size, EOS ids) of a model folder; our own checkpoint names no EOS."""
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"--model={folder}: no config.json there. Give a Hugging Face folder")
+    config = json.loads(path.read_text())
+    if is_ours:
+        return config["vocab_size"], [config["vocab_size"] - 1]
+    eos = config.get("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos = json.loads(generation.read_text()).get("eos_token_id", eos)
+    return config["vocab_size"], eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
+def _repeat(
+    args: argparse.Namespace, peers: Sequence[str], base: Mapping[str, Any], folder: Path
+) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """(reports of our side, reports of each peer), one per repeat, interleaved."""
+    ours: list[dict[str, Any]] = []
+    others: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    for repeat in range(args.repeats):
+        # Each repeat draws other responses; one seed for its warm-up, one for what is measured.
+        job = {**base, "seed": args.seed + 1000 * repeat}
+        ours.append(_run("engine", job, folder))
+        for name in peers:
+            # After the first repeat only the fastest variant runs; it is the one that counts.
+            variants = [_fastest(others[name])] if repeat else _VARIANTS[name]
+            job |= {"variants": variants, "platform": ours[0]["platform"]}
+            script = [args.peer_python, "-P", decode_peers.__file__]
+            others[name].append(_run(name, job, folder, command=script))
+    return ours, others
+
+
+def _run(
+    side: str,
+    job: Mapping[str, Any],
+    folder: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "tba_jax.bench.decode_engine"),
+) -> dict[str, Any]:
+    """Do one job in a fresh process; what it reports."""
+    path, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
+    result.unlink(missing_ok=True)
+    path.write_text(json.dumps({**job, "side": side, "result": str(result)}))
+    with log.open("w") as out:
+        try:
+            done = subprocess.run(
+                [*command, str(path)], stdout=out, stderr=out, env=env, timeout=_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ValueError(
+                f"{side} took more than {_TIMEOUT_S} s. Give a smaller load, or fewer --peers"
+            ) from error
+    if done.returncode or not result.exists():
+        lines = log.read_text().strip().splitlines() or ["(it said nothing)"]
+        sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
+        raise ValueError(f"{side} failed with exit code {done.returncode}: {lines[-1]}")
+    report = json.loads(result.read_text())
+    for variant, run in report.get("runs", {}).items():
+        run["tokens_per_s"] = sum(run["lengths"]) / run["wall_s"]
+        figure = f"{run['tokens_per_s']:.1f} tokens/s"
+        print(f"{side} {variant}: {figure}, {run['wall_s']:.2f} s", file=sys.stderr)
+    return report
+
+
+def _fastest(reports: Sequence[Mapping[str, Any]]) -> str:
+    runs = reports[0]["runs"]
+    return max(runs, key=lambda name: runs[name]["tokens_per_s"])
+
+
+def _median(reports: Sequence[Mapping[str, Any]], variant: str, figure: str) -> float:
+    return statistics.median(x["runs"][variant][figure] for x in reports)
+
+
+def _lengths(reports: Sequence[Mapping[str, Any]], variant: str) -> list[int]:
+    return [n for x in reports for n in x["runs"][variant]["lengths"]]
+
+
+def _our_figures(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    first = reports[0]["runs"]["engine"]
+    figures = {name: _median(reports, "engine", name) for name in first if name != "lengths"}
+    shares = {
+        share: statistics.median(
+            x["runs"]["engine"][bound] / x["runs"]["engine"]["step_s"] for x in reports
+        )
+        for share, bound in (
+            ("roofline_share", "bound_step_s"),
+            ("roofline_share_of_sum", "sum_step_s"),
+        )
+    }
+    kept = ("num_slots", "num_params", "num_threads", "versions")
+    return {
+        "tokens_per_s": figures["tokens_per_s"],
+        **shares,
+        **figures,
+        "tokens_per_s_of_repeats": [x["runs"]["engine"]["tokens_per_s"] for x in reports],
+        "recompiled": max(x["runs"]["engine"]["recompiled"] for x in reports),
+        **{name: reports[0][name] for name in kept},
+    }
+
+
+def _peer_figures(
+    reports: Sequence[Mapping[str, Any]],
+    our_tokens_per_s: float,
+    workload: Workload,
+    eos_prob: Mapping[str, float],
+) -> dict[str, Any]:
+    variant = _fastest(reports)
+    names = ("tokens_per_s", "wall_s", "cpu_s", "first_token_s", "prefill_s", "decode_s")
+    figures = {name: _median(reports, variant, name) for name in names}
+    return {
+        "tokens_per_s": figures["tokens_per_s"],
+        "ratio": our_tokens_per_s / figures["tokens_per_s"],
+        "variant": variant,
+        **figures,
+        "tokens_per_s_of_repeats": [x["runs"][variant]["tokens_per_s"] for x in reports],
+        "tokens_per_s_of_variants": {
+            name: run["tokens_per_s"] for name, run in reports[0]["runs"].items()
+        },
+        "response_length": _length_figures(_lengths(reports, variant), workload, eos_prob),
+        "num_threads": reports[0]["num_threads"],
+        "device": reports[0]["device"],
+        "versions": reports[0]["versions"],
+    }
+
+
+def _length_figures(
+    lengths: Sequence[int], workload: Workload, eos_prob: Mapping[str, float]
+) -> dict[str, float]:
+    """What was drawn and, where the distribution is known, how far its mean is from expected.
+
+    `z` is in standard errors: of several sides that sample correctly, one above 4 is a chance of
+    less than 1 in 10,000.
+    """
+    quartiles = np.percentile(lengths, (25, 50, 75))
+    found = {"mean": float(np.mean(lengths)), "n": len(lengths), "max": max(lengths)}
+    found |= {f"percentile_{q}": float(x) for q, x in zip((25, 50, 75), quartiles, strict=True)}
+    if workload.has_eos and eos_prob:
+        mean, deviation = length_statistics(eos_prob["eos_prob_mean"], workload.max_new_tokens)
+        z = (found["mean"] - mean) / (deviation / math.sqrt(len(lengths)))
+        found |= {"expected_mean": mean, "z": z}
+    return found
+
+
+def _hardware(report: Mapping[str, Any]) -> dict[str, Any]:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "platform": report["platform"],
+        "device": report["device"],
+    }
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    """The figures for a reader."""
+    w, hw = result["workload"], result["hardware"]
+    rows = [
+        f"{result['model']}, {result['num_params'] / 1e6:.1f}M parameters, {result['dtype']}",
+        f"{w['name']}: {w['num_prompts']} x {w['num_samples']} responses, prompts of "
+        f"{w['prompt_tokens']}, up to {w['max_new_tokens']} new tokens; {result['repeats']} "
+        "repeats",
+        f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
+        "",
+        f"{'':>14} {'tokens/s':>10} {'ratio':>7} {'first token':>12} {'prefill':>9} {'decode':>9}"
+        f" {'CPU time':>9} {'mean length':>12}",
+    ]
+    for name, x in {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}.items():
+        label = f"{name} {x['variant']}" if "variant" in x else name
+        rows.append(
+            f"{label:>14} {x['tokens_per_s']:>10.1f} {x['ratio']:>6.2f}x "
+            f"{x['first_token_s']:>10.3f} s {x['prefill_s']:>7.2f} s {x['decode_s']:>7.2f} s "
+            f"{x['cpu_s']:>7.2f} s "
+            f"{x['response_length']['mean']:>12.1f}"
+        )
+    expected = result["response_length"].get("expected_mean")
+    rows += [f"(expected mean length {expected:.1f})"] if expected else []
+    rows += [
+        "",
+        f"decode step {1e3 * result['step_s']:.2f} ms of {result['num_slots']} slots, "
+        f"{100 * result['slot_share']:.0f} % in use; roofline "
+        f"{1e3 * result['bound_step_s']:.2f} ms, share {100 * result['roofline_share']:.0f} % "
+        f"({100 * result['roofline_share_of_sum']:.0f} % if memory and arithmetic do not overlap)",
+        f"  {result['bytes_per_step'] / 1e6:.1f} MB at {result['bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"{result['flops_per_step'] / 1e9:.2f} GFLOP at {result['flops_per_s'] / 1e9:.1f} GFLOP/s",
+        f"  {result['programs']:.0f} programs compiled in warm-up, {result['recompiled']} after it",
+    ]
+    queued = result.get("queued", {"by_length": {}})
+    for length, x in queued["by_length"].items():
+        rows.append(
+            f"  {length:>6} queued: {x['us_per_token']:.1f} us/token, {x['recompiled']} recompiled"
+        )
+    if queued["by_length"]:
+        rows.append(f"  spread {100 * queued['spread']:.1f} %")
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

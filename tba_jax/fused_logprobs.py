@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probs and entropies of tokens from hidden states and an output table, without their logits.
+
+    logits = hidden @ table.T / temperature
+    logprob = logits[target] - logsumexp(logits);  entropy = logsumexp(logits) - sum(p * logits)
+
+The forward pass visits the table block by block and keeps a running maximum and sums for each
+token. The backward pass, written by hand, makes the same blocks again, so logits exist for one
+block of the vocabulary and one chunk of the tokens at a time. It knows arrays, not models, meshes
+or losses. The invariant it owns: nothing it makes has a token axis and the whole vocabulary.
+
+A block of logits is [vocabulary, tokens]: sums over the vocabulary then run over the major axis,
+where every lane of a vector unit is another token. In the backward pass blocks are the outer loop
+and chunks the inner one: a block's table gradient is complete in float32 before it is rounded to
+the dtype of the table, and the whole gradient exists only once, in that dtype.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int
+
+_Carry = TypeVar("_Carry")
+
+VOCAB_BLOCK = 2048
+"""Table rows per block. Each block adds into the hidden gradient [n, d], and reads and writes of
+that array cost less than the products only if a block has a thousand rows or more."""
+
+# Below any logit; finite, so that the difference of two is never nan.
+_LOWEST = -1e30
+
+
+class _Static(NamedTuple):
+    """What the compiled program depends on beside shapes."""
+
+    temperature: float
+    vocab_shards: int
+    vocab_block: int
+    with_entropy: bool
+
+
+class _Sums(NamedTuple):
+    """Running sums over the vocabulary, one entry per token.
+
+    Attributes:
+        top: largest logit so far.
+        total: sum of exp(logit - top).
+        weighted: sum of exp(logit - top) * (logit - top); 0 where no entropy is wanted.
+        chosen: logit of the target.
+    """
+
+    top: Float32[Array, " n"]
+    total: Float32[Array, " n"]
+    weighted: Float32[Array, " n"]
+    chosen: Float32[Array, " n"]
+
+
+def fused_logprobs(
+    hidden: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_shards: int = 1,
+    vocab_block: int = VOCAB_BLOCK,
+) -> Float32[Array, "b t"]:
+    """log softmax(hidden @ table.T / temperature)[targets], float32.
+
+    Gradients flow to `hidden` and `table`; there is no forward-mode derivative. Products take
+    inputs of the dtype of `hidden` and accumulate in float32.
+
+    Args:
+        hidden: states after the last norm. The axis b may be divided over devices; no program
+            made here moves its rows between them.
+        table: one row per token id, tied to the embedding or not; cast to the dtype of `hidden`
+            block by block.
+        targets: token ids in [0, v).
+        temperature: divides the logits, > 0.
+        chunk_tokens: most tokens, over all devices, whose logits of a block exist at a time.
+            Chunks are cut along t, so that b stays divided as it was.
+        vocab_shards: into how many parts devices divide the axis v of `table`. Blocks are then
+            cut within the parts; a wrong number costs communication, not correctness.
+        vocab_block: rows of each part in a block.
+
+    Raises:
+        ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
+    """
+    static = _static(table, temperature, chunk_tokens, vocab_shards, vocab_block, False)
+    return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
+
+
+def fused_logprobs_and_entropy(
+    hidden: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    *,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_shards: int = 1,
+    vocab_block: int = VOCAB_BLOCK,
+) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
+    """`fused_logprobs`, and the entropy in nats of the distribution each token was drawn from.
+
+    Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
+    """
+    static = _static(table, temperature, chunk_tokens, vocab_shards, vocab_block, True)
+    return _over_chunks(hidden, table, targets, chunk_tokens, static)
+
+
+def _static(
+    table: Array,
+    temperature: float,
+    chunk_tokens: int,
+    vocab_shards: int,
+    vocab_block: int,
+    with_entropy: bool,
+) -> _Static:
+    positive = {
+        "temperature": temperature,
+        "chunk_tokens": chunk_tokens,
+        "vocab_shards": vocab_shards,
+        "vocab_block": vocab_block,
+    }
+    for name, value in positive.items():
+        if not value > 0:
+            raise ValueError(f"{name} = {value}; wanted a positive number")
+    if table.shape[0] % vocab_shards:
+        raise ValueError(
+            f"a table of {table.shape[0]} rows cannot be divided into vocab_shards = "
+            f"{vocab_shards} equal parts; keep it whole on each device and use vocab_shards = 1"
+        )
+    return _Static(temperature, vocab_shards, vocab_block, with_entropy)
+
+
+def _over_chunks(
+    hidden: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    chunk_tokens: int,
+    static: _Static,
+) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
+    b, t, d = hidden.shape
+    v, m = table.shape[0], static.vocab_shards
+    size = -(-t // min(t, -(-b * t // chunk_tokens)))  # positions per chunk
+    c = -(-t // size)
+    padding = ((0, 0), (0, c * size - t))
+    hidden = jnp.pad(hidden, (*padding, (0, 0))).reshape(b, c, size, d)
+    targets = jnp.pad(targets, padding).reshape(b, c, size)
+    # b before the positions: a division of b over devices is one of the merged axis too.
+    outputs = _fused(
+        jnp.swapaxes(hidden, 0, 1).reshape(c, b * size, d),
+        table.reshape(m, v // m, d),
+        jnp.swapaxes(targets, 0, 1).reshape(c, b * size),
+        static,
+    )
+
+    def restore(x: Float32[Array, "c n"]) -> Float32[Array, "b t"]:
+        return jnp.swapaxes(x.reshape(c, b, size), 0, 1).reshape(b, c * size)[:, :t]
+
+    return restore(outputs[0]), restore(outputs[1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _fused(
+    hidden: Float[Array, "c n d"],
+    table: Float[Array, "m w d"],
+    targets: Int[Array, "c n"],
+    static: _Static,
+) -> tuple[Float32[Array, "c n"], Float32[Array, "c n"]]:
+    """(log-probs, entropies or zeros) of c chunks; the table in m parts of w rows."""
+    return _forward(hidden, table, targets, static)[0]
+
+
+def _forward(
+    hidden: Float[Array, "c n d"],
+    table: Float[Array, "m w d"],
+    targets: Int[Array, "c n"],
+    static: _Static,
+) -> tuple[tuple[Array, Array], Any]:
+    def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        hidden, targets = xs
+
+        def visit(start: Any, size: int, sums: _Sums) -> _Sums:
+            rows, ids = _block(table, start, size, hidden.dtype)
+            logits = _logits(rows, hidden, static)
+            top = jnp.maximum(sums.top, jnp.max(logits, axis=0))
+            shifted = logits - top[None]
+            exp = jnp.exp(shifted)
+            fall = sums.top - top
+            scale = jnp.exp(fall)
+            weighted = sums.weighted
+            if static.with_entropy:
+                weighted = (weighted + sums.total * fall) * scale + jnp.sum(exp * shifted, axis=0)
+            return _Sums(
+                top,
+                sums.total * scale + jnp.sum(exp, axis=0),
+                weighted,
+                sums.chosen + jnp.sum(jnp.where(_is_target(ids, targets), logits, 0.0), axis=0),
+            )
+
+        zeros = jnp.zeros(targets.shape, jnp.float32)
+        first = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
+        sums = _each_block(table.shape[1], static.vocab_block, visit, first)
+        log_total = jnp.log(sums.total)
+        logsumexp = sums.top + log_total
+        entropy = log_total - sums.weighted / sums.total if static.with_entropy else zeros
+        return sums.chosen - logsumexp, entropy, logsumexp
+
+    if hidden.shape[0] == 1:
+        logprobs, entropy, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
+    else:
+        logprobs, entropy, logsumexp = jax.lax.map(chunk, (hidden, targets))
+    return (logprobs, entropy), (hidden, table, targets, logsumexp, entropy)
+
+
+def _backward(
+    static: _Static, saved: Any, cotangents: tuple[Array, Array]
+) -> tuple[Float[Array, "c n d"], Float[Array, "m w d"], None]:
+    """Gradients of hidden and table.
+
+    d logprob / d logits = onehot(target) - p
+    d entropy / d logits = -p * (log p + entropy)
+    """
+    hidden, table, targets, logsumexp, entropy = saved
+    c = hidden.shape[0]
+    of_logprob, of_entropy = (x / static.temperature for x in cotangents)
+
+    def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        d_hidden, d_table = carry
+        rows, ids = _block(table, start, size, hidden.dtype)
+
+        def chunk(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            d_hidden, d_rows = carry
+            logp = _logits(rows, hidden[j], static) - logsumexp[j][None]
+            weight = of_logprob[j][None]
+            if static.with_entropy:
+                weight = weight + of_entropy[j][None] * (logp + entropy[j][None])
+            chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None], 0.0)
+            d_logits = (chosen - jnp.exp(logp) * weight).astype(hidden.dtype)
+            of_chunk = _matmul("vn,vd->nd", d_logits, rows)
+            d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, d_hidden[j] + of_chunk, j, 0)
+            return d_hidden, d_rows + _matmul("vn,nd->vd", d_logits, hidden[j])
+
+        none = jnp.zeros(rows.shape, jnp.float32)
+        if c == 1:
+            d_hidden, d_rows = chunk(0, (d_hidden, none))
+        else:
+            d_hidden, d_rows = jax.lax.fori_loop(0, c, chunk, (d_hidden, none))
+        d_rows = d_rows.reshape(table.shape[0], size, -1).astype(table.dtype)
+        return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
+
+    first = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(table)
+    d_hidden, d_table = _each_block(table.shape[1], static.vocab_block, visit, first)
+    return d_hidden.astype(hidden.dtype), d_table, None
+
+
+_fused.defvjp(_forward, _backward)
+
+
+def _each_block(
+    width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
+) -> _Carry:
+    """`carry` after `visit(start, size, carry)` of all blocks; the last may be smaller."""
+    whole, rest = divmod(width, block)
+    if whole:
+        carry = jax.lax.fori_loop(0, whole, lambda i, x: visit(i * block, block, x), carry)
+    return visit(whole * block, rest, carry) if rest else carry
+
+
+def _block(
+    table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
+) -> tuple[Float[Array, "n d"], Int[Array, " n"]]:
+    """(rows, their token ids) of one block: `size` rows of each part of the table."""
+    m, w, d = table.shape
+    rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
+    ids = (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
+    rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
+    return rows.reshape(m * size, d).astype(dtype), ids.reshape(-1)
+
+
+def _is_target(ids: Int[Array, " v"], targets: Int[Array, " n"]) -> Bool[Array, "v n"]:
+    # Compared in place: a gather of rows from a divided table would travel between devices.
+    return ids[:, None] == targets[None]
+
+
+def _logits(
+    rows: Float[Array, "v d"], hidden: Float[Array, "n d"], static: _Static
+) -> Float32[Array, "v n"]:
+    return _matmul("vd,nd->vn", rows, hidden) / static.temperature
+
+
+def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
