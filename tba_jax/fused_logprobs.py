@@ -43,7 +43,7 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Running sums over the vocabulary, one entry per token.
+    """Running sums over each part of the vocabulary, one entry per token.
 
     Attributes:
         top: largest logit so far.
@@ -52,10 +52,10 @@ class _Sums(NamedTuple):
         chosen: logit of the target.
     """
 
-    top: Float32[Array, " n"]
-    total: Float32[Array, " n"]
-    weighted: Float32[Array, " n"]
-    chosen: Float32[Array, " n"]
+    top: Float32[Array, "m n"]
+    total: Float32[Array, "m n"]
+    weighted: Float32[Array, "m n"]
+    chosen: Float32[Array, "m n"]
 
 
 def fused_logprobs(
@@ -187,28 +187,27 @@ def _forward(
         def visit(start: Any, size: int, sums: _Sums) -> _Sums:
             rows, ids = _block(table, start, size, hidden.dtype)
             logits = _logits(rows, hidden, static)
-            top = jnp.maximum(sums.top, jnp.max(logits, axis=0))
-            shifted = logits - top[None]
+            top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
+            shifted = logits - top[:, None]
             exp = jnp.exp(shifted)
-            fall = sums.top - top
-            scale = jnp.exp(fall)
-            weighted = sums.weighted
-            if static.with_entropy:
-                weighted = (weighted + sums.total * fall) * scale + jnp.sum(exp * shifted, axis=0)
+            sums = _lift(sums, top, static)
+            chosen = jnp.where(_is_target(ids, targets), logits, 0.0)
             return _Sums(
                 top,
-                sums.total * scale + jnp.sum(exp, axis=0),
-                weighted,
-                sums.chosen + jnp.sum(jnp.where(_is_target(ids, targets), logits, 0.0), axis=0),
+                sums.total + jnp.sum(exp, axis=1),
+                sums.weighted + jnp.sum(exp * shifted, axis=1) if static.with_entropy else zeros,
+                sums.chosen + jnp.sum(chosen, axis=1),
             )
 
-        zeros = jnp.zeros(targets.shape, jnp.float32)
+        zeros = jnp.zeros((table.shape[0], targets.shape[0]), jnp.float32)
         first = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
         sums = _each_block(table.shape[1], static.vocab_block, visit, first)
-        log_total = jnp.log(sums.total)
-        logsumexp = sums.top + log_total
-        entropy = log_total - sums.weighted / sums.total if static.with_entropy else zeros
-        return sums.chosen - logsumexp, entropy, logsumexp
+        # Only here do devices that hold different parts talk.
+        top = jnp.max(sums.top, axis=0)
+        _, total, weighted, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None], static))
+        logsumexp = top + jnp.log(total)
+        entropy = jnp.log(total) - weighted / total if static.with_entropy else zeros[0]
+        return chosen - logsumexp, entropy, logsumexp
 
     if hidden.shape[0] == 1:
         logprobs, entropy, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
@@ -235,27 +234,30 @@ def _backward(
 
         def chunk(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_rows = carry
-            logp = _logits(rows, hidden[j], static) - logsumexp[j][None]
-            weight = of_logprob[j][None]
+            logp = _logits(rows, hidden[j], static) - logsumexp[j][None, None]
+            weight = of_logprob[j][None, None]
             if static.with_entropy:
-                weight = weight + of_entropy[j][None] * (logp + entropy[j][None])
-            chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None], 0.0)
+                weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
+            chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None, None], 0.0)
             d_logits = (chosen - jnp.exp(logp) * weight).astype(hidden.dtype)
-            of_chunk = _matmul("vn,vd->nd", d_logits, rows)
-            d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, d_hidden[j] + of_chunk, j, 0)
-            return d_hidden, d_rows + _matmul("vn,nd->vd", d_logits, hidden[j])
+            of_chunk = d_hidden[j] + _matmul("mwn,mwd->mnd", d_logits, rows)
+            d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
+            return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j])
 
         none = jnp.zeros(rows.shape, jnp.float32)
         if c == 1:
             d_hidden, d_rows = chunk(0, (d_hidden, none))
         else:
             d_hidden, d_rows = jax.lax.fori_loop(0, c, chunk, (d_hidden, none))
-        d_rows = d_rows.reshape(table.shape[0], size, -1).astype(table.dtype)
+        d_rows = d_rows.astype(table.dtype)
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
 
-    first = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(table)
+    n, d = hidden.shape[1:]
+    # Each part of the table has its own sum: devices add them up once and not for every block.
+    d_hidden = jnp.zeros((c, table.shape[0], n, d), jnp.float32)
+    first = d_hidden, jnp.zeros_like(table)
     d_hidden, d_table = _each_block(table.shape[1], static.vocab_block, visit, first)
-    return d_hidden.astype(hidden.dtype), d_table, None
+    return jnp.sum(d_hidden, axis=1).astype(hidden.dtype), d_table, None
 
 
 _fused.defvjp(_forward, _backward)
@@ -266,31 +268,46 @@ def _each_block(
 ) -> _Carry:
     """`carry` after `visit(start, size, carry)` of all blocks; the last may be smaller."""
     whole, rest = divmod(width, block)
+    # The smaller block first: after a loop XLA:CPU copies the table gradient to write into it.
+    if rest:
+        carry = visit(whole * block, rest, carry)
     if whole:
         carry = jax.lax.fori_loop(0, whole, lambda i, x: visit(i * block, block, x), carry)
-    return visit(whole * block, rest, carry) if rest else carry
+    return carry
+
+
+def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
+    """The same sums relative to a larger `top`."""
+    rise = top - sums.top
+    scale = jnp.exp(-rise)
+    weighted = sums.weighted
+    if static.with_entropy:
+        weighted = (weighted - sums.total * rise) * scale
+    return _Sums(top, sums.total * scale, weighted, sums.chosen)
 
 
 def _block(
     table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
-) -> tuple[Float[Array, "n d"], Int[Array, " n"]]:
+) -> tuple[Float[Array, "m x d"], Int[Array, "m x"]]:
     """(rows, their token ids) of one block: `size` rows of each part of the table."""
-    m, w, d = table.shape
+    m, w, _ = table.shape
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
-    ids = (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
+    # Times one, which the compiler must not know: it would move the rounding to bfloat16 out of
+    # the loop (on TPU that of float32 products too) and keep a rounded copy of the whole table.
     rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
-    return rows.reshape(m * size, d).astype(dtype), ids.reshape(-1)
+    ids = (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
+    return rows.astype(dtype), ids
 
 
-def _is_target(ids: Int[Array, " v"], targets: Int[Array, " n"]) -> Bool[Array, "v n"]:
+def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:
     # Compared in place: a gather of rows from a divided table would travel between devices.
-    return ids[:, None] == targets[None]
+    return ids[..., None] == targets[None, None]
 
 
 def _logits(
-    rows: Float[Array, "v d"], hidden: Float[Array, "n d"], static: _Static
-) -> Float32[Array, "v n"]:
-    return _matmul("vd,nd->vn", rows, hidden) / static.temperature
+    rows: Float[Array, "m w d"], hidden: Float[Array, "n d"], static: _Static
+) -> Float32[Array, "m w n"]:
+    return _matmul("mwd,nd->mwn", rows, hidden) / static.temperature
 
 
 def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:

@@ -3,8 +3,8 @@
 
 The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
 at every response token including the end-of-sequence token (design: log-probabilities have one
-definition). Logits exist for `chunk_tokens` tokens at a time, in the forward and in the backward
-pass. This module does not know who sampled the responses or what loss follows.
+definition). `fused_logprobs` sees to it that logits exist for a block of the vocabulary at a time.
+This module does not know who sampled the responses or what loss follows.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.models.transformer import TransformerConfig, apply, unembed
+from tba_jax.fused_logprobs import fused_logprobs
+from tba_jax.models.transformer import TransformerConfig, apply
 
 
 def response_mask(
@@ -39,37 +40,6 @@ def response_mask(
     return mask
 
 
-def _chunked_logprobs(
-    params: Any,
-    hidden: Float[Array, "n d"],
-    targets: Int[Array, " n"],
-    *,
-    config: TransformerConfig,
-    temperature: float,
-    compute_dtype: jnp.dtype,
-    chunk_tokens: int,
-) -> Float[Array, " n"]:
-    """log softmax(unembed(hidden) / temperature)[targets], logits of one chunk alive at a time."""
-    n, d = hidden.shape
-    num_chunks = -(-n // chunk_tokens)
-    size = -(-n // num_chunks)
-    padding = num_chunks * size - n
-    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(num_chunks, size, d)
-    targets = jnp.pad(targets, (0, padding)).reshape(num_chunks, size)
-
-    # checkpoint: the backward pass recomputes a chunk's logits instead of keeping all of them.
-    @jax.checkpoint
-    def chunk(hidden: Float[Array, "c d"], targets: Int[Array, " c"]) -> Float[Array, " c"]:
-        logits = unembed(params, hidden, config=config, compute_dtype=compute_dtype) / temperature
-        chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        return chosen - jax.nn.logsumexp(logits, axis=-1)
-
-    if num_chunks == 1:
-        return chunk(hidden[0], targets[0])[:n]
-    _, out = jax.lax.scan(lambda _, xs: (None, chunk(*xs)), None, (hidden, targets))
-    return out.reshape(-1)[:n]
-
-
 def token_logprobs(
     params: Any,
     tokens: Int[Array, "p k s"],
@@ -80,7 +50,8 @@ def token_logprobs(
     config: TransformerConfig,
     temperature: float,
     compute_dtype: Any = jnp.float32,
-    chunk_tokens: int = 1024,
+    chunk_tokens: int = 8192,
+    vocab_shards: int = 1,
     remat: bool = False,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
@@ -94,12 +65,21 @@ def token_logprobs(
         config: model shape.
         temperature: the sampling temperature; divides the logits.
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
-        chunk_tokens: most tokens whose [., v] logits exist at a time.
+        chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
+        vocab_shards: into how many parts devices divide the vocabulary of the output table.
         remat: recompute each layer in the backward pass instead of keeping its activations.
+
+    Raises:
+        ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
 
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
     """
+    if config.num_labels:
+        raise ValueError(
+            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
+            "language model"
+        )
     p, k, s = tokens.shape
     t = response_bucket
     rows = tokens.reshape(p * k, s)
@@ -113,14 +93,13 @@ def token_logprobs(
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
-    logprobs = _chunked_logprobs(
-        params,
-        hidden.reshape(p * k * t, -1),
-        rows[:, s - t :].reshape(-1),
-        config=config,
+    logprobs = fused_logprobs(
+        hidden.astype(compute_dtype),
+        params["embed"] if config.tie_embeddings else params["unembed"],
+        rows[:, s - t :],
         temperature=temperature,
-        compute_dtype=compute_dtype,
         chunk_tokens=chunk_tokens,
+        vocab_shards=vocab_shards,
     )
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)

@@ -26,6 +26,8 @@ _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
+_LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
+
 # Study -> variant -> config overrides on the default preset of configs/math.py. The first variant
 # is the one the others are compared with.
 STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -37,6 +39,11 @@ STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
         "async": _SHORT,
         "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
         "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
+    },
+    # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
+    "in_flight": {
+        "round": (*_SHORT, *_LONG_ROUNDS),
+        "in flight": (*_SHORT, *_LONG_ROUNDS, "search.swap=in_flight"),
     },
 }
 

@@ -23,6 +23,7 @@ LAYERS = {
     "rewards": 1,
     "sharding": 1,
     "tokenizer": 1,
+    "fused_logprobs": 1,
     "decoding": 2,
     "logprobs": 2,
     "outbox": 3,

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token log-probs: one definition, chunked, equal to the naive form and to the decoder's."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import random_params, tiny_config
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.logprobs import response_mask, token_logprobs
@@ -51,21 +55,21 @@ def score(params, tokens, prompt_lengths, response_lengths, *, t=6, **kwargs):
         jnp.asarray(prompt_lengths),
         jnp.asarray(response_lengths),
         response_bucket=t,
-        config=CONFIG,
+        config=kwargs.pop("config", CONFIG),
         temperature=kwargs.pop("temperature", 0.7),
         **kwargs,
     )
 
 
-def naive(params, prompt, response, temperature):
+def naive(params, prompt, response, temperature, config=CONFIG):
     """No padding, no chunks: softmax of the whole sequence's logits, in float64."""
     row = jnp.asarray(np.concatenate([prompt, response]))[None]
     positions = jnp.arange(row.shape[1])[None]
     hidden = transformer.apply(
-        params, row, positions, jnp.ones_like(row, bool), config=CONFIG, compute_dtype=jnp.float32
+        params, row, positions, jnp.ones_like(row, bool), config=config, compute_dtype=jnp.float32
     )
     logits = np.asarray(
-        transformer.unembed(params, hidden, config=CONFIG, compute_dtype=jnp.float32), np.float64
+        transformer.unembed(params, hidden, config=config, compute_dtype=jnp.float32), np.float64
     )[0]
     logits = logits / temperature
     logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -86,7 +90,7 @@ def test_decoder_scoring_and_naive_log_probs_agree_per_token(params, decoded):
             assert np.all(np.asarray(scored)[i, j, n:] == 0.0)
 
 
-# 7 leaves a padded last chunk, 1000 is one chunk
+# one position of the six rows at a time, and all at once
 @pytest.mark.parametrize("chunk_tokens", [7, 1000])
 def test_chunking_changes_neither_values_nor_gradients(params, decoded, chunk_tokens):
     tokens, prompt_lengths, out = decoded
@@ -129,10 +133,10 @@ def test_logits_of_the_whole_batch_never_exist(params, decoded):
         )(p)
     )(params)
     vocabulary_rows = [
-        int(np.prod(v.aval.shape[:-1]))
+        v.aval.size // CONFIG.vocab_size
         for eqn in _equations(jaxpr.jaxpr)
         for v in eqn.outvars
-        if getattr(v.aval, "shape", ()) and v.aval.shape[-1] == CONFIG.vocab_size
+        if CONFIG.vocab_size in getattr(v.aval, "shape", ())
     ]
     # 2 prompts x 3 responses x 6 positions = 36 rows would be the naive tensor
     assert vocabulary_rows and max(vocabulary_rows) <= CONFIG.hidden_size
@@ -146,6 +150,60 @@ def _equations(jaxpr):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from _equations(inner)
+
+
+def test_an_untied_table_is_the_one_that_is_used(decoded):
+    tokens, prompt_lengths, out = decoded
+    config = tiny_config(tie_embeddings=False)
+    params = random_params(config)
+
+    def total(params):
+        logprobs = score(params, tokens, prompt_lengths, out.lengths, config=config)
+        return jnp.sum(logprobs), logprobs
+
+    (_, logprobs), grad = jax.value_and_grad(total, has_aux=True)(params)
+    n = out.lengths[1, 2]
+    expected = naive(params, tokens[1, 2, 6:8], out.tokens[1, 2, :n], 0.7, config)
+    # float32 forward passes with different reduction orders
+    np.testing.assert_allclose(logprobs[1, 2, :n], expected, atol=2e-5)
+    # Each column of the table's gradient sums to hidden * (1 - sum of p) = 0; values are of order
+    # 1 to 10, sums of 23 of them.
+    assert np.abs(grad["unembed"]).max() > 1
+    np.testing.assert_allclose(grad["unembed"].sum(0), 0, atol=2e-4)
+
+
+def test_prompts_on_several_devices_stay_there(params):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    by_prompt, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    rng = np.random.default_rng(0)
+    tokens = jax.device_put(rng.integers(0, CONFIG.vocab_size, (8, 2, 9), np.int32), by_prompt)
+    lengths = jax.device_put(np.full((8, 2), 3, np.int32), by_prompt)
+
+    def total(params, tokens, lengths):
+        return jnp.sum(score(params, tokens, lengths, lengths, t=4, chunk_tokens=20) ** 2)
+
+    program = jax.jit(jax.value_and_grad(total), out_shardings=whole)
+    placed = jax.device_put(params, whole)
+    compiled = program.lower(placed, tokens, lengths).compile()
+    text = compiled.as_text()
+    # Gradients are summed over devices; hidden states, logits and tokens are not moved.
+    assert "all-reduce(" in text
+    for name in ("all-gather", "all-to-all", "collective-permute"):
+        assert f"{name}(" not in text and f"{name}-start(" not in text
+    value, grad = compiled(placed, tokens, lengths)
+    wanted_value, wanted = jax.jit(jax.value_and_grad(total))(
+        params, np.asarray(tokens), np.asarray(lengths)
+    )
+    np.testing.assert_allclose(value, wanted_value, rtol=1e-5)
+    # float32 sums of 48 tokens in another order, values up to some hundreds
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-3), grad, wanted)
+
+
+def test_a_classifier_is_refused(params, decoded):
+    tokens, prompt_lengths, out = decoded
+    config = dataclasses.replace(CONFIG, num_labels=1)
+    with pytest.raises(ValueError, match="a classifier with 1 labels has no log-probs of tokens"):
+        score(params, tokens, prompt_lengths, out.lengths, config=config)
 
 
 def test_padding_content_and_bucket_change_nothing(params, decoded):

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time and memory of the fused log-probs beside the naive form, forward and backward.
+
+    python -m tba_jax.bench.logprob --d=2048 --vocab_size=152064 --tokens=2048 --json
+
+Naive: all logits [n v] in float32, their log-softmax, the gradient by autodiff, on flat rows (the
+layout that costs the naive form least). `memory_ratio` compares the compiler's figures for
+temporaries; arguments and results (the table and its gradient) are the same on both sides.
+`time_ratio` compares medians of interleaved repeats, `min_time_ratio` their minima: on a machine
+with other work the minima are the better figures, but neither is good. --topology=v5e:2x2 adds the
+memory of both sides compiled for a TPU that is not attached (needs libtpu).
+
+The naive form has three matrix products and the fused one four, since it makes its logits twice;
+`roofline_s` is their time at the measured matmul rate, memory traffic left out.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array, Float, Float32, Int
+
+from tba_jax.bench import roofline
+from tba_jax.fused_logprobs import VOCAB_BLOCK, fused_logprobs
+
+_PROG = "python -m tba_jax.bench.logprob"
+_MIB = 2**20
+_TEMPERATURE = 0.7
+_PRODUCTS = {"naive": 3, "fused": 4}
+# No TPU is looked for, and none is taken from a process that has it.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog=_PROG)
+    parser.add_argument("--d", type=int, default=2048, help="width of hidden states")
+    parser.add_argument("--vocab_size", type=int, default=152_064)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--vocab_block", type=int, default=VOCAB_BLOCK, help="of the fused form")
+    parser.add_argument("--chunk_tokens", type=int, default=8192, help="of the fused form")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--topology", default="", help="also compile for this TPU, as v5e:2x2")
+    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
+    args = parser.parse_args(argv)
+    try:
+        result = measure(args)
+    except ValueError as error:
+        print(f"logprob: {error}", file=sys.stderr)
+        return 1
+    result["command"] = shlex.join([*_PROG.split(), *argv])
+    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    for key, value in result.items():
+        print(f"{key:>18}  {value}")
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures, by name.
+
+    Raises:
+        ValueError: an option is out of range, or libtpu does not know or have the topology.
+    """
+    for name in ("d", "vocab_size", "tokens", "vocab_block", "chunk_tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name}={getattr(args, name)}; wanted at least 1")
+    # First, because it fails soonest.
+    result_of_tpu = {}
+    if args.topology:
+        memory = temporary_bytes(args, SingleDeviceSharding(tpu_device(args.topology)))
+        result_of_tpu = {
+            "topology": args.topology,
+            "tpu_memory_ratio": memory["fused"] / memory["naive"],
+            "tpu_temporary_mib": {name: size / _MIB for name, size in memory.items()},
+        }
+    sides = compile_sides(args, SingleDeviceSharding(jax.devices()[0]))
+    memory = {name: _temporary_bytes(side) for name, side in sides.items()}
+    inputs = _inputs(args)
+    outputs = {name: jax.block_until_ready(side(*inputs)) for name, side in sides.items()}
+    differences = [
+        float(jnp.max(jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))))
+        for x, y in zip(outputs["naive"], outputs["fused"], strict=True)
+    ]
+    del outputs
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(args.repeats):
+        for name, side in sides.items():
+            start = time.perf_counter()
+            jax.block_until_ready(side(*inputs))
+            times[name].append(time.perf_counter() - start)
+    rate = roofline.measure_rates(args.dtype, inputs[1].nbytes).flops_per_s
+    product = 2 * args.tokens * args.d * args.vocab_size
+    medians = {name: statistics.median(x) for name, x in times.items()}
+    bounds = {name: _PRODUCTS[name] * product / rate for name in sides}
+    return {
+        "vocab_size": args.vocab_size,
+        "d": args.d,
+        "tokens": args.tokens,
+        "dtype": args.dtype,
+        "memory_ratio": memory["fused"] / memory["naive"],
+        "time_ratio": medians["fused"] / medians["naive"],
+        "min_time_ratio": min(times["fused"]) / min(times["naive"]),
+        "temporary_mib": {name: size / _MIB for name, size in memory.items()},
+        "median_s": medians,
+        "min_s": {name: min(x) for name, x in times.items()},
+        "repeats": args.repeats,
+        "flops_per_s": rate,
+        "roofline_s": bounds,
+        "roofline_share": {name: bounds[name] / medians[name] for name in sides},
+        "max_difference": dict(
+            zip(("logprobs", "hidden_gradient", "table_gradient"), differences, strict=True)
+        ),
+        **result_of_tpu,
+        "device": jax.devices()[0].device_kind,
+        "cpu": platform.processor() or platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "jax": jax.__version__,
+    }
+
+
+def compile_sides(
+    args: argparse.Namespace, where: jax.sharding.Sharding
+) -> dict[str, jax.stages.Compiled]:
+    """Both sides, by name: (hidden, table, targets, cotangent) -> (log-probs, two gradients)."""
+
+    def fused(
+        hidden: Float[Array, "n d"], table: Float[Array, "v d"], targets: Int[Array, " n"]
+    ) -> Float32[Array, " n"]:
+        return fused_logprobs(
+            hidden[None],
+            table,
+            targets[None],
+            temperature=_TEMPERATURE,
+            chunk_tokens=args.chunk_tokens,
+            vocab_block=args.vocab_block,
+        )[0]
+
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        for x in jax.eval_shape(lambda: _inputs(args))
+    ]
+    return {
+        name: jax.jit(_with_gradients(side)).lower(*shapes).compile()
+        for name, side in (("naive", _naive), ("fused", fused))
+    }
+
+
+def temporary_bytes(args: argparse.Namespace, where: jax.sharding.Sharding) -> dict[str, int]:
+    """Peak of the temporaries of both sides, by name, as the compiler has it."""
+    return {name: _temporary_bytes(side) for name, side in compile_sides(args, where).items()}
+
+
+def tpu_device(topology: str) -> Any:
+    """A chip that is not attached, to compile for.
+
+    Raises:
+        ValueError: no libtpu, or not a topology that it knows.
+    """
+    for name, value in _NO_TPU.items():
+        os.environ.setdefault(name, value)
+    try:
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+    except Exception as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"--topology={topology}: {reason}; wanted one such as v5e:2x2, and libtpu installed "
+            "(pip install libtpu)"
+        ) from error
+
+
+def _naive(
+    hidden: Float[Array, "n d"], table: Float[Array, "v d"], targets: Int[Array, " n"]
+) -> Float32[Array, " n"]:
+    logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
+    logits = logits / _TEMPERATURE
+    chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def _with_gradients(side: Callable[..., Array]) -> Callable[..., tuple[Array, Array, Array]]:
+    def run(
+        hidden: Array, table: Array, targets: Array, cotangent: Array
+    ) -> tuple[Array, Array, Array]:
+        logprobs, pull = jax.vjp(lambda h, w: side(h, w, targets), hidden, table)
+        return logprobs, *pull(cotangent)
+
+    return run
+
+
+def _temporary_bytes(side: jax.stages.Compiled) -> int:
+    memory = side.memory_analysis()
+    assert memory is not None, "this backend does not tell its memory"
+    return memory.temp_size_in_bytes
+
+
+def _inputs(args: argparse.Namespace) -> tuple[Array, Array, Array, Array]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    n, d, v = args.tokens, args.d, args.vocab_size
+    # Logits with a standard deviation of three: neither uniform nor one-hot.
+    table = jax.random.normal(keys[1], (v, d), args.dtype) * (3 * _TEMPERATURE / d**0.5)
+    return (
+        jax.random.normal(keys[0], (n, d), args.dtype),
+        table.astype(args.dtype),
+        jax.random.randint(keys[2], (n,), 0, v),
+        jax.random.normal(keys[3], (n,)),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

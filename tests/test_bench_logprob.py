@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark compares the two forms it says it compares; memory at full size by compiling."""
+
+import argparse
+import importlib.util
+import json
+
+import jax
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from tba_jax.bench import logprob as bench
+
+FULL_SIZE = {"d": 2048, "vocab_size": 152_064, "tokens": 2048}
+
+
+def full_size(dtype):
+    return argparse.Namespace(**FULL_SIZE, dtype=dtype, vocab_block=2048, chunk_tokens=8192)
+
+
+def test_figures_of_a_small_table(capsys):
+    argv = ["--d=32", "--vocab_size=1000", "--tokens=64", "--vocab_block=128", "--repeats=2"]
+    assert bench.main([*argv, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["vocab_size"] == 1000 and result["repeats"] == 2
+    # 64 x 1000 logits against a block of 64 x 128 twice, its rows and the hidden gradient.
+    assert 0.1 < result["memory_ratio"] < 0.5
+    assert result["temporary_mib"]["naive"] >= 64 * 1000 * 4 / 2**20
+    assert result["time_ratio"] > 0 and result["min_time_ratio"] > 0
+    assert result["roofline_s"]["fused"] == pytest.approx(4 / 3 * result["roofline_s"]["naive"])
+    # float32 sums over 32 and 1,000 terms, values of order 1 to 10.
+    assert max(result["max_difference"].values()) < 2e-5
+
+
+def test_a_tenth_of_the_memory_on_cpu():
+    memory = bench.temporary_bytes(full_size("float32"), SingleDeviceSharding(jax.devices()[0]))
+    assert memory["naive"] >= 4 * FULL_SIZE["tokens"] * FULL_SIZE["vocab_size"]
+    assert memory["fused"] <= memory["naive"] / 10
+
+
+# In float32 too the TPU compiler rounds the inputs of products, and would keep a rounded table.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (pip install libtpu)",
+)
+def test_a_tenth_of_the_memory_on_tpu(dtype):
+    device = bench.tpu_device("v5e:2x2")
+    memory = bench.temporary_bytes(full_size(dtype), SingleDeviceSharding(device))
+    assert memory["fused"] <= memory["naive"] / 10
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--tokens=0", "--tokens=0; wanted at least 1"),
+        ("--repeats=-1", "--repeats=-1; wanted at least 1"),
+        ("--topology=v5e:9x9", "--topology=v5e:9x9"),
+    ],
+)
+def test_bad_input_is_one_line(option, message, capsys):
+    assert bench.main([option]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
