@@ -240,8 +240,12 @@ def _backward(
                 weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
             chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None, None], 0.0)
             d_logits = (chosen - jnp.exp(logp) * weight).astype(hidden.dtype)
-            of_chunk = d_hidden[j] + _matmul("mwn,mwd->mnd", d_logits, rows)
-            d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
+            of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
+            if c == 1:
+                d_hidden = d_hidden + of_chunk[None]  # a slice of all of it would be a copy
+            else:
+                of_chunk = d_hidden[j] + of_chunk
+                d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
             return d_hidden, d_rows + _matmul("mwn,nd->mwd", d_logits, hidden[j])
 
         none = jnp.zeros(rows.shape, jnp.float32)

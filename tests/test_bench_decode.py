@@ -70,6 +70,7 @@ def test_length_statistics_by_hand():
     assert math.isclose(mean, 85 * (1 - (84 / 85) ** 256))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_eos_is_as_probable_after_every_context(dtype):
     config, wanted = decode_engine.SHAPES["tiny"], 0.1

@@ -39,6 +39,7 @@ def test_a_tenth_of_the_memory_on_cpu():
 
 
 # In float32 too the TPU compiler rounds the inputs of products, and would keep a rounded table.
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -48,6 +49,11 @@ def test_a_tenth_of_the_memory_on_tpu(dtype):
     device = bench.tpu_device("v5e:2x2")
     memory = bench.temporary_bytes(full_size(dtype), SingleDeviceSharding(device))
     assert memory["fused"] <= memory["naive"] / 10
+
+
+def test_no_ratio_of_nothing():
+    assert bench._ratio({"naive": 0, "fused": 8}) is None
+    assert bench._ratio({"naive": 16, "fused": 8}) == 0.5
 
 
 @pytest.mark.parametrize(

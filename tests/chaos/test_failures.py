@@ -203,6 +203,7 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
     assert "in _score" in done.stderr  # where the searcher hangs
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = ("optimizer.learning_rate=1e9", "optimizer.warmup_steps=0", "checkpoint.period=1")
@@ -234,6 +235,7 @@ def continued(full_disk, cache):
     return workdir, run(workdir, "num_steps=16", "eval.period=0", cache=cache)
 
 
+@pytest.mark.slow
 def test_full_disk_at_a_checkpoint(full_disk):
     workdir, code, err, seconds = full_disk
     assert code == 1 and seconds < 30

@@ -45,9 +45,8 @@ def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
         assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_saves_says_how_to_continue_and_resumes(number, cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = ("num_steps=300", "checkpoint.period=0", "eval.period=0")

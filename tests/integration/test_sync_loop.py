@@ -72,6 +72,7 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(ref
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_exact_lag_makes_every_staleness_the_lag(cache, tmp_path):
     done = run(
         tmp_path / "run", *SYNC, "search.exact_lag=2", "replay.recency_prob=1.0", cache=cache
