@@ -211,6 +211,7 @@ def test_pretraining_text_repeats_no_problem_and_has_the_stated_share_of_work():
     assert arithmetic.worked_share("5+5-5+5-5+5") == 0.25
 
 
+@pytest.mark.slow
 def test_start_model_works_reliably_and_is_hasty_by_habit():
     """The figures of the command's docstring, within what another machine may change."""
     figures = make_start_model.measure(START_MODEL, num_samples=1, seed=0)

@@ -9,6 +9,7 @@ from tba_jax.bench import replay_buffer as bench
 from tba_jax.trajectory_store import RESPONSE_OVERHEAD_BYTES
 
 
+@pytest.mark.slow
 def test_figures_of_a_small_buffer(capsys):
     assert bench.main(["--num_trajectories=10000", "--mean_tokens=32", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -154,6 +154,7 @@ def test_all_steps_but_no_closing_figures(tmp_path):
     assert "the run ended before its closing figures were written" in page.text
 
 
+@pytest.mark.slow
 def test_a_figure_that_can_no_longer_be_drawn_is_removed(tmp_path):
     fake_workdir(tmp_path, num_steps=4)
     report.build_report(tmp_path)

@@ -190,6 +190,7 @@ def test_a_process_killed_while_idle_loses_nothing(wait_s):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_pool_that_stands_still_is_replaced(monkeypatch):
     pool = make_pool(timeout_s=0.5)
     pid = int(score(pool, ["pid"]).rewards[0])

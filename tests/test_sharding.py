@@ -115,7 +115,14 @@ def decoded(parts, implementation, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(("parts", "implementation"), [(2, "xla"), (4, "xla"), (2, "tpu_kernel")])
+@pytest.mark.parametrize(
+    ("parts", "implementation"),
+    [
+        (2, "xla"),
+        pytest.param(4, "xla", marks=pytest.mark.slow),
+        pytest.param(2, "tpu_kernel", marks=pytest.mark.slow),
+    ],
+)
 def test_a_tensor_parallel_decoder_equals_one_device(parts, implementation, temperature):
     """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
     wanted = decoded(1, "xla", temperature)
