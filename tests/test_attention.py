@@ -197,17 +197,12 @@ def cached(dtype, index):
     q, k, v = arrays((N, G, R, E), (N, G, E), (N, G, E), dtype=dtype)
     old = arrays((N, G, C, E), (N, G, C, E), dtype=dtype, seed=1)
     new = arrays((N, G, M, E), (N, G, M, E), dtype=dtype, seed=2)
-    held = np.arange(C)[None] < LENGTHS[:, None]
-    bias = np.where(held, 0.0, attention.MASKED).astype(np.float32)[:, None, None, :]
-    recent_bias = np.where(np.arange(M) <= index, 0.0, attention.MASKED).astype(np.float32)
     return {
         "q": q,
         "k": k,
         "v": v,
         "history": KVCache(*old),
-        "history_bias": jnp.asarray(bias),
         "recent": KVCache(*new),
-        "recent_bias": jnp.asarray(recent_bias)[None, None, None],
         "index": jnp.int32(index),
         "history_length": jnp.asarray(LENGTHS),
     }

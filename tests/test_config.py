@@ -112,6 +112,14 @@ def test_no_field_is_dead():
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
         ({"task.data_path": "/no/such/folder"}, "is not a folder"),
         ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
+        ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
+        (
+            {"search.swap": "in_flight", "objective.name": "rloo"},
+            "needs no behaviour policy permits a response of several versions",
+        ),
+        ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
+        ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
     ],
 )

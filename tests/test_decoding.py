@@ -344,6 +344,17 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     np.testing.assert_array_equal(out.tokens[2:], swapped.tokens[2:])
 
 
+def test_a_prompt_read_by_older_weights_is_on_record(params, decoder):
+    """Four samples, two slots: the last two begin after a swap, on the older prompt cache."""
+    session = decoder.session(params, num_slots=2, version=3)
+    settings = SamplingSettings(4, stop_ids=())
+    session.submit(PROMPTS[0], row_keys(KEY, 4), settings)
+    first = session.step()
+    session.swap(jax.tree.map(lambda x: x * 1.5, params), 7)
+    spans = [(r.version_min, r.version_max) for r in (*first, *session.run())]
+    assert spans == [(3, 3), (3, 3), (3, 7), (3, 7)]
+
+
 def test_weights_of_another_shape_are_refused(params, decoder):
     session = decoder.session(params, num_slots=1)
     with pytest.raises(ValueError, match=r"published weight .*embed.* is \(24, 16\) float32"):

@@ -31,7 +31,7 @@ class Decoded(NamedTuple):
         lengths: int32 [p k], tokens of each response, the stop token included.
         token_logprobs: float32 [p k t], of the distribution sampled from; 0 at padding.
         has_eos: bool [p k], False where the length limit cut the response.
-        version_min, version_max: int32 [p k], span of the weight versions that drew it.
+        version_min, version_max: int32 [p k], span of the versions that read its prompt or drew it.
     """
 
     tokens: np.ndarray

@@ -181,20 +181,14 @@ def run_chunk(
         cache_sharding: of a cache on a mesh.
     """
     n = slots.last.shape[0]
-    columns = history[0].keys.shape[2]
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
-    seen = jnp.arange(columns)[None] < jnp.asarray(slots.length)[:, None]
-    history_bias = jnp.where(seen, 0.0, attention.MASKED)[:, None, None, :]
 
     def body(carry: _Carry) -> _Carry:
         step = carry.step
         positions = slots.length + step
         # The barrier keeps XLA from computing the cosines again in every layer.
         rope = jax.lax.optimization_barrier(transformer.rotary(positions, config))
-        recent_bias = jnp.where(jnp.arange(num_steps) <= step, 0.0, attention.MASKED)[
-            None, None, None
-        ]
         x = transformer.embed(
             weights, carry.last, positions, config=config, compute_dtype=compute_dtype
         )
@@ -203,9 +197,7 @@ def run_chunk(
             attend = functools.partial(
                 attention.attend_cached,
                 history=old,
-                history_bias=history_bias,
                 recent=new,
-                recent_bias=recent_bias,
                 index=step,
                 history_length=slots.length,
                 implementation=implementation,

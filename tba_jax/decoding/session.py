@@ -77,7 +77,7 @@ class Response(NamedTuple):
         tokens: int32 [t], the stop token included.
         token_logprobs: float32 [t], of the distribution sampled from.
         has_eos: False where the length limit cut it.
-        version_min, version_max: span of the weight versions that drew it.
+        version_min, version_max: span of the weight versions that read its prompt or drew it.
     """
 
     request: int
@@ -119,8 +119,9 @@ class _Request(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Samples of prefilled prompts that have no slot yet."""
+    """Samples of prefilled prompts that have no slot yet; `version` prefilled them."""
 
+    version: int
     caches: tuple[KVCache, ...]
     samples: collections.deque[tuple[int, _Request, int]]  # (row in caches, request, sample)
 
@@ -188,6 +189,9 @@ class Session:
 
     def submit(self, prompt: np.ndarray, keys: np.ndarray, settings: SamplingSettings) -> int:
         """Queue one prompt; its number, counted from 0.
+
+        Slots that were dropped at the end of a queue do not come back: a session that is fed while
+        it runs wants min_slots = num_slots.
 
         Args:
             prompt: token ids, at least one.
@@ -296,7 +300,7 @@ class Session:
                 admitted.append((self._waiting, [], []))
             admitted[-1][1].append(slot)
             admitted[-1][2].append(row)
-            self._occupy(slot, request, sample)
+            self._occupy(slot, request, sample, self._waiting.version)
         if self._waiting is not None and not self._waiting.samples:
             self._waiting = None
         self._fit_cache(
@@ -305,7 +309,7 @@ class Session:
         for waiting, slots, rows in admitted:
             # Few shapes: the rest is sent to slot n, which does not exist.
             size = min(self.num_slots, 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1))
-            rest = max(size, len(slots)) - len(slots)
+            rest = size - len(slots)
             self._history = self.decoder.admit(
                 self._history,
                 waiting.caches,
@@ -335,9 +339,9 @@ class Session:
         jax.block_until_ready(caches)  # for the split of time; the chunk would wait for it anyway
         self.statistics.prefilled_tokens += int(lengths.sum())
         self.statistics.prefill_s += time.perf_counter() - start
-        return _Waiting(caches, samples)
+        return _Waiting(self.version, caches, samples)
 
-    def _occupy(self, slot: int, request: _Request, sample: int) -> None:
+    def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
         slots, settings = self._slots, request.settings
         slots.last[slot] = request.prompt[-1]
         slots.length[slot] = len(request.prompt) - 1
@@ -352,7 +356,7 @@ class Session:
         stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self._occupants[slot] = _Occupant(request, sample, [], [], self.version)
+        self._occupants[slot] = _Occupant(request, sample, [], [], version)
 
     def _fit_cache(self, prompt_length: int) -> None:
         """Make the cache as long as the next chunk needs, and not much longer."""

@@ -176,17 +176,29 @@ class KVCache(NamedTuple):
     values: Array
 
 
+class Partial(NamedTuple):
+    """A softmax not yet normalised, to be merged with another one.
+
+    Attributes:
+        out: float32 [n g r e], sum of exp(score - most) * value.
+        most: float32 [n g r 1], the largest score; very negative where nothing is visible.
+        total: float32 [n g r 1], sum of exp(score - most).
+    """
+
+    out: Array
+    most: Array
+    total: Array
+
+
 def attend_cached(
     q: Float[Array, "n g r e"],
     k: Float[Array, "n g e"],
     v: Float[Array, "n g e"],
     history: KVCache,
-    history_bias: Float32[Array, "n 1 1 c"],
+    history_length: Int[Array, " n"],
     recent: KVCache,
-    recent_bias: Float32[Array, "1 1 1 m"],
     index: Int[Array, ""],
     *,
-    history_length: Int[Array, " n"],
     implementation: Implementation = "auto",
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
@@ -198,11 +210,9 @@ def attend_cached(
     Args:
         q, k, v: of the new token; k rotated.
         history: keys and values of earlier chunks.
-        history_bias: 0 at the positions a slot holds, MASKED elsewhere.
+        history_length: how many positions of it a slot holds.
         recent: of this chunk, [n g m e].
-        recent_bias: 0 up to `index`, MASKED after it.
-        index: the column of this token.
-        history_length: how many positions a slot holds: what `history_bias` says, for the kernel.
+        index: the column of this token; those up to it are visible.
         implementation: who computes it.
         sharding: of the caches on a mesh; tpu_kernel alone needs it.
     """
@@ -212,32 +222,33 @@ def attend_cached(
         return jax.lax.dynamic_update_slice(cache, new[:, :, None].astype(cache.dtype), at)
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
-    f32 = jnp.float32
     scaled = q * q.shape[-1] ** -0.5
-    new = jnp.einsum("ngre,ngme->ngrm", scaled, recent.keys, preferred_element_type=f32)
-    new = new + recent_bias
     if implementation == "tpu_kernel":
         from tba_jax.models import attention_kernels
 
         old = attention_kernels.attend_history(scaled, *history, history_length, sharding)
-        most = jnp.maximum(old.most, jnp.max(new, axis=-1, keepdims=True))
-        new, shrink = jnp.exp(new - most), jnp.exp(old.most - most)
-        total = old.total * shrink + jnp.sum(new, -1, keepdims=True)
-        out = old.out * shrink + jnp.einsum(
-            "ngrm,ngme->ngre",
-            new.astype(recent.values.dtype),
-            recent.values,
-            preferred_element_type=f32,
-        )
-        return (out / total).astype(q.dtype), recent
-    old = jnp.einsum("ngre,ngce->ngrc", scaled, history.keys, preferred_element_type=f32)
-    old = old + history_bias
-    # One softmax over both parts, normalised after the matmuls: nothing is concatenated.
-    most = jnp.maximum(jnp.max(old, axis=-1, keepdims=True), jnp.max(new, axis=-1, keepdims=True))
-    old, new = jnp.exp(old - most), jnp.exp(new - most)
-    total = jnp.sum(old, -1, keepdims=True) + jnp.sum(new, -1, keepdims=True)
-    dtype = history.values.dtype
+    else:
+        old = _partial(scaled, history, jnp.asarray(history_length))
+    new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)))
+    # Normalised after the matmuls: nothing is concatenated.
+    most = jnp.maximum(old.most, new.most)
+    of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
+    total = old.total * of_old + new.total * of_new
+    return ((old.out * of_old + new.out * of_new) / total).astype(q.dtype), recent
+
+
+def _partial(scaled: Float[Array, "n g r e"], cache: KVCache, length: Int[Array, " n"]) -> Partial:
+    """The softmax over the first `length` positions of each slot, by einsum."""
+    f32 = jnp.float32
+    seen = jnp.arange(cache.keys.shape[2])[None] < length[:, None]
+    scores = jnp.einsum("ngre,ngce->ngrc", scaled, cache.keys, preferred_element_type=f32)
+    scores = scores + jnp.where(seen, 0.0, MASKED)[:, None, None]
+    most = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - most)
     out = jnp.einsum(
-        "ngrc,ngce->ngre", old.astype(dtype), history.values, preferred_element_type=f32
-    ) + jnp.einsum("ngrm,ngme->ngre", new.astype(dtype), recent.values, preferred_element_type=f32)
-    return (out / total).astype(q.dtype), recent
+        "ngrc,ngce->ngre",
+        weights.astype(cache.values.dtype),
+        cache.values,
+        preferred_element_type=f32,
+    )
+    return Partial(out, most, jnp.sum(weights, axis=-1, keepdims=True))

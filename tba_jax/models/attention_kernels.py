@@ -13,7 +13,7 @@ nothing uses them unless asked to. On other devices they run interpreted: correc
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tba_jax.models.attention import Partial
+
 _LANES = 128  # of a vector register; splash works on blocks of multiples of it
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
 
@@ -35,20 +37,6 @@ _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not
 # of fast memory that a v5e core has.
 _BLOCK_BYTES = 2**20
 _MOST_COLUMNS = 512
-
-
-class Partial(NamedTuple):
-    """A softmax not yet normalised, to be merged with another one.
-
-    Attributes:
-        out: float32 [n g r e], sum of exp(score - most) * value.
-        most: float32 [n g r 1], the largest score; very negative where nothing is visible.
-        total: float32 [n g r 1], sum of exp(score - most).
-    """
-
-    out: Array
-    most: Array
-    total: Array
 
 
 def attend_causal(

@@ -11,7 +11,7 @@ import pytest
 from fakes import random_params, tiny_config
 
 from tba_jax import sharding
-from tba_jax.trainer import (
+from tba_jax.train_step import (
     StepSettings,
     init_state,
     learning_rate_schedule,
