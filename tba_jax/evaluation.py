@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoder, SamplingSettings
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.trajectory import Prompt
 
 
@@ -58,7 +58,7 @@ class Evaluator:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: how many prompts were left out as too long; only reported.
         decoder: the decoding engine.
-        rewards: the reward pool.
+        rewards: computes rewards.
         decode_text: token ids -> texts.
         response_kind, first_kind: as for the searcher.
         max_new_tokens: response limit.
@@ -71,7 +71,7 @@ class Evaluator:
         prompts: Sequence[Prompt],
         num_skipped: int,
         decoder: Decoder,
-        rewards: RewardPool,
+        rewards: RewardSource,
         decode_text: Callable[[Sequence[np.ndarray]], list[str]],
         response_kind: Callable[[str], str | None],
         first_kind: str,
@@ -99,11 +99,18 @@ class Evaluator:
             num_slots=self._num_slots,
         )
         lengths = decoded.lengths[:, 0]
-        texts = self._decode_text([y[0, :n] for y, n in zip(decoded.tokens, lengths, strict=True)])
+        responses = [y[0, :n] for y, n in zip(decoded.tokens, lengths, strict=True)]
+        texts = self._decode_text(responses)
         columns = {
             name: [p.columns[name] for p in self.prompts] for name in self.prompts[0].columns
         }
-        scores = self._rewards.score([p.text for p in self.prompts], texts, columns)
+        scores = self._rewards.score(
+            [p.text for p in self.prompts],
+            texts,
+            columns,
+            completion_ids=responses,
+            has_eos=decoded.has_eos[:, 0].tolist(),
+        )
         values = [0.0 if r is None else float(r) for r in scores.rewards]
         kinds = [self._response_kind(text) for text in texts]
         return Evaluation(

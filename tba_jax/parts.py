@@ -16,10 +16,10 @@ from tba_jax.data import eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluator
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.trainer import (
+from tba_jax.train_step import (
     StepSettings,
     TrainState,
     init_state,
@@ -122,7 +122,7 @@ def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tok
 
 
 def make_evaluator(
-    config: Config, task: Task, tokenizer: Tokenizer, decoder: Decoder, rewards: RewardPool
+    config: Config, task: Task, tokenizer: Tokenizer, decoder: Decoder, rewards: RewardSource
 ) -> Evaluator:
     """Held-out evaluation as the config says."""
     prompts, num_skipped = eval_prompts(

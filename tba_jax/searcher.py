@@ -18,7 +18,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
 from tba_jax.outbox import Outbox
-from tba_jax.rewards.pool import RewardPool, ScoreResult
+from tba_jax.rewards.source import RewardSource, ScoreResult
 from tba_jax.rounds import RoundCommit
 from tba_jax.trajectory import (
     Group,
@@ -68,7 +68,7 @@ class Searcher:
         decoder: the engine; programs compile for the devices the weights live on.
         transport: source of versioned weights.
         outbox: where finished rounds go.
-        rewards: the reward process pool.
+        rewards: computes rewards.
         reference: scores log pi_ref, or None where the trainer does.
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: names a response's kind for the `kind_share` metric.
@@ -91,7 +91,7 @@ class Searcher:
         decoder: Decoder,
         transport: Transport,
         outbox: Outbox,
-        rewards: RewardPool,
+        rewards: RewardSource,
         reference: ReferenceScorer | None,
         decode_text: Callable[[Sequence[np.ndarray]], list[str]],
         response_kind: Callable[[str], str | None],
@@ -188,7 +188,7 @@ class Searcher:
             for j in range(self._samples_per_prompt)
         ]
         texts = self._decode_text(responses)
-        scores = self._score(prompts, texts)
+        scores = self._score(prompts, responses, texts, decoded.has_eos)
         scored_at = self._clock()
         # The device has worked on the reference meanwhile; only the rest of it is waited for.
         reference_logprob = (
@@ -254,13 +254,25 @@ class Searcher:
             response_len,
         )
 
-    def _score(self, prompts: Sequence[Prompt], texts: list[str]) -> ScoreResult:
+    def _score(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[np.ndarray],
+        texts: list[str],
+        has_eos: np.ndarray,
+    ) -> ScoreResult:
         columns: dict[str, list[Any]] = {
             name: [p.columns[name] for p in prompts for _ in range(self._samples_per_prompt)]
             for name in prompts[0].columns
         }
         repeated = [p.text for p in prompts for _ in range(self._samples_per_prompt)]
-        return self._rewards.score(repeated, texts, columns)
+        return self._rewards.score(
+            repeated,
+            texts,
+            columns,
+            completion_ids=responses,
+            has_eos=has_eos.reshape(-1).tolist(),
+        )
 
     def _groups(
         self,
@@ -288,7 +300,7 @@ class Searcher:
                         prompt_id=prompt.prompt_id,
                         response_tokens=np.array(responses[flat], np.int32),
                         reward=float(reward),
-                        reward_parts={},
+                        reward_parts={k: float(v[flat]) for k, v in scores.parts.items()},
                         behavior_token_logprobs=np.array(
                             decoded.token_logprobs[i, j, :length], np.float32
                         ),

@@ -43,12 +43,8 @@ from tba_jax.rewards.pool import RewardPool
 from tba_jax.searcher import Searcher
 from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.trainer import (
-    Trainer,
-    TrainState,
-    init_state,
-    make_train_step,
-)
+from tba_jax.train_step import TrainState, init_state, make_train_step
+from tba_jax.trainer import Trainer
 from tba_jax.trajectory import Batch, length_buckets
 from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, Transport
 

@@ -33,6 +33,7 @@ LAYERS = {
     "tasks": 3,
     "data": 4,
     "searcher": 5,
+    "train_step": 3,
     "trainer": 5,
     "evaluation": 5,
     "plots": 4,

@@ -109,7 +109,7 @@ def test_items_keep_their_order_and_columns():
     assert result.rewards == [float(i % 3 != 0) for i in range(n)]
     assert result.reasons == [None] * n
     assert result.first_traceback == ""
-    assert pool.score([], [], {"answer": []}) == ([], [], "")
+    assert pool.score([], [], {"answer": []}) == ([], [], "", {})
     pool.close()
 
 

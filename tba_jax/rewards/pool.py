@@ -29,7 +29,10 @@ from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
 
+import numpy as np
 from pebble import ProcessExpired, ProcessPool
+
+from tba_jax.rewards.source import ScoreResult
 
 REASONS = ("reward_timeout", "reward_error", "reward_crash", "reward_nan", "reward_none")
 
@@ -48,20 +51,6 @@ MAX_RESENDS = 3
 
 class RewardFailure(RuntimeError):
     """More items of a round failed than `max_failure_rate` allows."""
-
-
-class ScoreResult(NamedTuple):
-    """Rewards of one call, in the order of its items.
-
-    Attributes:
-        rewards: a finite number, or None where there is a reason.
-        reasons: one of REASONS, or None where there is a reward.
-        first_traceback: of the first failure; empty without one.
-    """
-
-    rewards: list[float | None]
-    reasons: list[str | None]
-    first_traceback: str
 
 
 class _Outcome(NamedTuple):
@@ -285,6 +274,9 @@ class RewardPool:
         prompts: Sequence[str],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[np.ndarray] = (),
+        has_eos: Sequence[bool] = (),
     ) -> ScoreResult:
         """Score the responses; every item comes back with a reward or with a reason.
 
@@ -292,6 +284,7 @@ class RewardPool:
             prompts: prompt texts.
             completions: response texts, one per prompt.
             columns: the function's keyword arguments, each with one value per prompt.
+            completion_ids, has_eos: as for every RewardSource; a text reward does not see them.
 
         Raises:
             RewardFailure: more than `max_failure_rate` of the items failed; with the first

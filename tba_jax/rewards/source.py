@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a searcher and an evaluation need of whoever computes rewards.
+
+`RewardPool` runs a text reward in processes; learned rewards score on a device. Both answer alike.
+This module knows neither. Invariant: a response without a reward has a named reason instead.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+
+class ScoreResult(NamedTuple):
+    """Rewards of one call, in the order of its items.
+
+    Attributes:
+        rewards: a finite number, or None where there is a reason.
+        reasons: a named reason, or None where there is a reward.
+        first_traceback: of the first failure; empty without one.
+        parts: named summands of the rewards, each with one value per item; nan where the item
+            has no reward. Empty where there is only one.
+    """
+
+    rewards: list[float | None]
+    reasons: list[str | None]
+    first_traceback: str
+    parts: Mapping[str, Sequence[float]] = {}
+
+
+class RewardSource(Protocol):
+    """Scores responses; safe to share between threads."""
+
+    def check(self) -> None:
+        """Wait until rewards can be computed.
+
+        Raises:
+            ValueError: they cannot; says why.
+        """
+        ...
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[np.ndarray],
+        has_eos: Sequence[bool],
+    ) -> ScoreResult:
+        """Score the responses; every item comes back with a reward or with a reason.
+
+        Args:
+            prompts: prompt texts, one per response.
+            completions: response texts, without special tokens.
+            columns: further columns of the data, each with one value per response.
+            completion_ids: int32 [t] each, the tokens of the responses, end-of-sequence included.
+            has_eos: False where the length limit cut the response.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds; a `score` under way ends with an error."""
+        ...
