@@ -24,12 +24,14 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
-    task = get_task(config.task.name, config.task.data_path)
+    task = get_task(config.task.name, config.task.data_path, config.task.num_eval_prompts)
     rewards = RewardPool(
         config.task.reward or task.reward,
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=config.task.reward_weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
     try:
         tokenizer = Tokenizer.load(folder)

@@ -186,7 +186,9 @@ def run_config(
     from tba_jax.wiring import RunClock, build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
-    task_kinds = get_task(config.task.name, config.task.data_path).response_kinds
+    task_kinds = get_task(
+        config.task.name, config.task.data_path, config.task.num_eval_prompts
+    ).response_kinds
     progress = ProgressDisplay(
         config.num_steps, title=workdir.name, kind=task_kinds[0] if task_kinds else ""
     )

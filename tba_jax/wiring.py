@@ -294,7 +294,7 @@ def build(
         num_trainer_devices=config.num_trainer_devices,
         num_searchers=config.num_searchers,
     )
-    task = get_task(config.task.name, config.task.data_path)
+    task = get_task(config.task.name, config.task.data_path, config.task.num_eval_prompts)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     if (
@@ -312,6 +312,8 @@ def build(
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=config.task.reward_weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
     progress.phase("loading the model")
     tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))

@@ -19,8 +19,10 @@ def write(folder, split, *lines):
 
 
 def test_registry_is_what_the_config_allows():
-    assert [get_task(name, "").name for name in config.TASKS] == list(config.TASKS)
-    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, gsm8k, math"):
+    sources = {"custom": "rows.jsonl"}
+    names = [get_task(name, sources.get(name, "")).name for name in config.TASKS]
+    assert names == list(config.TASKS)
+    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, custom, gsm8k"):
         get_task("gsm9k", "")
     with pytest.raises(ValueError, match="task arithmetic makes its own problems"):
         get_task("arithmetic", "/data")
@@ -71,7 +73,7 @@ GOOD = '{"question": "q", "answer": "#### 1"}'
     ("line", "message"),
     [
         ("not json", r"train\.jsonl, line 3: not JSON \(.*\); got 'not json'"),
-        ('["q", "a"]', r"line 3: want an object with question, answer; got \['q', 'a'\]"),
+        ('["q", "a"]', r"line 3: want an object with named columns; got \['q', 'a'\]"),
         ('{"question": "q"}', r"line 3: want text under 'answer'; got keys \['question'\]"),
         ('{"question": "q", "answer": 1}', "line 3: want text under 'answer'; got answer = 1"),
     ],
@@ -100,7 +102,7 @@ def test_hub_without_its_package_names_the_extra(monkeypatch):
 
 def test_tasks_and_rewards_import_nothing_heavy():
     script = (
-        "import sys, tba_jax.data, tba_jax.rewards.pool, tba_jax.rewards.math_answers;"
+        "import sys, tba_jax.data, tba_jax.rewards.pool, tba_jax.tasks;"
         "heavy = {'jax', 'flax', 'grain', 'transformers', 'datasets', 'math_verify', 'sympy'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

@@ -3,7 +3,10 @@
 
 import pytest
 
-from tba_jax.rewards.math_answers import last_boxed, math_reward
+from tba_jax.rewards.boxed import last_boxed
+
+pytest.importorskip("math_verify", reason="math-verify is not installed")
+from tba_jax.rewards.math_answers import math_reward  # it needs math-verify
 
 
 @pytest.mark.parametrize(
@@ -22,7 +25,6 @@ def test_last_boxed(text, boxed):
 
 
 def rewards_of(completions, gold):
-    pytest.importorskip("math_verify", reason="math-verify is not installed")
     n = len(completions)
     return math_reward(prompts=[""] * n, completions=completions, answer=[gold] * n)
 

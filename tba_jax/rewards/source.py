@@ -18,8 +18,8 @@ class ScoreResult(NamedTuple):
         rewards: a finite number, or None where there is a reason.
         reasons: a named reason, or None where there is a reward.
         first_traceback: of the first failure; empty without one.
-        parts: named summands of the rewards, each with one value per item; nan where the item
-            has no reward. Empty where there is only one.
+        parts: what each of several rewards gave, by name, before weights, with one value per
+            item; nan where it gave none. Empty where there is only one.
     """
 
     rewards: list[float | None]

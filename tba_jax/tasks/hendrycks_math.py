@@ -7,7 +7,7 @@ its row in the file.
 
 from typing import Any
 
-from tba_jax.rewards.math_answers import last_boxed
+from tba_jax.rewards.boxed import last_boxed
 from tba_jax.tasks.rows import Row, RowTask
 
 PROMPT = (
@@ -29,7 +29,8 @@ class HendrycksMath(RowTask):
     response_kinds = ("boxed", "unboxed")
 
     columns = ("problem", "solution")
-    hub = ("nlile/hendrycks-MATH-benchmark", None)
+    # The 12,000 problems outside MATH-500, and MATH-500 itself.
+    hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "test": "hf://HuggingFaceH4/MATH-500"}
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
