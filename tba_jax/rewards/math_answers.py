@@ -9,6 +9,7 @@ wrong, whatever else it says.
 """
 
 import logging
+import re
 from typing import Any
 
 try:
@@ -24,8 +25,21 @@ from tba_jax.rewards.boxed import last_boxed
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+# 2516_8: math-verify drops the base of a number.
+_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
+
+
 def _parse(text: str) -> list[Any]:
+    # A full stop behind a number would make it unreadable.
+    text = text.strip().removesuffix(".")
     return math_verify.parse(f"$\\boxed{{{text}}}$", parsing_timeout=0)
+
+
+def _have_same_base(gold: str, given: str) -> bool:
+    """False where both are written with a base and the bases differ."""
+    bases = [_BASE.search(text.strip()) for text in (gold, given)]
+    found = [base.group(1) for base in bases if base]
+    return len(found) < 2 or found[0] == found[1]
 
 
 def math_reward(
@@ -45,12 +59,15 @@ def math_reward(
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         boxed = last_boxed(gold)
-        right = _parse(gold if boxed is None else boxed)
+        gold_text = gold if boxed is None else boxed
+        right = _parse(gold_text)
         if not right:
             raise ValueError(f"gold answer {gold!r:.200} is nothing that math-verify can read")
         given = last_boxed(completion)
-        is_right = given is not None and math_verify.verify(
-            right, _parse(given), timeout_seconds=0, raise_on_error=True
+        is_right = (
+            given is not None
+            and _have_same_base(gold_text, given)
+            and math_verify.verify(right, _parse(given), timeout_seconds=0, raise_on_error=True)
         )
         rewards.append(float(is_right))
     return rewards
