@@ -181,16 +181,17 @@ def run_config(
     _setup_jax(config)
     from tba_jax import drivers
     from tba_jax.metrics import ProgressDisplay, read_jsonl
+    from tba_jax.parts import make_task
     from tba_jax.schedule_replay import drive_schedule
-    from tba_jax.tasks import get_task
     from tba_jax.wiring import RunClock, build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
-    task_kinds = get_task(
-        config.task.name, config.task.data_path, config.task.num_eval_prompts
-    ).response_kinds
+    task = make_task(config)
     progress = ProgressDisplay(
-        config.num_steps, title=workdir.name, kind=task_kinds[0] if task_kinds else ""
+        config.num_steps,
+        title=workdir.name,
+        kind=task.response_kinds[0] if task.response_kinds else "",
+        metric=task.metric,
     )
     try:
         run = build(

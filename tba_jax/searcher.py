@@ -18,7 +18,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
 from tba_jax.outbox import Outbox
-from tba_jax.rewards.source import RewardSource, ScoreResult
+from tba_jax.rewards.source import PART_PREFIX, RewardSource, ScoreResult, part_means
 from tba_jax.rounds import RoundCommit
 from tba_jax.trajectory import (
     Group,
@@ -31,8 +31,6 @@ from tba_jax.weight_sync import Published, Transport
 
 # First fold of the root key: keeps searcher draws apart from any other use of the seed.
 SEARCHER_ROLE = 1
-# Search metrics of single rewards among several: search/reward_part_NAME.
-PART_PREFIX = "reward_part_"
 
 
 class PromptSource(Protocol):
@@ -230,10 +228,7 @@ class Searcher:
                     )
                     / len(responses),
                     "kind_share": sum(kind == self._first_kind for kind in kinds) / len(kinds),
-                    **{
-                        f"{PART_PREFIX}{name}": _mean_known(values)
-                        for name, values in scores.parts.items()
-                    },
+                    **part_means(scores.parts),
                 },
             )
         )

@@ -35,13 +35,15 @@ from tba_jax.parts import (
     make_decoder,
     make_evaluator,
     make_optimizer_from,
+    make_rewards,
+    make_task,
     model_path,
     step_settings,
 )
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
-from tba_jax.tasks import Task, get_task
+from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, init_state, make_train_step
 from tba_jax.trainer import Trainer
@@ -71,7 +73,7 @@ class Run:
     outboxes: list[Outbox]
     buffer: ReplayBuffer
     transport: Transport
-    rewards: RewardPool
+    rewards: RewardSource
     evaluator: Evaluator
     decoder: Decoder
     checkpoints: Checkpoints
@@ -294,7 +296,7 @@ def build(
         num_trainer_devices=config.num_trainer_devices,
         num_searchers=config.num_searchers,
     )
-    task = get_task(config.task.name, config.task.data_path, config.task.num_eval_prompts)
+    task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     if (
@@ -307,14 +309,7 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-        weights=config.task.reward_weights,
-        columns=tuple(task.eval_problem(0)[1]),
-    )
+    rewards = make_rewards(config, task)
     progress.phase("loading the model")
     tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
     param_dtype = jnp.dtype(config.model.param_dtype)
@@ -480,7 +475,7 @@ def _forget_after(run: Run, step: int) -> None:
     """
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        if "eval/pass_at_1" in record:
+        if "eval/n" in record:
             return record["step"] <= run.last_eval_step
         return record["step"] <= step
 

@@ -41,6 +41,7 @@ class Custom:
 
     name = "custom"
     reward = ""  # the config must name one
+    metric = "reward_mean"
     response_kinds: tuple[str, ...] = ()
 
     def __init__(self, data_path: str, num_held_out: int) -> None:

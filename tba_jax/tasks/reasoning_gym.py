@@ -40,6 +40,7 @@ class ReasoningGym:
     """
 
     reward = "tba_jax.rewards.reasoning_gym:answer_reward"
+    metric = "reward_mean"
     response_kinds = ("answered", "unanswered")
 
     def __init__(self, dataset: str, data_path: str) -> None:
