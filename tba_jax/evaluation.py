@@ -47,9 +47,9 @@ class Evaluation(NamedTuple):
     Attributes:
         metric: name of the headline, a key of `values`.
         values: metric name -> value. `reward_mean` is the mean of the rewards that could be
-            computed, `reward_part_NAME` that of one of several rewards. Where the headline is `pass_at_1`: that, the mean reward with what could not
-            be graded counted as 0 (share right where rewards are 0 or 1), and pass_at_2, 4, ... up
-            to the samples per prompt.
+            computed, `reward_part_NAME` that of one of several rewards. Where the headline is
+            `pass_at_1`: that, the mean reward with what could not be graded counted as 0 (share
+            right where rewards are 0 or 1), and pass_at_2, 4, ... up to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
         num_failed: responses whose reward could not be computed.

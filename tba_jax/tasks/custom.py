@@ -92,7 +92,8 @@ class Custom:
 
 def _form(problem: Problem) -> tuple[list[str], str]:
     prompt, columns = problem
-    return sorted(columns), "texts" if isinstance(prompt, str) else "chat messages"
+    names = sorted(name for name in columns if name != "prompt")
+    return names, "texts" if isinstance(prompt, str) else "chat messages"
 
 
 def _problems(rows: Iterable[tuple[str, dict[str, Any]]]) -> list[Problem]:
