@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -64,6 +65,21 @@ def test_math_rows(tmp_path):
     assert columns == {"answer": r"$\boxed{2}$"}
     assert task.response_kind(r"so \boxed{2}") == task.response_kinds[0] == "boxed"
     assert task.response_kind("so 2") == "unboxed"
+
+
+def test_problems_of_math_500_are_never_trained_on(monkeypatch):
+    rows = {
+        "nlile/hendrycks-MATH-benchmark": ["a", "b", "c"],
+        "HuggingFaceH4/MATH-500": ["b", "d"],
+    }
+
+    def load_dataset(name, configuration, split):
+        return [{"problem": problem, "solution": "s", "level": 1} for problem in rows[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    task = get_task("math", "")
+    assert (task.train_size(), task.eval_size()) == (2, 2)
+    assert ["\na\n" in task.train_problem(0)[0], "\nc\n" in task.train_problem(1)[0]] == [True] * 2
 
 
 GOOD = '{"question": "q", "answer": "#### 1"}'
