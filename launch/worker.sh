@@ -46,7 +46,11 @@ state() {
   fi
 }
 
-status() { printf '%s %s %s\n' "$name" "$(state)" "$(tail -n 1 "$root/job.log" 2>/dev/null)"; }
+# NAME STATE, and the last line that the job itself has printed.
+status() {
+  printf '%s %s %s\n' "$name" "$(state)" \
+    "$(tail -n 50 "$root/job.log" 2>/dev/null | grep -v '^=== ' | tail -n 1)"
+}
 
 # An environment with Python 3.11 or later; TPU VMs come with 3.10, so uv may have to bring one.
 make_environment() {

@@ -130,6 +130,19 @@ class Cloud:
         """How many more times each still will."""
         return json.loads((self.folder / "cloud/failing").read_text())
 
+    def ssh(self, command):
+        """Run a command on every worker; its output."""
+        argv = ["compute", "tpus", "tpu-vm", "ssh", "test", "--quiet", "--project=p", "--zone=z"]
+        argv = [str(FAKE / "gcloud"), *argv, "--worker=all", f"--command={command}"]
+        done = subprocess.run(
+            argv, env=self._environment(), capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout
+
+    def preempt_at(self, text):
+        """Take the slice away when the next ssh command with this text comes."""
+        (self.folder / "cloud/preempt_at").write_text(text)
+
     def preempt(self, name="test"):
         """Take the slice away."""
         gcloud = [str(FAKE / "gcloud"), "fake-preempt", name]

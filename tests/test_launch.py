@@ -153,7 +153,7 @@ def test_a_job_from_create_to_delete(cloud):
     logged = cloud.tpu("logs").stdout.splitlines()
     assert {"[w-0] counted 2", "[w-1] counted 2"} <= set(logged)
     assert len(cloud.tpu("logs", "--lines=1").stdout.splitlines()) == 2
-    assert "w-1 exited-0" in cloud.tpu("status").stdout
+    assert "w-1 exited-0 counted 2\n" in cloud.tpu("status").stdout
     assert "[w-0] nothing is running" in cloud.tpu("stop").stdout
 
     assert "test is deleted" in cloud.tpu("delete").stdout
@@ -173,6 +173,9 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     cloud.wait_for(lambda: cloud.bucket_lines("began-1"))
     assert "running already" in cloud.tpu("run", "--detach").stdout
     assert "a job is running on test; stop it" in cloud.tpu("setup", code=2).stderr
+    # Nor does a worker begin a second job, whoever asks it.
+    assert "running already" in cloud.ssh("bash tba_jax-test/worker.sh start true")
+    assert cloud.bucket_lines("began-1") == ["began"]
     cloud.tpu("stop")
     assert [cloud.bucket_lines(f"saved-{i}") for i in (0, 1)] == [["saved"]] * 2
     assert cloud.tpu("status").stdout.count(" stopped ") == 2
@@ -186,6 +189,7 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     assert "stopped on request; the same command resumes" in cloud.output(watching)
 
 
+@pytest.mark.slow
 def test_a_job_that_ignores_sigterm_is_killed_with_what_it_started(cloud):
     job = "bash -c 'trap \"\" TERM; sleep 300 & echo began >$BUCKET/began-0; wait; sleep 300'"
     cloud.settings(JOB=job, STOP_TIMEOUT_S="1")
@@ -213,6 +217,15 @@ def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     assert len(counts) >= 4 and counts.count("1") == 2, "it was started twice"
 
 
+@pytest.mark.parametrize("moment", ["worker.sh setup", "worker.sh start"])
+def test_a_preemption_at_any_moment_is_made_up_for(cloud, moment):
+    cloud.settings(JOB="true")
+    cloud.preempt_at(moment)
+    out = cloud.tpu("run", "--restart-on-preemption").stdout
+    assert "the job is done on every worker" in out
+    assert len(cloud.calls("queued-resources", "create")) == 2
+
+
 def test_without_the_flag_a_preemption_ends_the_run_and_create_replaces_the_slice(cloud):
     cloud.settings(JOB=waiting())
     cloud.tpu("create")
@@ -235,6 +248,7 @@ def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
     assert len(cloud.calls("queued-resources", "create")) == 1, "not taken for a preemption"
 
 
+@pytest.mark.slow
 def test_workers_that_do_not_answer_for_a_while_are_not_lost(cloud):
     cloud.settings(JOB=counting(3))
     cloud.tpu("create")
@@ -314,6 +328,7 @@ def test_scripts_are_clean_for_shellcheck():
 
 
 @pytest.mark.slow  # starts the Google Cloud CLI once per command
+@pytest.mark.timeout(600)
 def test_the_google_cloud_cli_accepts_every_command(cloud):
     gcloud = shutil.which("gcloud")
     if gcloud is None:
