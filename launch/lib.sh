@@ -257,7 +257,8 @@ start_job() {
   on_workers "$(worker start "$JOB")"
 }
 
-# Watch until the job ends: 0 done, 1 failed or stopped, 75 the machines were taken away.
+# Watch until the job ends: 0 done, 1 failed or stopped, 75 begin again: the machines were taken away,
+# or the job has saved because of a signal of theirs.
 watch_job() {
   local report states unreachable=0 last=''
   while true; do
@@ -271,8 +272,18 @@ watch_job() {
           if were_taken_away; then return 75; fi
           return 0
           ;;
+        ' saved ' | ' exited-0 saved ')
+          say "the job was told to end by a signal, and has saved"
+          if were_taken_away || $restart; then return 75; fi
+          say "the same command resumes"
+          return 1
+          ;;
         *' stopped '*)
           say "stopped on request; the same command resumes"
+          return 1
+          ;;
+        *' ready '* | *' not-set-up '*)
+          say "another setup or delete has removed the job from a worker"
           return 1
           ;;
         *' died '* | *' exited-'[1-9]*)
@@ -337,7 +348,7 @@ run_job() {
       75)
         $restart || die "$NAME was taken away; launch/$target.sh run --restart-on-preemption makes \
 it anew and resumes from the work directory"
-        say "$NAME was taken away; asking for it again"
+        say "resuming"
         ;;
       *)
         say "the last lines of the log:"

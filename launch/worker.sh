@@ -30,11 +30,17 @@ is_running() {
   case $(ps -o args= -p "$pid" 2>/dev/null) in *worker.sh\ job*) return 0 ;; *) return 1 ;; esac
 }
 
+# Whether the job ended before its last step because a signal told it to. A pod ends with 0 then, so
+# its words are asked; only process 0 says them.
+has_saved() { tail -n 3 "$root/job.log" | grep -q '^Stopped by .*Run the same command again'; }
+
 state() {
   if is_running; then
     echo running
   elif [ -f "$root/stopping" ]; then
     echo stopped
+  elif [ -f "$root/exit" ] && has_saved; then
+    echo saved
   elif [ -f "$root/exit" ]; then
     echo "exited-$(cat "$root/exit")"
   elif [ -f "$root/pid" ]; then

@@ -209,12 +209,28 @@ def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     cloud.preempt()
     assert running.wait(60) == 0, cloud.output(running)
     out = cloud.output(running)
-    assert out.index("test was taken away; asking") < out.index("the job is done on every worker")
+    assert out.index("resuming") < out.index("test was taken away or failed; deleting")
+    assert "the job is done on every worker" in out
     creates, deletes = (cloud.calls("queued-resources", x) for x in ("create", "delete"))
     assert (len(creates), len(deletes)) == (2, 1)
     assert creates[0] == creates[1]
     counts = cloud.bucket_lines("count-0")
     assert len(counts) >= 4 and counts.count("1") == 2, "it was started twice"
+
+
+def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
+    # A pod that its machines tell to end ends with 0; process 0 says that there is more to do.
+    said = "Stopped by SIGTERM at step 3 of 9; saved. Run the same command again to continue."
+    job = f"test -e $BUCKET/once-$JAX_PROCESS_ID || test $JAX_PROCESS_ID = 1 || echo {said!r}"
+    cloud.settings(JOB=f"{job}; touch $BUCKET/once-$JAX_PROCESS_ID")
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    out = cloud.tpu("run", code=1).stdout
+    assert "w-0 saved" in out and "w-1 exited-0" in out and "the same command resumes" in out
+    (cloud.bucket / "once-0").unlink()
+    out = cloud.tpu("run", "--restart-on-preemption").stdout
+    assert out.index("has saved") < out.index("resuming") < out.index("the job is done")
+    assert len(cloud.calls("queued-resources", "create")) == 1
 
 
 @pytest.mark.parametrize("moment", ["worker.sh setup", "worker.sh start"])
