@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.fused_logprobs import fused_logprobs
-from tba_jax.models.transformer import TransformerConfig, apply
+from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
 def response_mask(
@@ -52,7 +52,7 @@ def token_logprobs(
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
     vocab_shards: int = 1,
-    remat: bool = False,
+    remat: Remat = "none",
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -67,7 +67,7 @@ def token_logprobs(
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
         vocab_shards: into how many parts devices divide the vocabulary of the output table.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
+        remat: what the backward pass computes again.
 
     Raises:
         ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
@@ -75,11 +75,7 @@ def token_logprobs(
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
     """
-    if config.num_labels:
-        raise ValueError(
-            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
-            "language model"
-        )
+    _refuse_classifier(config)
     p, k, s = tokens.shape
     t = response_bucket
     rows = tokens.reshape(p * k, s)
@@ -95,7 +91,7 @@ def token_logprobs(
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = fused_logprobs(
         hidden.astype(compute_dtype),
-        params["embed"] if config.tie_embeddings else params["unembed"],
+        _output_table(params, config),
         rows[:, s - t :],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
@@ -103,3 +99,65 @@ def token_logprobs(
     )
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+
+
+def packed_token_logprobs(
+    params: Any,
+    tokens: Int[Array, "n s"],
+    segments: Int[Array, "n s"],
+    positions: Int[Array, "n s"],
+    *,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: Any = jnp.float32,
+    chunk_tokens: int = 8192,
+    vocab_shards: int = 1,
+    remat: Remat = "none",
+) -> Float[Array, "n s"]:
+    """log pi of every token given those before it in its own sequence, float32.
+
+    0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
+    differs from row to row, and cutting them out would cost a gather.
+
+    Args:
+        params: model parameters; gradients flow here.
+        tokens: rows of several sequences, as `PackedBatch.tokens`.
+        segments: the sequence of each position, 0 at padding.
+        positions: position in the sequence.
+        config, temperature, compute_dtype, chunk_tokens, vocab_shards, remat: as `token_logprobs`.
+
+    Raises:
+        ValueError: as `token_logprobs`.
+    """
+    _refuse_classifier(config)
+    hidden = apply(
+        params,
+        tokens,
+        positions,
+        segments > 0,
+        config=config,
+        compute_dtype=compute_dtype,
+        segments=segments,
+        remat=remat,
+    )
+    logprobs = fused_logprobs(
+        hidden[:, :-1].astype(compute_dtype),
+        _output_table(params, config),
+        tokens[:, 1:],
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        vocab_shards=vocab_shards,
+    )
+    return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+
+
+def _refuse_classifier(config: TransformerConfig) -> None:
+    if config.num_labels:
+        raise ValueError(
+            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
+            "language model"
+        )
+
+
+def _output_table(params: Any, config: TransformerConfig) -> Float[Array, "v d"]:
+    return params["embed"] if config.tie_embeddings else params["unembed"]

@@ -16,16 +16,11 @@ from tba_jax.data import eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluator
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.rewards.source import RewardSource
 from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.train_step import (
-    StepSettings,
-    TrainState,
-    init_state,
-    learning_rate_schedule,
-    make_optimizer,
-)
+from tba_jax.train_step import StepSettings, TrainState, init_state
 from tba_jax.trajectory import length_buckets
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -52,6 +47,7 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         reference_reset_period=config.reference.reset_period,
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
     )
 
@@ -68,6 +64,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         num_steps=config.num_steps,
     )
     optimizer = make_optimizer(
+        o.name,
         schedule,
         b1=o.b1,
         b2=o.b2,
