@@ -2,9 +2,9 @@
 """How fast it could be: the bytes and operations of a load over the rates of this machine.
 
 Models of decode and train steps, and the two measurements they rest on. It does not know engines,
-peers or workloads. The invariant it owns: only work that nobody can avoid is counted (a decode step reads
-the weights once; each response reads its own live keys and values and no padding; a train step
-computes nothing twice), so a share of the roofline is never flattered by waste.
+peers or workloads. The invariant it owns: only work that nobody can avoid is counted (a decode
+step reads the weights once; each response reads its own live keys and values and no padding; a
+train step computes nothing twice), so a share of the roofline is never flattered by waste.
 """
 
 import dataclasses
