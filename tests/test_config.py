@@ -94,6 +94,17 @@ def test_no_field_is_dead():
         ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
         ({"objective.group_size": 32}, "S must be at least K"),
         (
+            {"batch.micro_batch_rows": 7},
+            "must divide the 256 rows of a batch .* Take one of 1, 2, 4, .*multiples of 16",
+        ),
+        (
+            {"batch.packed_length": 79},
+            "must hold a prompt with its response, up to 80 tokens .*packed_length=80 or more",
+        ),
+        ({"model.remat": "all"}, "config.model.remat = 'all': must be one of none, dots, layers"),
+        ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
+        ({"optimizer.max_nonfinite_steps": 0}, "must be at least 1"),
+        (
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
             "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",
         ),
@@ -222,3 +233,26 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     shown = json.loads(done.stdout)
     assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 20)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch.micro_batch_rows": 16}, "1 groups per micro-batch .* over 2 .*rows=32"),
+        ({"batch.micro_batch_rows": 1}, "1 rows per micro-batch .* over 2 .*rows=2 or a multiple"),
+        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "3 rows .* over 2 .*rows=2"),
+        ({"batch.micro_batch_rows": 32}, None),
+        ({"batch.micro_batch_rows": 2}, None),
+        ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
+    ],
+)
+def test_micro_batches_divide_over_the_trainer(changes, message):
+    config = default_config()
+    config.num_trainer_devices = 2
+    config.update_from_flattened_dict(changes)
+    config_lib.validate(config)
+    if message is None:
+        config_lib.validate_devices(config, 4)
+        return
+    with pytest.raises(ConfigError, match=message):
+        config_lib.validate_devices(config, 4)
