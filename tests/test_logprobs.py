@@ -246,7 +246,8 @@ def packed(tokens, prompt_lengths, response_lengths, row_length=20):
     return out, sequences
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])  # rotated positions; a learned table
+# Rotated positions; a learned table.
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, family):
     tokens, prompt_lengths, out = decoded
     config = tiny_config(family=family)

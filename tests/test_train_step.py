@@ -35,6 +35,10 @@ SETTINGS = StepSettings(
 )
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def make_batch(p=4, k=4, prompt=4, t=6, seed=0):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, t + 1, (p, k)).astype(np.int32)
@@ -84,8 +88,19 @@ def assert_close_metrics(got, expected):
 
 
 # K = 4: whole groups, parts of groups, single rows, parts of several groups.
-@pytest.mark.parametrize("micro_batch_rows", [8, 4, 2, 1, 6])
-@pytest.mark.parametrize("objective", ["tb", "rloo"])
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_rows"),
+    [
+        ("tb", 8),
+        ("tb", 2),
+        ("rloo", 6),
+        slow("tb", 4),
+        slow("tb", 1),
+        slow("tb", 6),
+        slow("rloo", 8),
+        slow("rloo", 2),
+    ],
+)
 def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
     batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
     settings = SETTINGS._replace(objective=objective)
@@ -95,7 +110,7 @@ def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
     assert_close_metrics(metrics, expected_metrics)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [8, 2])
+@pytest.mark.parametrize("micro_batch_rows", [2, slow(8)])
 def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
     def two_steps(settings):
         optimizer, step = sgd_step(settings)
@@ -213,7 +228,7 @@ def one_prompt_each(batch):
 
 # All at once; three and four micro-batches, some groups in several, which are scored twice.
 @pytest.mark.parametrize(
-    ("objective", "micro_batch_rows"), [("tb", 0), ("tb", 4), ("tb", 3), ("rloo", 4)]
+    ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
 )
 def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     batch = one_prompt_each(make_batch())
@@ -258,9 +273,9 @@ def test_a_step_that_is_not_finite_changes_only_the_counters():
 # Storage of parameters and optimiser, dtype of matmul inputs.
 @pytest.mark.parametrize(
     ("param_dtype", "compute_dtype"),
-    [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+    [slow("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
 def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
     schedule = optax.constant_schedule(3e-3)
     optimizer = make_optimizer(
@@ -283,8 +298,9 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-@pytest.mark.parametrize("micro_batch_rows", [0, 8, 2])
-@pytest.mark.parametrize("keep_reference", [False, True])
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False), slow(8, True)]
+)
 def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
     schedule = optax.constant_schedule(1e-3)
     optimizer = make_optimizer(
@@ -295,3 +311,23 @@ def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
     state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
     memory = step.lower(state, make_batch()).compile().memory_analysis()
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+def test_remat_and_micro_batches_take_less_memory():
+    config = tiny_config(num_layers=8)
+    optimizer = optax.sgd(0.1)
+    state = jax.eval_shape(
+        lambda: init_state(random_params(config), optimizer, keep_reference=False)
+    )
+
+    def temporaries(**changes):
+        settings = SETTINGS._replace(**changes)
+        step = make_train_step(config, optimizer, optax.constant_schedule(0.1), settings)
+        lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, layers = (temporaries(remat=name) for name in ("none", "dots", "layers"))
+    assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
+    # A quarter of the rows at a time, and a sum of gradients, small in this model.
+    assert temporaries(micro_batch_rows=8) < 0.4 * none
