@@ -120,7 +120,7 @@ def default_config() -> Config:
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
     config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
-    config.search.min_new_tokens = 0  # a response cannot end before it has as many tokens
+    config.search.min_new_tokens = 0  # tokens before the one that ends a response
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
