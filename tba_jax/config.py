@@ -35,6 +35,7 @@ REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "dots", "layers")
 OPTIMIZERS = ("adamw", "adafactor")
+LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class ConfigError(ValueError):
@@ -77,6 +78,11 @@ def default_config() -> Config:
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
     config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
+
+    config.lora = ConfigDict()  # adapters are trained and published, the parameters stay
+    config.lora.rank = 0  # of each adapter; 0: all parameters are trained
+    config.lora.alpha = 16.0  # an adapter's product counts alpha / rank times
+    config.lora.modules = ("q", "k", "v", "o")  # matrices of a layer with one: of LORA_MODULES
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
@@ -287,6 +293,7 @@ def validate(config: Config) -> None:
         ("mesh.model", 1),
         ("task.max_prompt_tokens", 1),
         ("task.num_eval_prompts", 0),
+        ("lora.rank", 0),
         ("batch.num_prompts", 1),
         ("batch.num_length_buckets", 1),
         ("batch.micro_batch_rows", 0),
@@ -332,6 +339,7 @@ def validate(config: Config) -> None:
         value = get_field(config, field)
         _need(value >= least, field, value, f"must be at least {least}", "Raise it.")
     for field in (
+        "lora.alpha",
         "objective.beta",
         "objective.beta_final",
         "optimizer.learning_rate",
@@ -384,6 +392,14 @@ def _validate_combinations(config: Config) -> None:
         config.search.min_new_tokens,
         f"is above search.max_new_tokens = {config.search.max_new_tokens}",
         "Lower it.",
+    )
+    modules = tuple(config.lora.modules)
+    _need(
+        bool(modules) and len({*modules}) == len(modules) and {*modules} <= {*LORA_MODULES},
+        "lora.modules",
+        modules,
+        f"must be some of {', '.join(LORA_MODULES)}, each once",
+        "For example --config.lora.modules=\"('q', 'v')\".",
     )
     _validate_rows(config)
     if config.objective.beta_schedule == "constant":

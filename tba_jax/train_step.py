@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tba_jax import objectives
+from tba_jax import lora, objectives
 from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
@@ -30,9 +30,9 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32, train steps done, skipped ones included.
-        params: policy parameters.
+        params: what is trained: the parameters of the policy, or its adapters alone.
         opt_state: optax state.
-        reference_params: reference parameters where the trainer scores them, else None.
+        reference_params: like `params`, of the reference where the trainer scores it, else None.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: int32, how many of the last steps were skipped.
     """
@@ -95,12 +95,14 @@ class StepShardings(NamedTuple):
         batch: of every array of a batch.
         replicated: of the metrics.
         compute: how the step uses divided parameters; None on a mesh of one device.
+        base: of the frozen parameters beside adapters; None where all are trained.
     """
 
     state: TrainState
     batch: NamedSharding
     replicated: NamedSharding
     compute: ComputeSharding | None
+    base: Any = None
 
 
 def step_shardings(
@@ -113,7 +115,7 @@ def step_shardings(
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
     Args:
-        config: the architecture.
+        config: the architecture; with adapters, they alone are the state's parameters.
         optimizer: whose state is placed.
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
@@ -121,15 +123,18 @@ def step_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    params = abstract_params(config)
+    params, shardings, base = abstract_params(config), param_shardings(config, mesh), None
+    if config.adapters is not None:
+        (_, params), (base, shardings) = lora.split(params), lora.split(shardings)
     shapes = jax.eval_shape(
         functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
     )
     return StepShardings(
-        state=shardings_like(shapes, params, param_shardings(config, mesh), mesh),
+        state=shardings_like(shapes, params, shardings, mesh),
         batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
         replicated=NamedSharding(mesh, PartitionSpec()),
         compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
+        base=base,
     )
 
 
@@ -165,7 +170,7 @@ def make_train_step(
     schedule: optax.Schedule,
     settings: StepSettings,
     shardings: StepShardings | None = None,
-) -> Callable[[TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]]:
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
@@ -180,21 +185,24 @@ def make_train_step(
     A step whose loss or gradient is not finite changes nothing but its counters.
 
     Args:
-        config: the architecture.
+        config: the architecture; with adapters, the gradient is by them alone.
         optimizer, schedule: of the parameters.
         settings: objective, schedules, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
-        (state, batch) -> (state, metrics): metrics are float32 scalars. It raises ValueError for a
-        batch whose rows the micro-batches do not divide.
+        (state, batch) -> (state, metrics), with adapters (state, batch, base): metrics are float32
+        scalars, and the base is neither changed nor donated. It raises ValueError for a batch whose
+        rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
 
     def train_step(
-        state: TrainState, batch: Batch | PackedBatch
+        state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         rows = _rows(batch, state.step, config, settings, compute)
+        if base is not None:
+            rows = _on_base(rows, base)
         num_micro_batches = _num_micro_batches(rows, settings)
         beta = objectives.beta_at(
             state.step,
@@ -284,10 +292,11 @@ def make_train_step(
 
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
+    base = () if shardings.base is None else (shardings.base,)
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(shardings.state, shardings.batch),
+        in_shardings=(shardings.state, shardings.batch, *base),
         out_shardings=(shardings.state, shardings.replicated),
     )
 
@@ -310,6 +319,15 @@ def _rows(
     if isinstance(batch, PackedBatch):
         return _packed_rows(batch, step, scoring, settings)
     return _padded_rows(batch, step, scoring, settings)
+
+
+def _on_base(rows: _Rows, base: Any) -> _Rows:
+    """The rows with a `score` that takes adapters where it took all parameters."""
+
+    def score(adapters: Any, inputs: Any) -> Float[Array, "m t"]:
+        return rows.score(lora.combine(base, adapters), inputs)
+
+    return rows._replace(score=score)
 
 
 def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:

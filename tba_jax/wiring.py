@@ -7,6 +7,7 @@ keyword arguments. It starts no thread except the reward processes' own. Its inv
 """
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax import sharding
+from tba_jax import lora, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.config import Config, ConfigError, validate_devices
 from tba_jax.data import PromptStream
@@ -32,6 +33,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
 from tba_jax.parts import (
     abstract_state,
+    adapter_shardings,
     decoder_weights,
     make_decoder,
     make_evaluator,
@@ -43,6 +45,7 @@ from tba_jax.parts import (
     make_task,
     model_path,
     place_run,
+    policy_config,
     reference_shardings,
     sampling_settings,
     searcher_shardings,
@@ -60,6 +63,7 @@ from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
+    MergingTransport,
     Transport,
     make_publish_program,
 )
@@ -76,6 +80,7 @@ class Run:
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
         last_eval_step: step of the newest finished evaluation, -1 before the first.
+        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
     """
 
     config: Config
@@ -104,6 +109,7 @@ class Run:
     last_saved_step: int = -1
     time_to_first_step_s: float | None = None
     searcher_idle_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    base_fingerprint: str = ""
 
     def host_state(self) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
         """Everything that is not train state, copied, for one atomic checkpoint."""
@@ -123,6 +129,7 @@ class Run:
                     "staleness_counts": sorted(self.trainer.staleness_counts.items()),
                     "decoded_tokens": [s.decoded_tokens for s in self.searchers],
                     "searcher_idle_s": sorted(self.searcher_idle_s.items()),
+                    "base_fingerprint": self.base_fingerprint,
                 },
             ),
         }
@@ -253,7 +260,8 @@ def build(
 
     Raises:
         ConfigError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable; says which and why.
+        ValueError: model folder, data or reward function are not usable, or the model is not the
+            one that the adapters of a checkpoint were trained on; says which and why.
         CheckpointError: the newest checkpoint is not readable.
     """
     folder = Path(workdir).absolute()
@@ -277,6 +285,8 @@ def build(
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    policy = policy_config(config, model_config)
+    has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
@@ -284,16 +294,19 @@ def build(
     checkpoints = Checkpoints(str(folder / "checkpoints"), keep=config.checkpoint.keep)
     is_new = checkpoints.latest_step() is None
     references: dict[Any, Reference] = {}
-    params, host_state = None, None
-    if is_new or config.reference.placement == "searcher":
+    params, base, host_state = None, None, None
+    if is_new or has_adapters or config.reference.placement == "searcher":
         progress.phase("loading the model")
         _, params, _ = hf_weights.load(
             folder_of_model,
             param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=shardings.state.params,
+            shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, model_config, tokenizer.eos_ids, placement, params)
+        references = _references(config, policy, tokenizer.eos_ids, placement, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
     if is_new:
         state = make_init_state(optimizer, shardings)(params)
     else:
@@ -302,22 +315,10 @@ def build(
         target = abstract_state(config, model_config, placement.trainer_mesh)
         _, state, host_state = checkpoints.restore(target)
         state = TrainState(*state) if not isinstance(state, TrainState) else state
+        if has_adapters:
+            lora.check_base(folder_of_model, host_state["run"][1]["base_fingerprint"])
 
-    rollout_dtype = jnp.dtype(config.model.rollout_dtype)
-    wanted = [searcher_shardings(model_config, mesh) for mesh in placement.searcher_meshes]
-    layout, published = make_publication(config, model_config, placement.publication_mesh)
-    transport: Transport
-    if config.sync.transport == "memory":
-        transport = MemoryTransport(rollout_dtype, wanted, layout, published)
-    else:
-        transport = CheckpointTransport(
-            str(folder),
-            keep=config.sync.keep,
-            dtype=rollout_dtype,
-            shardings=wanted,
-            layout=layout,
-            published=published,
-        )
+    transport = _transport(config, policy, placement, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(config.num_searchers)]
@@ -376,11 +377,13 @@ def build(
     def place_batch(batch: Batch | PackedBatch) -> Batch | PackedBatch:
         return jax.device_put(batch, shardings.batch)
 
+    train_step = make_train_step(
+        policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+    )
+    frozen = (base,) if has_adapters else ()
     trainer = Trainer(
         state=state,
-        train_step=make_train_step(
-            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
-        ),
+        train_step=lambda state, batch: train_step(state, batch, *frozen),
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
@@ -420,6 +423,7 @@ def build(
         schedule_log=schedule_log,
         metrics_log=metrics_log,
         clock=clock,
+        base_fingerprint=hf_weights.fingerprint(folder_of_model) if has_adapters else "",
     )
     if host_state is not None:
         run.restore(host_state)
@@ -429,24 +433,73 @@ def build(
 
 def _references(
     config: Config,
-    model_config: TransformerConfig,
+    policy: TransformerConfig,
     eos_ids: tuple[int, ...],
     placement: sharding.Placement,
     params: Any,
 ) -> dict[Mesh, Reference]:
-    """A reference scorer for each set of searcher devices, with parameters of its own."""
-    shardings = param_shardings(model_config, placement.publication_mesh)
-    # A copy, because the train state will be made of `params` and then donated.
-    copied = make_publish_program(jnp.dtype(config.model.param_dtype), None, shardings)(params)
+    """A reference scorer for each set of searcher devices.
+
+    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
+    shared with the trainer.
+    """
+    plain = dataclasses.replace(policy, adapters=None)
+    mesh = placement.publication_mesh
+    if policy.adapters is None or mesh != placement.trainer_mesh:
+        # A copy, because the train state will be made of `params` and then donated; or because
+        # they span processes.
+        copy = make_publish_program(
+            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
+        )
+        params = copy(params)
     programs: dict[Any, Callable[..., Array]] = {}
     references = {}
     for mesh in dict.fromkeys(placement.searcher_meshes):
         key = mesh if mesh.size > 1 else None  # one program serves any one device
         if key not in programs:
-            programs[key] = make_reference_program_from(config, model_config, eos_ids, mesh)
-        own = sharding.hand_over(copied, reference_shardings(model_config, mesh))
+            programs[key] = make_reference_program_from(config, plain, eos_ids, mesh)
+        own = sharding.hand_over(params, reference_shardings(plain, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
+
+
+def _transport(
+    config: Config,
+    policy: TransformerConfig,
+    placement: sharding.Placement,
+    workdir: Path,
+    base: Any,
+) -> Transport:
+    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    meshes = placement.searcher_meshes
+    layout, published = make_publication(config, plain, placement.publication_mesh)
+    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
+    merges = {}
+    if policy.adapters is not None:
+        # Each set of devices has the base once, in the decoder's layout.
+        weights = make_publish_program(dtype, layout, published)(base)
+        for mesh, where in zip(meshes, wanted, strict=True):
+            if mesh not in merges:
+                own = sharding.hand_over(weights, where)
+                merges[mesh] = functools.partial(lora.merge, own, config=policy)
+        layout = None
+        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
+        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
+    transport: Transport
+    if config.sync.transport == "memory":
+        transport = MemoryTransport(dtype, wanted, layout, published)
+    else:
+        transport = CheckpointTransport(
+            str(workdir),
+            keep=config.sync.keep,
+            dtype=dtype,
+            shardings=wanted,
+            layout=layout,
+            published=published,
+        )
+    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
 
 
 def _decoders(

@@ -27,6 +27,7 @@ LAYERS = {
     "fused_logprobs": 1,
     "decoding": 2,
     "logprobs": 2,
+    "lora": 2,
     "outbox": 3,
     "replay_buffer": 3,
     "weight_sync": 3,
