@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.fused_logprobs import fused_logprobs
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
@@ -51,8 +52,8 @@ def token_logprobs(
     temperature: float,
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
-    vocab_shards: int = 1,
     remat: Remat = "none",
+    sharding: ComputeSharding | None = None,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -66,8 +67,8 @@ def token_logprobs(
         temperature: the sampling temperature; divides the logits.
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
-        vocab_shards: into how many parts devices divide the vocabulary of the output table.
         remat: what the backward pass computes again.
+        sharding: how parameters that are divided over a mesh are used; None: on one device.
 
     Raises:
         ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
@@ -84,8 +85,17 @@ def token_logprobs(
     end = (s - t + response_lengths).reshape(p * k, 1)
     mask = (index >= first) & (index < end)
     positions = jnp.maximum(index - first, 0)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
     hidden = apply(
-        params, rows, positions, mask, config=config, compute_dtype=compute_dtype, remat=remat
+        params,
+        rows,
+        positions,
+        mask,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
@@ -95,7 +105,7 @@ def token_logprobs(
         rows[:, s - t :],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        vocab_shards=vocab_shards,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
     )
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
@@ -111,8 +121,8 @@ def packed_token_logprobs(
     temperature: float,
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
-    vocab_shards: int = 1,
     remat: Remat = "none",
+    sharding: ComputeSharding | None = None,
 ) -> Float[Array, "n s"]:
     """log pi of every token given those before it in its own sequence, float32.
 
@@ -124,12 +134,14 @@ def packed_token_logprobs(
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: the sequence of each position, 0 at padding.
         positions: position in the sequence.
-        config, temperature, compute_dtype, chunk_tokens, vocab_shards, remat: as `token_logprobs`.
+        config, temperature, compute_dtype, chunk_tokens, remat, sharding: as `token_logprobs`.
 
     Raises:
         ValueError: as `token_logprobs`.
     """
     _refuse_classifier(config)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
     hidden = apply(
         params,
         tokens,
@@ -139,6 +151,7 @@ def packed_token_logprobs(
         compute_dtype=compute_dtype,
         segments=segments,
         remat=remat,
+        sharding=sharding,
     )
     logprobs = fused_logprobs(
         hidden[:, :-1].astype(compute_dtype),
@@ -146,7 +159,7 @@ def packed_token_logprobs(
         tokens[:, 1:],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        vocab_shards=vocab_shards,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
     )
     return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
 

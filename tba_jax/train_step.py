@@ -7,17 +7,21 @@ The invariant it owns: how rows are cut into micro-batches, and whether they are
 changes neither gradient nor metrics beyond rounding.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tba_jax import objectives
 from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
-from tba_jax.models.transformer import Remat, TransformerConfig
+from tba_jax.models.shardings import ComputeSharding, param_shardings
+from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
+from tba_jax.sharding import BATCH_AXES, shardings_like
 from tba_jax.trajectory import Batch, PackedBatch
 
 
@@ -83,6 +87,68 @@ class _Rows(NamedTuple):
     rows_per_prompt: int
 
 
+class StepShardings(NamedTuple):
+    """Where everything a train step touches lies on the trainer's mesh.
+
+    Attributes:
+        state: a NamedSharding for each array of the train state.
+        batch: of every array of a batch.
+        replicated: of the metrics.
+        compute: how the step uses divided parameters; None on a mesh of one device.
+    """
+
+    state: TrainState
+    batch: NamedSharding
+    replicated: NamedSharding
+    compute: ComputeSharding | None
+
+
+def step_shardings(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    keep_reference: bool,
+) -> StepShardings:
+    """The shardings of a train step: parameters by the table, what belongs to them likewise.
+
+    Args:
+        config: the architecture.
+        optimizer: whose state is placed.
+        mesh: the trainer's, with the axes `sharding.MESH_AXES`.
+        keep_reference: the state holds a reference.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    params = abstract_params(config)
+    shapes = jax.eval_shape(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+    )
+    return StepShardings(
+        state=shardings_like(shapes, params, param_shardings(config, mesh), mesh),
+        batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
+        replicated=NamedSharding(mesh, PartitionSpec()),
+        compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
+    )
+
+
+def make_init_state(
+    optimizer: optax.GradientTransformation, shardings: StepShardings
+) -> Callable[[Any], TrainState]:
+    """Jitted `init_state` for parameters that lie as `shardings.state` says; they are donated.
+
+    Moments are made where they belong, never whole on one device.
+    """
+    keep_reference = shardings.state.reference_params is not None
+    return jax.jit(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference),
+        donate_argnums=0,
+        in_shardings=(shardings.state.params,),
+        out_shardings=shardings.state,
+    )
+
+
 def init_state(
     params: Any, optimizer: optax.GradientTransformation, *, keep_reference: bool
 ) -> TrainState:
@@ -98,6 +164,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     settings: StepSettings,
+    shardings: StepShardings | None = None,
 ) -> Callable[[TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]]:
     """The jitted train step; its state argument is donated.
 
@@ -112,15 +179,22 @@ def make_train_step(
 
     A step whose loss or gradient is not finite changes nothing but its counters.
 
+    Args:
+        config: the architecture.
+        optimizer, schedule: from `optimizers`.
+        settings: objective, schedules, micro-batches, dtypes.
+        shardings: from `step_shardings`; None: everything on one device.
+
     Returns:
         (state, batch) -> (state, metrics): metrics are float32 scalars. It raises ValueError for a
         batch whose rows the micro-batches do not divide.
     """
+    compute = None if shardings is None else shardings.compute
 
     def train_step(
         state: TrainState, batch: Batch | PackedBatch
     ) -> tuple[TrainState, dict[str, Array]]:
-        rows = _rows(batch, state.step, config, settings)
+        rows = _rows(batch, state.step, config, settings, compute)
         num_micro_batches = _num_micro_batches(rows, settings)
         beta = objectives.beta_at(
             state.step,
@@ -208,11 +282,22 @@ def make_train_step(
         }
         return new_state, metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    if shardings is None:
+        return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings.state, shardings.batch),
+        out_shardings=(shardings.state, shardings.replicated),
+    )
 
 
 def _rows(
-    batch: Batch | PackedBatch, step: Array, config: TransformerConfig, settings: StepSettings
+    batch: Batch | PackedBatch,
+    step: Array,
+    config: TransformerConfig,
+    settings: StepSettings,
+    sharding: ComputeSharding | None,
 ) -> _Rows:
     scoring: Any = {
         "config": config,
@@ -220,6 +305,7 @@ def _rows(
         "compute_dtype": jnp.dtype(settings.compute_dtype),
         "chunk_tokens": settings.logprob_chunk_tokens,
         "remat": settings.remat,
+        "sharding": sharding,
     }
     if isinstance(batch, PackedBatch):
         return _packed_rows(batch, step, scoring, settings)

@@ -131,6 +131,8 @@ def test_no_field_is_dead():
         ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
+        ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
     ],
 )
@@ -151,8 +153,18 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
             4,
             "num_searchers = 4: placement=split leaves 3 devices",
         ),
-        ({"num_trainer_devices": 3}, 2, "this process sees 2 devices"),
-        ({"num_trainer_devices": 3}, 3, "must divide by the 3 trainer devices"),
+        ({"mesh.fsdp": 4}, 2, "mesh wants 4 devices, and this process sees 2"),
+        ({"mesh.fsdp": 2, "placement": "split"}, 2, "needs a device for searchers"),
+        (
+            {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
+            4,
+            "leaves 2 devices for searchers of 3 each. Set --config.search.num_devices=2",
+        ),
+        (
+            {"mesh.fsdp": 4, "search.num_devices": 3},
+            4,
+            "share the trainer's 4 devices must divide them. Set --config.search.num_devices=1",
+        ),
     ],
 )
 def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
@@ -238,9 +250,9 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch.micro_batch_rows": 16}, "1 groups per micro-batch .* over 2 .*rows=32"),
-        ({"batch.micro_batch_rows": 1}, "1 rows per micro-batch .* over 2 .*rows=2 or a multiple"),
-        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "3 rows .* over 2 .*rows=2"),
+        ({"batch.micro_batch_rows": 16}, "1 groups per micro-batch .* = 2 .*rows=32"),
+        ({"batch.micro_batch_rows": 1}, "1 rows per micro-batch .* = 2 .*rows=2 or a multiple"),
+        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "3 rows .* = 2 .*rows=2"),
         ({"batch.micro_batch_rows": 32}, None),
         ({"batch.micro_batch_rows": 2}, None),
         ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
@@ -248,11 +260,10 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
 )
 def test_micro_batches_divide_over_the_trainer(changes, message):
     config = default_config()
-    config.num_trainer_devices = 2
+    config.mesh.data = 2
     config.update_from_flattened_dict(changes)
-    config_lib.validate(config)
     if message is None:
-        config_lib.validate_devices(config, 4)
+        config_lib.validate(config)
         return
     with pytest.raises(ConfigError, match=message):
-        config_lib.validate_devices(config, 4)
+        config_lib.validate(config)

@@ -13,7 +13,14 @@ from fakes import random_params, tiny_config
 
 from tba_jax import sharding
 from tba_jax.optimizers import make_optimizer
-from tba_jax.train_step import StepSettings, init_state, make_train_step
+from tba_jax.sharding import MeshShape
+from tba_jax.train_step import (
+    StepSettings,
+    init_state,
+    make_init_state,
+    make_train_step,
+    step_shardings,
+)
 from tba_jax.trajectory import Batch, pack_rows
 
 CONFIG = tiny_config()
@@ -65,28 +72,11 @@ def sgd_step(settings):
     return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
 
 
-def run_step(batch, settings=SETTINGS, *, params=None, place=None):
+def run_step(batch, settings=SETTINGS, *, params=None):
     optimizer, step = sgd_step(settings)
     params = random_params(CONFIG) if params is None else params
     state = init_state(params, optimizer, keep_reference=False)
-    if place is not None:
-        state = jax.device_put(state, place.replicated_sharding)
-        batch = jax.device_put(batch, place.batch_sharding)
     return step(state, batch)
-
-
-def test_sharded_step_equals_the_single_device_step():
-    expected, expected_metrics = run_step(make_batch())
-    place = sharding.place("shared", jax.local_devices(), num_trainer_devices=4, num_searchers=1)
-    got, metrics = run_step(make_batch(), place=place)
-    assert len(got.params["embed"].sharding.device_set) == 4
-    jax.tree.map(
-        # float32 sums in another order
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        jax.device_get(got.params),
-        jax.device_get(expected.params),
-    )
-    np.testing.assert_allclose(metrics["train/loss"], expected_metrics["train/loss"], rtol=1e-5)
 
 
 def assert_close_states(got, expected):
@@ -148,21 +138,42 @@ def test_rows_that_micro_batches_do_not_divide_are_refused():
         run_step(make_batch(), SETTINGS._replace(micro_batch_rows=3))
 
 
+def run_on_mesh(batch, settings, shape):
+    """(state, metrics, text of the program) of one step on a mesh."""
+    devices = jax.local_devices()
+    place = sharding.place("shared", devices, mesh=MeshShape(*shape), num_searchers=1)
+    schedule = optax.constant_schedule(0.1)
+    optimizer = optax.sgd(schedule)
+    where = step_shardings(CONFIG, optimizer, place.trainer_mesh, keep_reference=False)
+    step = make_train_step(CONFIG, optimizer, schedule, settings, where)
+    params = jax.device_put(random_params(CONFIG), where.state.params)
+    state = make_init_state(optimizer, where)(params)
+    batch = jax.device_put(batch, where.batch)
+    text = step.lower(state, batch).compile().as_text()
+    return *step(state, batch), text
+
+
 # Over two devices: two groups of K = 4, and two rows.
 @pytest.mark.parametrize("micro_batch_rows", [8, slow(2)])
 def test_accumulated_step_on_a_mesh_moves_no_rows(micro_batch_rows):
     settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows)
     expected, _ = run_step(make_batch(), settings)
-    place = sharding.place("shared", jax.local_devices(), num_trainer_devices=2, num_searchers=1)
-    got, _ = run_step(make_batch(), settings, place=place)
+    got, _, text = run_on_mesh(make_batch(), settings, (2, 1, 1))
     assert_close_states(got, expected)
-    optimizer, step = sgd_step(settings)
-    state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
-    state = jax.device_put(state, place.replicated_sharding)
-    batch = jax.device_put(make_batch(), place.batch_sharding)
-    text = step.lower(state, batch).compile().as_text()
     for name in ("all-to-all", "collective-permute"):
         assert f"{name}(" not in text and f"{name}-start(" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
+@pytest.mark.parametrize("micro_batch_rows", [0, 16, 4])
+def test_accumulated_step_on_divided_parameters(micro_batch_rows, shape):
+    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows, remat="layers")
+    batch = make_batch(p=8)
+    expected, expected_metrics = run_step(batch, settings)
+    got, metrics, _ = run_on_mesh(batch, settings, shape)
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
@@ -277,12 +288,12 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
 
 
 @pytest.mark.slow
-def test_packed_step_on_a_mesh():
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 2, 2)])
+def test_packed_step_on_a_mesh(shape):
     batch = one_prompt_each(make_batch())
     expected, expected_metrics = run_step(batch)
-    place = sharding.place("shared", jax.local_devices(), num_trainer_devices=4, num_searchers=1)
     settings = SETTINGS._replace(micro_batch_rows=4)
-    got, metrics = run_step(packed(batch), settings, place=place)
+    got, metrics, _ = run_on_mesh(packed(batch), settings, shape)
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
 
@@ -377,21 +388,3 @@ def test_remat_and_micro_batches_take_less_memory():
     assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
     # A quarter of the rows at a time, and a sum of gradients, small in this model.
     assert temporaries(micro_batch_rows=8) < 0.4 * none
-
-
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [("shared", [0, 1, 0]), ("split", [2, 3, 4]), ("auto", [2, 3, 4])],
-)
-def test_placements(placement, expected):
-    devices = jax.local_devices()
-    place = sharding.place(placement, devices, num_trainer_devices=2, num_searchers=3)
-    assert [devices.index(d) for d in place.searcher_devices] == expected
-    assert list(place.trainer_mesh.devices) == devices[:2]
-
-
-def test_auto_placement_shares_where_devices_are_short():
-    devices = jax.local_devices()[:1]
-    place = sharding.place("auto", devices, num_trainer_devices=1, num_searchers=2)
-    assert place.searcher_devices == (devices[0], devices[0])
-    assert place.publication_shardings() == [None, None]

@@ -320,6 +320,7 @@ def apply(
     compute_dtype: Any,
     segments: Int[Array, "b s"] | None = None,
     remat: Remat = "none",
+    sharding: Any = None,
 ) -> Float[Array, "b s d"]:
     """Hidden states after the final norm; a position attends to the valid ones up to itself.
 
@@ -338,6 +339,8 @@ def apply(
         segments: of packed rows, the number of each position's sequence, 0 where `mask` is False;
             sequences do not see one another.
         remat: what the backward pass computes again.
+        sharding: on a mesh, a `shardings.ComputeSharding`; it gathers the layers, and `params` come
+            with their ends gathered.
 
     Raises:
         ValueError: `remat` is not the name of a policy.
@@ -351,9 +354,15 @@ def apply(
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return attention.attend_causal(q, k, v, visible), None
 
-        return run_layer(layer_params, x, angles, attend, config=config)
+        if sharding is None:
+            return run_layer(layer_params, x, angles, attend, config=config)
+        layer_params = sharding.layer(layer_params, compute_dtype)
+        x, _ = run_layer(layer_params, x, angles, attend, config=config)
+        return sharding.rows(x), None
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
+    if sharding is not None:
+        x = sharding.rows(x)
     x, _ = jax.lax.scan(_REMAT[remat](layer), x, params["layers"])
     return final_norm(params, x, config=config)
 
