@@ -7,7 +7,7 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -223,10 +223,24 @@ def make_reference_program_from(
     )
 
 
+class SpecialIds(Protocol):
+    """What a decoder needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token written after the end."""
+        ...
+
+
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
-    tokenizer: Tokenizer,
+    tokenizer: SpecialIds,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
