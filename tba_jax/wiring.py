@@ -38,6 +38,7 @@ from tba_jax.parts import (
     make_optimizer_from,
     make_publication,
     make_reference_program_from,
+    make_rewards,
     make_step_shardings,
     model_path,
     place_run,
@@ -48,7 +49,7 @@ from tba_jax.parts import (
 )
 from tba_jax.reference import Reference
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
 from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
@@ -85,7 +86,7 @@ class Run:
     outboxes: list[Outbox]
     buffer: ReplayBuffer
     transport: Transport
-    rewards: RewardPool
+    rewards: RewardSource
     evaluator: Evaluator
     decoder: Decoder
     placement: sharding.Placement
@@ -271,12 +272,7 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
+    rewards = make_rewards(config, task)
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
@@ -469,7 +465,7 @@ def _forget_after(run: Run, step: int) -> None:
     """
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        if "eval/pass_at_1" in record:
+        if "eval/n" in record:
             return record["step"] <= run.last_eval_step
         return record["step"] <= step
 
