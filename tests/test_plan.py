@@ -2,6 +2,8 @@
 """The plan command: figures of the real run's programs, a verdict, a remedy, an exit code."""
 
 import json
+import os
+import re
 import runpy
 import subprocess
 import sys
@@ -179,3 +181,27 @@ def test_a_billion_parameters_on_a_tpu_slice():
     assert done.returncode == (0 if out["fits"] else 1)
     if not out["fits"]:
         assert out["advice"]
+
+
+@pytest.mark.slow
+def test_a_run_finds_every_program_of_its_plan_in_the_cache(tmp_path):
+    """The keys of the cache are those of the programs: a plan lowers what the run executes."""
+    cache = tmp_path / "cache"
+    fields = [
+        "--config=configs/math.py",
+        "--config.num_steps=2",
+        "--config.task.num_eval_prompts=8",
+    ]
+    assert run(*fields, f"--write_cache={cache}").returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *fields, f"--workdir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_LOGGING_LEVEL": "DEBUG"},
+    )
+    hits = set(re.findall(r"Persistent compilation cache hit for '(\w+)'", done.stderr))
+    programs = {"train_step", "program", "prefill", "admit", "run_chunk", "_score"}
+    assert {f"jit_{name}" for name in programs} <= hits

@@ -26,7 +26,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     """What is planned, and how it is placed."""
     chip, groups = facts["chip"], facts["groups"]
     rates = (
-        f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.1f} TFLOP/s, "
+        f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.3g} TFLOP/s, "
         f"{chip['bytes_per_s'] / 1e9:,.0f} GB/s"
     )
     if chip["ici_bytes_per_s"]:
@@ -37,7 +37,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     trainer, searcher = groups["trainer"], groups["searcher"]
     turns = ", in turns on the same devices" if facts["takes_turns"] else ""
     lines = [
-        f"model      {model}: {facts['num_params'] / 1e9:.2f} B parameters; shape from {source}",
+        f"model      {model}: {facts['num_params'] / 1e6:,.4g} M parameters; shape from {source}",
         f"slice      {where}: {facts['num_devices']} x {chip['name']}, {hosts} "
         f"host{'s' if hosts > 1 else ''} of {per_host}",
         f"chip       {rates}",
@@ -68,8 +68,8 @@ def program_table(programs: Sequence[Program]) -> str:
             [
                 p.name,
                 p.group,
-                *(f"{size / GIB:.2f}" for size in sizes),
-                f"{sum(sizes) / GIB:.2f}",
+                *map(_gib, sizes),
+                _gib(sum(sizes)),
                 f"{p.flops / 1e12:.3g}",
                 f"{p.num_bytes / 1e9:.3g}",
                 f"{p.collective_bytes / 1e9:.3g}",
@@ -88,12 +88,12 @@ def occupancy_table(found: Sequence[Occupancy]) -> str:
     """Memory of each device group at its fullest."""
     lines = []
     for o in found:
-        verdict = f"over by {o.over_bytes / GIB:.2f} GiB" if o.over_bytes else "fits"
+        verdict = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
         lines.append(
             f"each {o.group} device{'' if o.group != 'both' else ' (both parts)'}: "
-            f"{o.peak_bytes / GIB:.2f} of {o.capacity_bytes / GIB:.2f} GiB, {verdict}"
+            f"{_gib(o.peak_bytes)} of {_gib(o.capacity_bytes)} GiB, {verdict}"
         )
-        lines += [f"  {size / GIB:8.2f}  {what}" for what, size in o.parts]
+        lines += [f"  {_gib(size):>8}  {what}" for what, size in o.parts]
     return "\n".join(lines)
 
 
@@ -161,6 +161,11 @@ def as_json(
         "balance": dataclasses.asdict(weighed) if weighed else None,
         "advice": list(advice),
     }
+
+
+def _gib(size: float) -> str:
+    value = size / GIB
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
 
 
 def _seconds(s: float) -> str:
