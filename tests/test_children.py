@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever happens to a compiling process, the plan gets a verdict."""
 
+import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -59,4 +63,27 @@ def test_a_child_that_takes_too_long_is_killed(child):
 def test_any_other_failure_is_its_last_error(child):
     answer = child("raise KeyError('layers')")
     assert answer.failure == "KeyError: 'layers'"
-    assert sys.executable  # the child is this interpreter's
+
+
+def test_a_child_ends_with_the_process_that_asked_it(tmp_path):
+    fifo = tmp_path / "request"
+    os.mkfifo(fifo)
+    held = os.open(fifo, os.O_RDWR)  # the child's standard input never ends
+    module = "tba_jax.planning.compile_one"
+    parent = subprocess.Popen(
+        ["bash", "-c", f"{sys.executable} -m {module} $$ < {fifo} & echo $!; wait"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        child = Path("/proc") / parent.stdout.readline().strip()
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        deadline = time.monotonic() + 20
+        while child.exists() and " Z " not in (child / "stat").read_text():
+            assert time.monotonic() < deadline, "the child outlived its parent"
+            time.sleep(0.1)
+    finally:
+        os.close(held)

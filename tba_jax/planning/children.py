@@ -55,7 +55,7 @@ def ask(request: Mapping[str, Any], *, timeout_s: float) -> Answer:
     start = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-m", _MODULE],
+            [sys.executable, "-m", _MODULE, str(os.getpid())],
             input=json.dumps(request),
             capture_output=True,
             text=True,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The child process of a plan: describes a run on a slice, or compiles one of its programs.
 
-    python -m tba_jax.planning.compile_one < REQUEST.json
+    python -m tba_jax.planning.compile_one PARENT_PID < REQUEST.json
 
 The request names config, topology, model shape and what to do; the answer is the last line of
 standard output. A request that makes no sense is refused in the answer; an abort of the compiler
@@ -10,7 +10,9 @@ ends the process, which `children` reports. It keeps nothing between requests.
 
 import dataclasses
 import json
+import os
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -156,6 +158,15 @@ def _compile(planned: Planned) -> dict[str, Any]:
 
 def main() -> int:
     """Answer the request on standard input."""
+    parent = int(sys.argv[1])
+
+    def exit_with_parent() -> None:
+        # A plan that was killed cannot stop a compiler that has minutes to go.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
     request = json.loads(sys.stdin.read())
     try:
         out = answer(request)
