@@ -33,6 +33,8 @@ SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "layers")
+OPTIMIZERS = ("adamw", "adafactor")
 
 
 class ConfigError(ValueError):
@@ -68,13 +70,16 @@ def default_config() -> Config:
     config.model.path = ""  # HF folder or hub id; empty: the embedded start model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
-    config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
+    config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
     config.batch.num_length_buckets = 3  # padded lengths that training and decode compile for
-    config.batch.logprob_chunk_tokens = 1024  # tokens whose float32 logits exist at a time
+    config.batch.micro_batch_rows = 0  # rows per micro-batch, gradients are summed; 0: all
+    config.batch.packed_length = 0  # tokens of rows that hold several responses; 0: one each
+    # Over all devices; a block is of the vocabulary.
+    config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
     config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
@@ -88,6 +93,7 @@ def default_config() -> Config:
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw; adafactor: little state, no use for b1, b2 and eps
     config.optimizer.learning_rate = 1e-4  # peak
     config.optimizer.schedule = "constant"  # one of LR_SCHEDULES
     config.optimizer.warmup_steps = 0  # linear from 0
@@ -98,6 +104,7 @@ def default_config() -> Config:
     config.optimizer.eps = 1e-8  # AdamW: added to the root of the squared gradient's mean
     config.optimizer.weight_decay = 0.0  # on matrices, not on norms and biases
     config.optimizer.clip_norm = 1.0  # global gradient norm; 0: no clipping
+    config.optimizer.max_nonfinite_steps = 3  # skipped steps in a row that end the run
 
     config.reference = ConfigDict()
     config.reference.placement = "searcher"  # where log pi_ref is scored; trainer: at use
@@ -251,6 +258,7 @@ def validate(config: Config) -> None:
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
         ("objective.beta_schedule", BETA_SCHEDULES),
+        ("optimizer.name", OPTIMIZERS),
         ("optimizer.schedule", LR_SCHEDULES),
         ("replay.pace", PACES),
         ("replay.evict", EVICTIONS),
@@ -259,6 +267,7 @@ def validate(config: Config) -> None:
         ("search.swap", SWAPS),
         ("sync.transport", TRANSPORTS),
         ("reference.placement", REFERENCE_PLACEMENTS),
+        ("model.remat", REMATS),
         ("model.param_dtype", DTYPES),
         ("model.compute_dtype", DTYPES),
         ("model.rollout_dtype", DTYPES),
@@ -276,6 +285,8 @@ def validate(config: Config) -> None:
         ("task.num_eval_prompts", 0),
         ("batch.num_prompts", 1),
         ("batch.num_length_buckets", 1),
+        ("batch.micro_batch_rows", 0),
+        ("batch.packed_length", 0),
         ("batch.logprob_chunk_tokens", 1),
         ("objective.group_size", 2),
         ("objective.beta_steps", 0),
@@ -285,6 +296,7 @@ def validate(config: Config) -> None:
         ("optimizer.decay_steps", 0),
         ("optimizer.weight_decay", 0.0),
         ("optimizer.clip_norm", 0.0),
+        ("optimizer.max_nonfinite_steps", 1),
         ("reference.reset_period", 0),
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
@@ -369,15 +381,7 @@ def _validate_combinations(config: Config) -> None:
         f"is above search.max_new_tokens = {config.search.max_new_tokens}",
         "Lower it.",
     )
-    batch_parts = config.mesh.data * config.mesh.fsdp
-    rows = config.batch.num_prompts
-    _need(
-        rows % batch_parts == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
-    )
+    _validate_rows(config)
     if config.objective.beta_schedule == "constant":
         _need(
             config.objective.beta_final == config.objective.beta
@@ -490,6 +494,59 @@ def _validate_combinations(config: Config) -> None:
         reward,
         "must read package.module:function",
         "For example --config.task.reward=my_rewards:length_reward.",
+    )
+
+
+def _validate_rows(config: Config) -> None:
+    """How the rows of a batch are made and cut."""
+    wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
+    rows = config.batch.num_prompts * config.objective.group_size
+    if wanted and not packed:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        _need(
+            rows % wanted == 0,
+            "batch.micro_batch_rows",
+            wanted,
+            f"must divide the {rows} rows of a batch (batch.num_prompts * objective.group_size)",
+            f"Take one of {', '.join(map(str, divisors))}; multiples of "
+            f"{config.objective.group_size} score each row once.",
+        )
+    parts = config.mesh.data * config.mesh.fsdp
+    prompts = config.batch.num_prompts
+    _need(
+        prompts % parts == 0,
+        "batch.num_prompts",
+        prompts,
+        f"must divide by mesh.data x mesh.fsdp = {parts}, which divide a batch by prompts",
+        f"Set --config.batch.num_prompts={-(-prompts // parts) * parts}.",
+    )
+    _need(
+        config.mesh.fsdp == 1 or config.model.remat != "none",
+        "model.remat",
+        config.model.remat,
+        "keeps what the backward pass needs, also the weights gathered for mesh.fsdp: the whole "
+        "model on every device",
+        "Set --config.model.remat=layers.",
+    )
+    k = config.objective.group_size
+    # Rows of a group lie on one device; so what is cut along groups is divided along groups.
+    unit = 1 if packed or wanted % k else k
+    _need(
+        wanted // unit % parts == 0,
+        "batch.micro_batch_rows",
+        wanted,
+        f"{wanted // unit} {'groups' if unit > 1 else 'rows'} per micro-batch cannot be divided "
+        f"by mesh.data x mesh.fsdp = {parts}",
+        f"Set --config.batch.micro_batch_rows={unit * parts} or a multiple.",
+    )
+    longest = config.task.max_prompt_tokens + config.search.max_new_tokens
+    _need(
+        not packed or packed >= longest,
+        "batch.packed_length",
+        packed,
+        f"a row must hold a prompt with its response, up to {longest} tokens "
+        "(task.max_prompt_tokens + search.max_new_tokens)",
+        f"Set --config.batch.packed_length={longest} or more.",
     )
 
 

@@ -22,6 +22,7 @@ from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
@@ -33,8 +34,6 @@ from tba_jax.train_step import (
     StepShardings,
     TrainState,
     init_state,
-    learning_rate_schedule,
-    make_optimizer,
     step_shardings,
 )
 from tba_jax.trajectory import length_buckets
@@ -64,6 +63,7 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         reference_reset_period=config.reference.reset_period,
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
     )
 
@@ -80,6 +80,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         num_steps=config.num_steps,
     )
     optimizer = make_optimizer(
+        o.name,
         schedule,
         b1=o.b1,
         b2=o.b2,

@@ -55,7 +55,7 @@ from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, length_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -372,7 +372,7 @@ def build(
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
 
-    def place_batch(batch: Batch) -> Batch:
+    def place_batch(batch: Batch | PackedBatch) -> Batch | PackedBatch:
         return jax.device_put(batch, shardings.batch)
 
     trainer = Trainer(
@@ -388,6 +388,12 @@ def build(
         prompt_buckets=prompt_buckets,
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
+        packed_length=config.batch.packed_length,
+        row_buckets=row_buckets(
+            config.batch.num_prompts * config.objective.group_size,
+            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+        ),
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
         clock=clock,
