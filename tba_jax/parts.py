@@ -36,7 +36,7 @@ from tba_jax.train_step import (
     init_state,
     step_shardings,
 )
-from tba_jax.trajectory import length_buckets
+from tba_jax.trajectory import length_buckets, row_buckets
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -89,6 +89,14 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         clip_norm=o.clip_norm,
     )
     return optimizer, schedule
+
+
+def packed_row_buckets(config: Config) -> tuple[int, ...]:
+    """Numbers of packed rows that the train step is compiled for, ascending."""
+    return row_buckets(
+        config.batch.num_prompts * config.objective.group_size,
+        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+    )
 
 
 def mesh_shape(config: Config) -> MeshShape:

@@ -52,7 +52,8 @@ def choose(preset, model, text):
         ("gsm8k", RHO, "v5e:2x4@8", "split", 4, 4, 1),
         ("gsm8k", RHO, "v5e:1x1", "shared", 1, 1, 1),
         ("math", QWEN, "v5p:2x2x4", "per_host", 8, 8, 1),
-        ("math", QWEN, "v6e:4x4", "whole_hosts", 8, 2, 4),
+        # Half of the chips do not hold the state and the copy that is saved.
+        ("math", QWEN, "v6e:4x4", "interleaved", 16, 4, 4),
         # One host or all of them; and weights fit on no single chip.
         ("math", QWEN, "v5e:8x8", "interleaved", 64, 16, 4),
     ],
@@ -84,8 +85,8 @@ def test_a_slice_of_several_hosts_wants_a_pod():
 def test_a_batch_that_no_mesh_divides_is_named():
     pytest.importorskip("libtpu")
     config = PRESETS["get_config"]("math")
-    config.batch.num_prompts = 31  # and 28 heads do not divide over 8 devices
+    config.batch.num_prompts = 31  # and 28 heads do not divide over 16 devices
     shape = families.transformer_config(PUBLISHED[QWEN])
-    topology = chips.parse_topology("v5p:2x2x4")
-    with pytest.raises(PlacementError, match=r"batch\.num_prompts=8"):
+    topology = chips.parse_topology("v6e:4x4")
+    with pytest.raises(PlacementError, match=r"batch\.num_prompts=16"):
         layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)

@@ -110,8 +110,6 @@ def _groups(config: Config, model_config: Any, choice: layouts.Choice) -> dict[s
 def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
     sizes = sizes_of(config)
     rows, k = sizes.prompts * sizes.group, sizes.group
-    parts = choice.placement.trainer_mesh.shape
-    divided = parts["data"] * parts["fsdp"]
     groups = choice.placement.searcher_meshes[0].devices.size
     return sizes._asdict() | {
         "batch_rows": rows,
@@ -121,12 +119,11 @@ def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
         "chunk_steps": CHUNK_STEPS,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
-        "micro_batch_rows": rows,
-        "micro_batch_options": [
-            n
-            for n in range(1, rows + 1)
-            if rows % n == 0 and (n if n % k else n // k) % divided == 0
-        ],
+        "micro_batch_rows": config.batch.micro_batch_rows or rows,
+        "micro_batch_options": layouts.micro_batch_options(
+            config,
+            choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],
+        ),
         "next_group": 2 * groups,
     }
 

@@ -120,18 +120,20 @@ def choose(
     """
     hosts = _hosts(devices)
     per_host = len(devices) // len(hosts)
-    options = trainer_options(devices)
     half = len(devices) / 2
     # Of v5e slices above 16 chips one host is the only proper part: too little to train on.
-    balanced = [n for n in options if n >= len(devices) / 4]
-    size = min(balanced, key=lambda n: abs(n - half)) if balanced else len(devices)
+    sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
+    sizes = [*sorted(sizes, key=lambda n: abs(n - half)), len(devices)]
+    size = next(
+        (n for n in sizes if _holds_state(n, config, model_config, hbm_bytes)), len(devices)
+    )
     takes_turns = size == len(devices)
     mesh = _mesh_shape(size, config, model_config)
     if takes_turns or (len(hosts) > 1 and sharding.pod_layout(devices, size) == "whole_hosts"):
         pool = per_host
     else:
         pool = per_host - size // len(hosts)
-    reserved = _state_bytes(config, model_config) / size if takes_turns else 0.0
+    reserved = 2 * _state_bytes(config, model_config) / size if takes_turns else 0.0
     group = _group_size(config, model_config, pool, per_host, hbm_bytes - reserved, devices)
     fields: dict[str, Any] = {
         "placement": "pod" if len(hosts) > 1 else "shared" if takes_turns else "split",
@@ -140,6 +142,7 @@ def choose(
         "mesh.model": mesh.model,
         "num_searchers": pool // group,
         "search.num_devices": group,
+        "batch.micro_batch_rows": _micro_batch_rows(config, mesh.data * mesh.fsdp),
     }
     changed = {name: x for name, x in fields.items() if get_field(config, name) != x}
     with config.unlocked():
@@ -168,6 +171,43 @@ def _mesh_shape(size: int, config: Config, model_config: TransformerConfig) -> M
         f"no mesh of {size} devices divides {prompts} prompts and a model of "
         f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
     )
+
+
+def _holds_state(
+    size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float
+) -> bool:
+    """A mesh of this size exists, and leaves room beside the state and a copy of it."""
+    try:
+        _mesh_shape(size, config, model_config)
+    except PlacementError:
+        return False
+    held = 2 * _state_bytes(config, model_config) / size
+    return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
+
+
+def micro_batch_options(config: Config, parts: int) -> list[int]:
+    """Rows of a micro-batch that divide a batch and, over `parts` devices, themselves; ascending.
+
+    Padded rows of a group lie on one device, so micro-batches of whole groups are divided by
+    groups; packed rows are divided one by one.
+    """
+    rows, k = config.batch.num_prompts * config.objective.group_size, config.objective.group_size
+    if config.batch.packed_length:
+        return [parts * 2**i for i in range(rows.bit_length()) if parts * 2**i <= rows] or [parts]
+    return [
+        n for n in range(1, rows + 1) if rows % n == 0 and (n if n % k else n // k) % parts == 0
+    ]
+
+
+def _micro_batch_rows(config: Config, parts: int) -> int:
+    """The config's own where the mesh divides it, else the nearest that it does."""
+    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
+    unit = config.objective.group_size
+    if config.batch.packed_length or wanted % unit:
+        unit = 1
+    if not wanted or wanted // unit % parts == 0:
+        return wanted
+    return min(options, key=lambda n: max(n / wanted, wanted / n))
 
 
 def _state_bytes(config: Config, model_config: TransformerConfig) -> float:

@@ -23,7 +23,7 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
 from tba_jax.sharding import Placement
 from tba_jax.train_step import make_train_step
-from tba_jax.trajectory import Batch, length_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import make_publish_program
 
 
@@ -128,11 +128,6 @@ def residents(
     trainer = state_bytes_by_kind(state)
     # A checkpoint is written from a copy in the background, while training goes on.
     trainer["copy of the state while it is saved"] = sum(trainer.values())
-    trainer["published copy"] = shard_bytes(
-        lowering.abstract_weights(
-            model_config, jnp.dtype(config.model.rollout_dtype), placement.publication_mesh
-        )
-    )
     mesh = placement.searcher_meshes[0]
     weights = _weights(config, model_config, placement)
     searcher = {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
@@ -168,18 +163,22 @@ def _trainer_programs(
         parts.step_settings(config, Ids().eos_ids),
         parts.make_step_shardings(config, model_config, mesh),
     )
-    buckets = config.batch.num_length_buckets
-    batch = abstract_batch(sizes, placement)
+    batch = abstract_batch(config, placement)
     publish, params = _publication(config, model_config, placement)
-    length = sizes.prompt + sizes.response
+    if isinstance(batch, PackedBatch):
+        words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
+        variants = len(parts.packed_row_buckets(config))
+    else:
+        words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[2]} tokens"
+        variants = config.batch.num_length_buckets**2
     return [
         Planned(
             name="train_step",
             group="trainer",
-            sizes=f"{sizes.prompts} x {sizes.group} responses, {length} tokens",
+            sizes=words,
             lower=lambda: train_step.lower(state, batch),
             resident=state_bytes_by_kind(state),
-            variants=buckets * buckets,
+            variants=variants,
         ),
         Planned(
             name="publish",
@@ -187,7 +186,6 @@ def _trainer_programs(
             sizes="all parameters",
             lower=lambda: publish.lower(params),
             resident={"parameters": shard_bytes(params)},
-            result="published copy",
         ),
     ]
 
@@ -278,21 +276,34 @@ def _scoring(
     )
 
 
-def abstract_batch(sizes: Sizes, placement: Placement) -> Batch:
-    """A batch of the longest buckets as ShapeDtypeStructs, divided over the trainer's mesh."""
-    p, k, t = sizes.prompts, sizes.group, sizes.response
+def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
+    """The largest batch as ShapeDtypeStructs, divided over the trainer's mesh."""
+    sizes = sizes_of(config)
+    p, k = sizes.prompts, sizes.group
 
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:
+    def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding)
 
+    of_responses: dict[str, Any] = {
+        "prompt_lengths": array((p, k)),
+        "response_lengths": array((p, k)),
+        "rewards": array((p, k), jnp.float32),
+        "reference_logprob": array((p, k), jnp.float32),
+        "versions": array((p, k)),
+    }
+    if config.batch.packed_length:
+        rows = (parts.packed_row_buckets(config)[-1], config.batch.packed_length)
+        return PackedBatch(
+            tokens=array(rows),
+            segments=array(rows),
+            positions=array(rows),
+            behavior_token_logprobs=array(rows, jnp.float32),
+            **of_responses,
+        )
     return Batch(
-        tokens=array((p, k, sizes.prompt + t), jnp.int32),
-        prompt_lengths=array((p, k), jnp.int32),
-        response_lengths=array((p, k), jnp.int32),
-        rewards=array((p, k), jnp.float32),
-        reference_logprob=array((p, k), jnp.float32),
-        behavior_token_logprobs=array((p, k, t), jnp.float32),
-        versions=array((p, k), jnp.int32),
+        tokens=array((p, k, sizes.prompt + sizes.response)),
+        behavior_token_logprobs=array((p, k, sizes.response), jnp.float32),
+        **of_responses,
     )
 
 

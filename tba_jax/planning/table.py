@@ -16,7 +16,7 @@ _COLUMNS = {
     "params": ("parameters", "reference parameters"),
     "optimiser": ("optimiser state",),
     "KV cache": ("KV cache", "prefilled prompts"),
-    "in/out": ("inputs", "outputs", "published copy"),
+    "in/out": ("inputs", "outputs"),
     "temps": ("temporaries",),
     "code": ("code",),
 }
