@@ -27,7 +27,7 @@ from tba_jax.reference import make_reference_program
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
-from tba_jax.tasks import Task
+from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
     StepSettings,
@@ -300,6 +300,17 @@ def sampling_settings(config: Config) -> SamplingSettings:
     )
 
 
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    return get_task(
+        config.task.name, config.task.data_path, num_held_out=config.task.num_eval_prompts
+    )
+
+
 def make_rewards(config: Config, task: Task) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -311,6 +322,8 @@ def make_rewards(config: Config, task: Task) -> RewardSource:
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=config.task.reward_weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
 
 

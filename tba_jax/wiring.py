@@ -40,6 +40,7 @@ from tba_jax.parts import (
     make_reference_program_from,
     make_rewards,
     make_step_shardings,
+    make_task,
     model_path,
     packed_row_buckets,
     place_run,
@@ -52,7 +53,7 @@ from tba_jax.reference import Reference
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
-from tba_jax.tasks import Task, get_task
+from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
@@ -260,7 +261,7 @@ def build(
     devices = jax.local_devices()
     validate_devices(config, len(devices))
     placement = place_run(config, devices)
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     if (
