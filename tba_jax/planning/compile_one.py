@@ -76,7 +76,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "num_params": num_params(model_config),
         "groups": _groups(config, model_config, choice),
         "sizes": _sizes(config, choice),
-        "trainer_options": layouts.trainer_options(devices),
+        "trainer_options": layouts.usable_options(config, model_config, devices),
         "programs": [
             {
                 "name": p.name,

@@ -58,6 +58,13 @@ def trainer_options(devices: Sequence[Any]) -> list[int]:
     return options
 
 
+def usable_options(
+    config: Config, model_config: TransformerConfig, devices: Sequence[Any]
+) -> list[int]:
+    """Those of `trainer_options` over which a mesh divides this batch and this model."""
+    return [n for n in trainer_options(devices) if _mesh_exists(n, config, model_config)]
+
+
 def place(config: Config, devices: Sequence[Any]) -> Choice:
     """The config's own placement on these devices.
 
@@ -173,13 +180,19 @@ def _mesh_shape(size: int, config: Config, model_config: TransformerConfig) -> M
     )
 
 
+def _mesh_exists(size: int, config: Config, model_config: TransformerConfig) -> bool:
+    try:
+        _mesh_shape(size, config, model_config)
+    except PlacementError:
+        return False
+    return True
+
+
 def _holds_state(
     size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float
 ) -> bool:
     """A mesh of this size exists, and leaves room beside the state and a copy of it."""
-    try:
-        _mesh_shape(size, config, model_config)
-    except PlacementError:
+    if not _mesh_exists(size, config, model_config):
         return False
     held = 2 * _state_bytes(config, model_config) / size
     return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
