@@ -7,7 +7,7 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from tba_jax.train_step import (
     init_state,
     step_shardings,
 )
-from tba_jax.trajectory import length_buckets
+from tba_jax.trajectory import length_buckets, row_buckets
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -89,6 +89,14 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         clip_norm=o.clip_norm,
     )
     return optimizer, schedule
+
+
+def packed_row_buckets(config: Config) -> tuple[int, ...]:
+    """Numbers of packed rows that the train step is compiled for, ascending."""
+    return row_buckets(
+        config.batch.num_prompts * config.objective.group_size,
+        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+    )
 
 
 def mesh_shape(config: Config) -> MeshShape:
@@ -225,10 +233,24 @@ def make_reference_program_from(
     )
 
 
+class SpecialIds(Protocol):
+    """What a decoder needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token written after the end."""
+        ...
+
+
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
-    tokenizer: Tokenizer,
+    tokenizer: SpecialIds,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.

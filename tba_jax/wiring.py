@@ -42,6 +42,7 @@ from tba_jax.parts import (
     make_step_shardings,
     make_task,
     model_path,
+    packed_row_buckets,
     place_run,
     reference_shardings,
     sampling_settings,
@@ -56,7 +57,7 @@ from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -390,10 +391,7 @@ def build(
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
         packed_length=config.batch.packed_length,
-        row_buckets=row_buckets(
-            config.batch.num_prompts * config.objective.group_size,
-            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
-        ),
+        row_buckets=packed_row_buckets(config),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
