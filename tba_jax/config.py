@@ -19,9 +19,9 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math")
+TASKS = ("arithmetic", "gsm8k", "math", "tldr", "tldr_toy")
 LONG_PROMPTS = ("refuse", "skip")
-OBJECTIVES = ("tb", "rloo")
+OBJECTIVES = ("tb", "rloo", "online_dpo")
 LOSS_SCALES = ("advantage", "paper")
 BETA_SCHEDULES = ("constant", "linear", "linear_then_jump")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -61,7 +61,7 @@ def default_config() -> Config:
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
-    config.model.path = ""  # HF folder or hub id; empty: the embedded start model
+    config.model.path = ""  # HF folder, hub id or embedded:NAME; empty: embedded:start_model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
     config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
@@ -73,7 +73,7 @@ def default_config() -> Config:
     config.batch.logprob_chunk_tokens = 1024  # tokens whose float32 logits exist at a time
 
     config.objective = ConfigDict()
-    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
+    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; baselines: rloo, online_dpo
     config.objective.group_size = 16  # K: responses per prompt in a training group
     config.objective.beta = 0.05  # KL coefficient at step 0; the target is pi_ref exp(r / beta)
     config.objective.beta_schedule = "constant"  # one of BETA_SCHEDULES
@@ -130,6 +130,10 @@ def default_config() -> Config:
     config.sync.keep = 2  # checkpoint transport: published versions kept on disk
 
     config.reward = ConfigDict()
+    config.reward.model_path = ""  # reward model (one label): HF folder, hub id; empty: none
+    config.reward.batch_size = 64  # responses that a reward model scores at a time
+    config.reward.missing_eos = math.inf  # its score for a cut response; inf: the response's own
+    config.reward.offset = 0.0  # subtracted from a reward model's scores, not from missing_eos
     config.reward.num_workers = 1  # reward processes
     config.reward.timeout_s = 10.0  # per item; a hung worker is killed
     config.reward.max_failure_rate = 0.5  # above this share of a round the run stops
@@ -144,6 +148,9 @@ def default_config() -> Config:
     config.eval.num_slots = 128  # unfinished responses at a time
     config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
     config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
+    config.eval.gold_model = ""  # reward model that judges the win rate; empty: gold_reward
+    config.eval.gold_reward = ""  # package.module:function that judges it; empty: gold_model
+    config.eval.reference_metrics = False  # also perplexity under, and KL to, the start model
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -298,6 +305,7 @@ def validate(config: Config) -> None:
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
         ("eval.num_samples", 1),
+        ("reward.batch_size", 1),
         ("eval.temperature", 0.0),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
@@ -449,13 +457,32 @@ def _validate_combinations(config: Config) -> None:
             "is not a folder",
             "Give a folder that holds train.jsonl and test.jsonl.",
         )
-    reward = config.task.reward
+    for field in ("task.reward", "eval.gold_reward"):
+        reward = get_field(config, field)
+        _need(
+            not reward or (reward.count(":") == 1 and all(reward.split(":"))),
+            field,
+            reward,
+            "must read package.module:function",
+            f"For example --config.{field}=my_rewards:length_reward.",
+        )
+    for field, other in (
+        ("task.reward", "reward.model_path"),
+        ("eval.gold_reward", "eval.gold_model"),
+    ):
+        _need(
+            not (get_field(config, field) and get_field(config, other)),
+            field,
+            get_field(config, field),
+            f"config.{other} = {get_field(config, other)!r} names another reward",
+            f"Leave one of them empty, for example --config.{other}=''.",
+        )
     _need(
-        not reward or (reward.count(":") == 1 and all(reward.split(":"))),
-        "task.reward",
-        reward,
-        "must read package.module:function",
-        "For example --config.task.reward=my_rewards:length_reward.",
+        not config.reward.model_path or config.reward.missing_eos > -math.inf,
+        "reward.missing_eos",
+        config.reward.missing_eos,
+        "must be a number, or inf for the response's own score",
+        "For example --config.reward.missing_eos=-1.0.",
     )
 
 

@@ -8,6 +8,7 @@ Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -20,22 +21,52 @@ from tba_jax.metrics import format_metric, metric_label
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
     """Evaluate params on the task of a config, decoding as its `eval` section says."""
-    from tba_jax.parts import make_decoder, make_evaluator, make_rewards
+    import jax
+    import jax.numpy as jnp
+
+    from tba_jax.models import hf_weights
+    from tba_jax.parts import (
+        make_decoder,
+        make_evaluator,
+        make_gold,
+        make_metrics,
+        make_rewards,
+        model_path,
+    )
     from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
     task = get_task(config.task.name, config.task.data_path)
-    rewards = make_rewards(config, task)
+    tokenizer = Tokenizer.load(folder)
+    device = jax.tree.leaves(params)[0].devices().pop()
+
+    @functools.cache
+    def start_params() -> Any:
+        dtype = jnp.dtype(config.model.rollout_dtype)
+        start_config, start, _ = hf_weights.load(model_path(config), param_dtype=dtype)
+        if start_config != model_config:
+            raise ValueError(
+                "config.eval.reference_metrics compares with the model at config.model.path = "
+                f"{model_path(config)!r}, which has another architecture; name the right one, or "
+                "set --config.eval.reference_metrics=False"
+            )
+        return jax.device_put(start, device)
+
+    rewards = make_rewards(config, task, tokenizer, device)
+    gold = None
     try:
-        tokenizer = Tokenizer.load(folder)
+        gold = make_gold(config, task, tokenizer, device)
+        metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer)
-        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
+        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
         return evaluator.run(params).metrics()
     finally:
         rewards.close()
+        if gold is not None:
+            gold.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,7 +5,8 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from tba_jax.config import Config
 from tba_jax.data import eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluator, MetricFunction
+from tba_jax.evaluation_metrics import ReferenceDistance, WinRate
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.tasks import Task
@@ -123,18 +126,114 @@ def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tok
     )
 
 
-def make_rewards(config: Config, task: Task) -> RewardSource:
+def make_rewards(
+    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
+    Args:
+        config: the config.
+        task: its task.
+        policy_tokenizer: of the responses.
+        device: where a reward model scores.
+
     Raises:
-        ValueError: the reward function cannot be named or found.
+        ValueError: the reward function or model cannot be used, or there is none.
     """
+    if config.reward.model_path:
+        missing_eos = config.reward.missing_eos
+        return RewardModel.load(
+            config.reward.model_path,
+            device=device,
+            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            policy_tokenizer=policy_tokenizer,
+            batch_size=config.reward.batch_size,
+            missing_eos=None if missing_eos == math.inf else missing_eos,
+            offset=config.reward.offset,
+        )
+    function = config.task.reward or task.reward
+    if not function:
+        raise ValueError(
+            f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
+            "reward model, or --config.task.reward=package.module:function"
+        )
+    return _reward_pool(config, function)
+
+
+def _reward_pool(config: Config, function: str) -> RewardPool:
     return RewardPool(
-        config.task.reward or task.reward,
+        function,
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
     )
+
+
+def on_device(rewards: RewardSource, device: Any) -> RewardSource:
+    """A reward model on this device; a reward pool as it is, which uses none."""
+    return rewards.on(device) if isinstance(rewards, RewardModel) else rewards
+
+
+def make_gold(
+    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+) -> RewardSource | None:
+    """The judge of the win rate, None where the config names none; close it after use.
+
+    Raises:
+        ValueError: it cannot be used, or the task's headline is the win rate and there is none.
+    """
+    if config.eval.gold_model:
+        return RewardModel.load(
+            config.eval.gold_model,
+            device=device,
+            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            policy_tokenizer=policy_tokenizer,
+            batch_size=config.reward.batch_size,
+        )
+    if config.eval.gold_reward:
+        return _reward_pool(config, config.eval.gold_reward)
+    if task.metric == "win_rate":
+        raise ValueError(
+            f"task {task.name} is judged by its win rate, and nothing judges; set "
+            "--config.eval.gold_model to a reward model other than the one that trains, or "
+            "--config.eval.gold_reward=package.module:function"
+        )
+    return None
+
+
+def make_metrics(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    gold: RewardSource | None,
+    reference_params: Callable[[], Any],
+) -> list[MetricFunction]:
+    """The metric functions that the config asks for.
+
+    Args:
+        config: the config.
+        tokenizer: of the policy.
+        model_config: architecture of policy and reference.
+        gold: judge of the win rate, if any.
+        reference_params: gives the start model's weights on the device that evaluates.
+    """
+    metrics: list[MetricFunction] = []
+    if gold is not None:
+        metrics.append(WinRate(gold, tokenizer))
+    if config.eval.reference_metrics:
+        buckets = config.batch.num_length_buckets
+        metrics.append(
+            ReferenceDistance(
+                model_config,
+                reference_params,
+                temperature=config.search.sampling_temperature,
+                compute_dtype=config.model.rollout_dtype,
+                prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
+                response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
+                pad_id=tokenizer.pad_id,
+            )
+        )
+    return metrics
 
 
 def make_evaluator(

@@ -28,6 +28,27 @@ _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
+# The TL;DR miniature by every objective: on policy, and on data exactly 16 updates old. Baselines
+# hold beta, as theirs do; TB anneals it, as the paper's TL;DR runs do.
+_TLDR = ("task.num_eval_prompts=1024",)
+_LAGGED = (*_TLDR, *_SYNC, "sync_period=1", "replay.recency_prob=1.0")
+_CONSTANT = ("objective.beta_schedule=constant",)
+
+
+def _frontier() -> dict[str, tuple[str, ...]]:
+    variants: dict[str, tuple[str, ...]] = {}
+    for beta in ("0.1", "0.03"):
+        final = f"objective.beta_final={beta}"
+        constant = (*_CONSTANT, f"objective.beta={beta}", final)
+        variants[f"tb async, beta {beta}"] = (*_TLDR, final)
+        for lag in ("0", "16"):
+            lagged = (*_LAGGED, f"search.exact_lag={lag}")
+            variants[f"tb lag {lag}, beta {beta}"] = (*lagged, final)
+            for name in ("online_dpo", "rloo"):
+                label = f"{name.replace('_', ' ')} lag {lag}, beta {beta}"
+                variants[label] = (*lagged, *constant, f"objective.name={name}")
+    return variants
+
 
 class Study(NamedTuple):
     """What a study runs.
@@ -42,6 +63,8 @@ class Study(NamedTuple):
 
 
 STUDIES: dict[str, Study] = {
+    # Win rate against divergence from the start, on the TL;DR miniature.
+    "tldr_frontier": Study("configs/tldr.py", _frontier()),
     # The main job as a user runs it.
     "main_job": Study("configs/math.py", {"async": ()}),
     # The same number of trained responses by both drivers, and on data exactly D steps old.

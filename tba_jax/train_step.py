@@ -186,7 +186,8 @@ def make_train_step(
                     scale="paper" if settings.scale == "paper" else "advantage",
                 )
             else:
-                loss = objectives.rloo_loss(
+                baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
+                loss = baselines[settings.objective](
                     policy_logprob, reference_logprob, batch.rewards, beta=beta
                 )
             return loss.loss, (loss, policy_token_logprobs)

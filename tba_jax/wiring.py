@@ -34,9 +34,12 @@ from tba_jax.parts import (
     abstract_state,
     make_decoder,
     make_evaluator,
+    make_gold,
+    make_metrics,
     make_optimizer_from,
     make_rewards,
     model_path,
+    on_device,
     step_settings,
 )
 from tba_jax.replay_buffer import ReplayBuffer
@@ -57,6 +60,7 @@ class Run:
     """The parts of one run, and the counters that belong to none of them.
 
     Attributes:
+        rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
@@ -73,6 +77,7 @@ class Run:
     buffer: ReplayBuffer
     transport: Transport
     rewards: RewardSource
+    gold: RewardSource | None
     evaluator: Evaluator
     decoder: Decoder
     checkpoints: Checkpoints
@@ -176,9 +181,15 @@ class Run:
         )
         self.record_evaluation(0, self.evaluator.run(params), start)
 
+    def close_rewards(self) -> None:
+        """Stop what computes rewards."""
+        self.rewards.close()
+        if self.gold is not None:
+            self.gold.close()
+
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
-        self.rewards.close()
+        self.close_rewards()
         self.checkpoints.abandon(timeout_s=30.0)
         self.progress.close()
         self.metrics.close()
@@ -186,7 +197,7 @@ class Run:
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
-        self.rewards.close()
+        self.close_rewards()
         self.transport.close()
         self.checkpoints.close()
         self.progress.close()
@@ -246,7 +257,7 @@ class _Reference:
 
     def __init__(self, program: Callable[..., Array], params: Any) -> None:
         self._program = program
-        self._params = params
+        self.params = params
 
     def __call__(
         self,
@@ -256,7 +267,7 @@ class _Reference:
         response_bucket: int,
     ) -> Array:
         return self._program(
-            self._params,
+            self.params,
             tokens,
             prompt_lengths,
             response_lengths,
@@ -308,9 +319,11 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = make_rewards(config, task)
     progress.phase("loading the model")
     tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
+    evaluation_device = placement.searcher_devices[0]
+    rewards = make_rewards(config, task, tokenizer, evaluation_device)
+    gold = make_gold(config, task, tokenizer, evaluation_device)
     param_dtype = jnp.dtype(config.model.param_dtype)
     model_config, params, _ = hf_weights.load(model_path(config), param_dtype=param_dtype)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
@@ -395,7 +408,7 @@ def build(
             decoder=decoder,
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards,
+            rewards=on_device(rewards, placement.searcher_devices[i]),
             reference=references.get(placement.searcher_devices[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
@@ -415,7 +428,16 @@ def build(
         )
         for i in range(config.num_searchers)
     ]
-    evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
+
+    @functools.cache
+    def start_params() -> Any:
+        if evaluation_device in references:
+            return references[evaluation_device].params
+        loaded = hf_weights.load(model_path(config), param_dtype=rollout_dtype)[1]
+        return jax.device_put(loaded, evaluation_device)
+
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
@@ -451,6 +473,7 @@ def build(
         buffer=buffer,
         transport=transport,
         rewards=rewards,
+        gold=gold,
         evaluator=evaluator,
         decoder=decoder,
         checkpoints=checkpoints,

@@ -318,7 +318,7 @@ def apply(
     meaningless.
 
     Args:
-        params: from `init_params` or `hf_weights.load`.
+        params: from `init_params` or `hf_weights.load`, or these in the decoder's layout.
         tokens: token ids.
         positions: position of each token (a left-padded row starts at 0 after its padding).
         mask: which tokens are valid.
@@ -337,7 +337,12 @@ def apply(
         return run_layer(layer_params, x, angles, attend, config=config)
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
+    run = jax.checkpoint(layer) if remat else layer
+    if isinstance(params["layers"], tuple):  # the decoder's layout
+        for layer_params in params["layers"]:
+            x, _ = run(x, layer_params)
+    else:
+        x, _ = jax.lax.scan(run, x, params["layers"])
     return final_norm(params, x, config=config)
 
 

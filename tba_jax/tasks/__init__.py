@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
+from tba_jax.tasks.tldr import TLDR
+from tba_jax.tasks.tldr_toy import TLDRToy
 
 
 class Task(Protocol):
@@ -19,7 +21,8 @@ class Task(Protocol):
 
     Attributes:
         name: its name in the registry.
-        reward: "package.module:function", the reward used unless the config names another.
+        reward: "package.module:function", the reward used unless the config names another; empty
+            where only a reward model makes sense.
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -57,19 +60,26 @@ class Task(Protocol):
         ...
 
 
-def _arithmetic(data_path: str) -> Task:
-    if data_path:
-        raise ValueError(
-            f"task.data_path = {data_path!r}, but task arithmetic makes its own problems; "
-            "leave it empty, or choose another task.name"
-        )
-    return Arithmetic()
+def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str], Task]:
+    """A task that makes its own problems."""
+
+    def make(data_path: str) -> Task:
+        if data_path:
+            raise ValueError(
+                f"task.data_path = {data_path!r}, but task {name} makes its own problems; "
+                "leave it empty, or choose another task.name"
+            )
+        return task()
+
+    return make
 
 
 _TASKS: dict[str, Callable[[str], Task]] = {
-    "arithmetic": _arithmetic,
+    "arithmetic": _embedded("arithmetic", Arithmetic),
     "gsm8k": GSM8K,
     "math": HendrycksMath,
+    "tldr": TLDR,
+    "tldr_toy": _embedded("tldr_toy", TLDRToy),
 }
 
 

@@ -16,7 +16,12 @@ Row = dict[str, str]
 
 
 def load_rows(
-    data_path: str, split: Split, columns: Sequence[str], *, hub: tuple[str, str | None]
+    data_path: str,
+    split: Split,
+    columns: Sequence[str],
+    *,
+    hub: tuple[str, str | None],
+    hub_split: str = "",
 ) -> list[Row]:
     """The rows of a split, with the wanted columns.
 
@@ -25,12 +30,13 @@ def load_rows(
         split: which of the two.
         columns: names that every row must have, as text.
         hub: (data set, configuration) on the hub.
+        hub_split: what the split is called there; empty: the same.
 
     Raises:
         ValueError: no such file, or a row that is not usable: file, line and what was found.
     """
     if not data_path:
-        return _hub_rows(split, columns, hub)
+        return _hub_rows(hub_split or split, columns, hub)
     path = os.path.join(data_path, f"{split}.jsonl")
     try:
         file = open(path, encoding="utf-8")
@@ -68,7 +74,7 @@ def _checked(row: object, columns: Sequence[str], where: str) -> Row:
     return {column: row[column] for column in columns}
 
 
-def _hub_rows(split: Split, columns: Sequence[str], hub: tuple[str, str | None]) -> list[Row]:
+def _hub_rows(split: str, columns: Sequence[str], hub: tuple[str, str | None]) -> list[Row]:
     name, configuration = hub
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
@@ -88,7 +94,8 @@ def _hub_rows(split: Split, columns: Sequence[str], hub: tuple[str, str | None])
 class RowTask:
     """A task whose problems are the rows of a published train and test file.
 
-    A subclass says `columns`, `hub` (data set and configuration) and `problem`. Files are read when
+    A subclass says `columns`, `hub` (data set and configuration), where that is not "test" the name
+    of the held-out split there, and `problem`. Files are read when
     a split is first used. Invariant: a problem's index is its row in the file.
 
     Args:
@@ -97,6 +104,7 @@ class RowTask:
 
     columns: tuple[str, ...]
     hub: tuple[str, str | None]
+    hub_eval_split = "test"
 
     def __init__(self, data_path: str) -> None:
         self._data_path = data_path
@@ -112,7 +120,13 @@ class RowTask:
 
     @functools.cached_property
     def _eval(self) -> list[Row]:
-        return load_rows(self._data_path, "test", self.columns, hub=self.hub)
+        return load_rows(
+            self._data_path,
+            "test",
+            self.columns,
+            hub=self.hub,
+            hub_split=self.hub_eval_split,
+        )
 
     def train_size(self) -> int:
         """Number of training problems."""
