@@ -40,6 +40,7 @@ LAYERS = {
     "evaluation_metrics": 5,
     "plots": 4,
     "report_page": 5,
+    "frontier": 5,
     "parts": 6,
     "wiring": 7,
     "report": 6,
