@@ -213,7 +213,7 @@ def _fit(
     opt_state = tx.init(params)
 
     @jax.jit
-    def step(params: Params, opt_state: Any, *rows: Any) -> tuple[Params, Any, Any]:
+    def step(params, opt_state, *rows):
         value, grads = jax.value_and_grad(loss)(params, *rows)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
