@@ -89,5 +89,5 @@ def figure(curves: Curves) -> bytes:
         axes.plot(middle[0, -1:], 100 * middle[1, -1:], "o", color=color)
     axes.set_xlabel("KL(policy || start model), nats per response")
     axes.set_ylabel("win rate over people's responses, %")
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="upper right")
     return to_png(picture)
