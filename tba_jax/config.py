@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math", "tldr", "tldr_toy")
+TASKS = ("arithmetic", "custom", "gsm8k", "math", "tldr", "tldr_toy")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo", "online_dpo")
 LOSS_SCALES = ("advantage", "paper")
@@ -33,6 +33,8 @@ SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "layers")
+OPTIMIZERS = ("adamw", "adafactor")
 
 
 class ConfigError(ValueError):
@@ -57,24 +59,32 @@ def default_config() -> Config:
     config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
-    config.task.name = "arithmetic"  # one of TASKS
-    config.task.data_path = ""  # folder with train.jsonl and test.jsonl; empty: the task's source
-    config.task.reward = ""  # package.module:function; empty: the task's own reward
+    config.task.name = "arithmetic"  # one of TASKS, or reasoning_gym:DATASET
+    # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
+    # task custom also one .jsonl or .parquet file, and then no test split is needed.
+    config.task.data_path = ""  # empty: the task's own source
+    # Reward: package.module:function or path/to/file.py:function, or several with commas between.
+    config.task.reward = ""  # several: their weighted sum; empty: the task's own
+    config.task.reward_weights = ()  # one per function of task.reward; empty: 1 for each
     config.task.max_prompt_tokens = 32  # what happens to longer prompts: task.long_prompts
     config.task.long_prompts = "refuse"  # refuse: stop and name the row; skip: count and go on
+    # Where task custom has no test split, so many rows are split off the training rows.
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
     config.model.path = ""  # HF folder, hub id or embedded:NAME; empty: embedded:start_model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
-    config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
+    config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
     config.batch.num_length_buckets = 3  # padded lengths that training and decode compile for
-    config.batch.logprob_chunk_tokens = 1024  # tokens whose float32 logits exist at a time
+    config.batch.micro_batch_rows = 0  # rows per micro-batch, gradients are summed; 0: all
+    config.batch.packed_length = 0  # tokens of rows that hold several responses; 0: one each
+    # Over all devices; a block is of the vocabulary.
+    config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
     config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; baselines: rloo, online_dpo
@@ -88,6 +98,7 @@ def default_config() -> Config:
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw; adafactor: little state, no use for b1, b2 and eps
     config.optimizer.learning_rate = 1e-4  # peak
     config.optimizer.schedule = "constant"  # one of LR_SCHEDULES
     config.optimizer.warmup_steps = 0  # linear from 0
@@ -98,6 +109,7 @@ def default_config() -> Config:
     config.optimizer.eps = 1e-8  # AdamW: added to the root of the squared gradient's mean
     config.optimizer.weight_decay = 0.0  # on matrices, not on norms and biases
     config.optimizer.clip_norm = 1.0  # global gradient norm; 0: no clipping
+    config.optimizer.max_nonfinite_steps = 3  # skipped steps in a row that end the run
 
     config.reference = ConfigDict()
     config.reference.placement = "searcher"  # where log pi_ref is scored; trainer: at use
@@ -113,7 +125,7 @@ def default_config() -> Config:
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
     config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
-    config.search.min_new_tokens = 0  # a response cannot end before it has as many tokens
+    config.search.min_new_tokens = 0  # tokens before the one that ends a response
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
@@ -253,11 +265,11 @@ def validate(config: Config) -> None:
     for field, allowed in (
         ("driver", DRIVERS),
         ("placement", PLACEMENTS),
-        ("task.name", TASKS),
         ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
         ("objective.beta_schedule", BETA_SCHEDULES),
+        ("optimizer.name", OPTIMIZERS),
         ("optimizer.schedule", LR_SCHEDULES),
         ("replay.pace", PACES),
         ("replay.evict", EVICTIONS),
@@ -266,6 +278,7 @@ def validate(config: Config) -> None:
         ("search.swap", SWAPS),
         ("sync.transport", TRANSPORTS),
         ("reference.placement", REFERENCE_PLACEMENTS),
+        ("model.remat", REMATS),
         ("model.param_dtype", DTYPES),
         ("model.compute_dtype", DTYPES),
         ("model.rollout_dtype", DTYPES),
@@ -283,6 +296,8 @@ def validate(config: Config) -> None:
         ("task.num_eval_prompts", 0),
         ("batch.num_prompts", 1),
         ("batch.num_length_buckets", 1),
+        ("batch.micro_batch_rows", 0),
+        ("batch.packed_length", 0),
         ("batch.logprob_chunk_tokens", 1),
         ("objective.group_size", 2),
         ("objective.beta_steps", 0),
@@ -292,6 +307,7 @@ def validate(config: Config) -> None:
         ("optimizer.decay_steps", 0),
         ("optimizer.weight_decay", 0.0),
         ("optimizer.clip_norm", 0.0),
+        ("optimizer.max_nonfinite_steps", 1),
         ("reference.reset_period", 0),
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
@@ -377,15 +393,7 @@ def _validate_combinations(config: Config) -> None:
         f"is above search.max_new_tokens = {config.search.max_new_tokens}",
         "Lower it.",
     )
-    batch_parts = config.mesh.data * config.mesh.fsdp
-    rows = config.batch.num_prompts
-    _need(
-        rows % batch_parts == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
-    )
+    _validate_rows(config)
     if config.objective.beta_schedule == "constant":
         _need(
             config.objective.beta_final == config.objective.beta
@@ -483,23 +491,75 @@ def _validate_combinations(config: Config) -> None:
             "the synchronous driver has nobody to wait for",
             "Set --config.replay.pace=off.",
         )
-    if config.task.data_path:
+    _validate_task(config)
+    _validate_judges(config)
+
+
+def _validate_task(config: Config) -> None:
+    task = config.task
+    dataset = task.name.partition("reasoning_gym:")[2]
+    if not dataset:
+        _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
+    if task.data_path:
         _need(
-            os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
+            os.path.exists(task.data_path) or "://" in task.data_path,
             "task.data_path",
-            config.task.data_path,
-            "is not a folder",
-            "Give a folder that holds train.jsonl and test.jsonl.",
+            task.data_path,
+            "there is no such folder or file",
+            "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
+            ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
         )
-    for field in ("task.reward", "eval.gold_reward"):
-        reward = get_field(config, field)
         _need(
-            not reward or (reward.count(":") == 1 and all(reward.split(":"))),
-            field,
-            reward,
-            "must read package.module:function",
-            f"For example --config.{field}=my_rewards:length_reward.",
+            os.path.isdir(task.data_path)
+            or task.data_path.endswith((".jsonl", ".parquet"))
+            or task.data_path.startswith("hf://"),
+            "task.data_path",
+            task.data_path,
+            "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
+            "Convert it, one JSON object per line.",
         )
+    if task.name == "custom":
+        _need(
+            bool(task.data_path),
+            "task.data_path",
+            task.data_path,
+            "task custom has no data of its own",
+            "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
+        )
+        _need(
+            bool(task.reward or config.reward.model_path),
+            "task.reward",
+            task.reward,
+            "task custom has no reward of its own, and reward.model_path names no reward model",
+            "For example --config.task.reward=my_rewards.py:length_reward.",
+        )
+    functions = [f.strip().rpartition(":") for f in task.reward.split(",")] if task.reward else []
+    _need(
+        all(module and name for module, _, name in functions),
+        "task.reward",
+        task.reward,
+        "must read package.module:function or path/to/file.py:function, several with commas",
+        "For example --config.task.reward=my_rewards:length_reward.",
+    )
+    _need(
+        len(task.reward_weights) in (0, len(functions)),
+        "task.reward_weights",
+        tuple(task.reward_weights),
+        f"task.reward names {len(functions)} functions, and each needs a weight",
+        "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
+    )
+
+
+def _validate_judges(config: Config) -> None:
+    """Reward models and gold rewards: one source each."""
+    gold = config.eval.gold_reward
+    _need(
+        not gold or all(gold.rpartition(":")),
+        "eval.gold_reward",
+        gold,
+        "must read package.module:function or path/to/file.py:function",
+        "For example --config.eval.gold_reward=my_rewards:length_reward.",
+    )
     for field, other in (
         ("task.reward", "reward.model_path"),
         ("eval.gold_reward", "eval.gold_model"),
@@ -517,6 +577,59 @@ def _validate_combinations(config: Config) -> None:
         config.reward.missing_eos,
         "must be a number, or inf for the response's own score",
         "For example --config.reward.missing_eos=-1.0.",
+    )
+
+
+def _validate_rows(config: Config) -> None:
+    """How the rows of a batch are made and cut."""
+    wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
+    rows = config.batch.num_prompts * config.objective.group_size
+    if wanted and not packed:
+        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        _need(
+            rows % wanted == 0,
+            "batch.micro_batch_rows",
+            wanted,
+            f"must divide the {rows} rows of a batch (batch.num_prompts * objective.group_size)",
+            f"Take one of {', '.join(map(str, divisors))}; multiples of "
+            f"{config.objective.group_size} score each row once.",
+        )
+    parts = config.mesh.data * config.mesh.fsdp
+    prompts = config.batch.num_prompts
+    _need(
+        prompts % parts == 0,
+        "batch.num_prompts",
+        prompts,
+        f"must divide by mesh.data x mesh.fsdp = {parts}, which divide a batch by prompts",
+        f"Set --config.batch.num_prompts={-(-prompts // parts) * parts}.",
+    )
+    _need(
+        config.mesh.fsdp == 1 or config.model.remat != "none",
+        "model.remat",
+        config.model.remat,
+        "keeps what the backward pass needs, also the weights gathered for mesh.fsdp: the whole "
+        "model on every device",
+        "Set --config.model.remat=layers.",
+    )
+    k = config.objective.group_size
+    # Rows of a group lie on one device; so what is cut along groups is divided along groups.
+    unit = 1 if packed or wanted % k else k
+    _need(
+        wanted // unit % parts == 0,
+        "batch.micro_batch_rows",
+        wanted,
+        f"{wanted // unit} {'groups' if unit > 1 else 'rows'} per micro-batch cannot be divided "
+        f"by mesh.data x mesh.fsdp = {parts}",
+        f"Set --config.batch.micro_batch_rows={unit * parts} or a multiple.",
+    )
+    longest = config.task.max_prompt_tokens + config.search.max_new_tokens
+    _need(
+        not packed or packed >= longest,
+        "batch.packed_length",
+        packed,
+        f"a row must hold a prompt with its response, up to {longest} tokens "
+        "(task.max_prompt_tokens + search.max_new_tokens)",
+        f"Set --config.batch.packed_length={longest} or more.",
     )
 
 

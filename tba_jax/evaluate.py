@@ -42,10 +42,10 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         make_gold,
         make_metrics,
         make_rewards,
+        make_task,
         reading_mesh,
         start_weights,
     )
-    from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
     devices = jax.local_devices()
@@ -55,7 +55,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"search.num_devices = {num}, and there are {len(devices)} devices; give "
             f"--config.search.num_devices={len(devices)}"
         )
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     tokenizer = Tokenizer.load(folder)
     source, mesh = reading_mesh(model_config, devices), Mesh(np.array(devices[:num]), ("model",))
 

@@ -26,20 +26,19 @@ from tba_jax.models import hf_weights
 from tba_jax.models.families import transformer_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
 from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
-from tba_jax.tasks import Task
+from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
     StepSettings,
     StepShardings,
     TrainState,
     init_state,
-    learning_rate_schedule,
-    make_optimizer,
     step_shardings,
 )
 from tba_jax.trajectory import length_buckets
@@ -69,6 +68,7 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         reference_reset_period=config.reference.reset_period,
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
     )
 
@@ -85,6 +85,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         num_steps=config.num_steps,
     )
     optimizer = make_optimizer(
+        o.name,
         schedule,
         b1=o.b1,
         b2=o.b2,
@@ -307,6 +308,17 @@ def sampling_settings(config: Config) -> SamplingSettings:
     )
 
 
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    return get_task(
+        config.task.name, config.task.data_path, num_held_out=config.task.num_eval_prompts
+    )
+
+
 def make_rewards(
     config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
 ) -> RewardSource:
@@ -338,15 +350,19 @@ def make_rewards(
             f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
             "reward model, or --config.task.reward=package.module:function"
         )
-    return _reward_pool(config, function)
+    return _reward_pool(config, task, function, config.task.reward_weights)
 
 
-def _reward_pool(config: Config, function: str) -> RewardPool:
+def _reward_pool(
+    config: Config, task: Task, function: str, weights: Sequence[float] = ()
+) -> RewardPool:
     return RewardPool(
         function,
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
 
 
@@ -372,7 +388,7 @@ def make_gold(
             batch_size=config.reward.batch_size,
         )
     if config.eval.gold_reward:
-        return _reward_pool(config, config.eval.gold_reward)
+        return _reward_pool(config, task, config.eval.gold_reward)
     if task.metric == "win_rate":
         raise ValueError(
             f"task {task.name} is judged by its win rate, and nothing judges; set "

@@ -20,6 +20,7 @@ LAYERS = {
     "trajectory_store": 2,
     "models": 1,
     "objectives": 1,
+    "optimizers": 1,
     "rewards": 1,
     "sharding": 0,
     "tokenizer": 1,

@@ -27,7 +27,7 @@ class TLDR(RowTask):
     response_kinds = ("one_paragraph", "several_paragraphs")
 
     columns = ("prompt", "completion")
-    hub = ("trl-lib/tldr", None)
+    hub = {"train": "hf://trl-lib/tldr", "test": "hf://trl-lib/tldr"}
     hub_eval_split = "validation"
 
     @staticmethod
