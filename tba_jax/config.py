@@ -22,6 +22,7 @@ DRIVERS = ("async", "sync")
 TASKS = ("arithmetic", "gsm8k", "math")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
+LOG_Z = ("vargrad", "learned")
 LOSS_SCALES = ("advantage", "paper")
 BETA_SCHEDULES = ("constant", "linear", "linear_then_jump")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -81,6 +82,13 @@ def default_config() -> Config:
     config.objective.beta_steps = 0  # steps over which beta moves linearly to beta_final
     config.objective.beta_jump_step = 0  # linear_then_jump: step of the jump to beta_final
     config.objective.scale = "advantage"  # advantage: beta/2 of the variance; paper: squares
+    config.objective.log_z = "vargrad"  # vargrad: of the group; learned: a head on the prompt
+    config.objective.reference_temperature = 1.0  # gamma: divides log pi_ref in the target
+    config.objective.reference_temperature_final = 1.0  # gamma after reference_temperature_steps
+    config.objective.reference_temperature_steps = 0  # steps over which gamma moves; 0: constant
+    config.objective.reward_temperature = 1.0  # divides the log of the whole target
+    config.objective.reward_temperature_final = 1.0  # its value after reward_temperature_steps
+    config.objective.reward_temperature_steps = 0  # steps over which it moves; 0: constant
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
@@ -103,10 +111,14 @@ def default_config() -> Config:
     config.search.samples_per_prompt = 16  # S >= K: responses drawn per prompt
     config.search.prompts_per_round = 16  # prompts a searcher takes per round
     config.search.max_new_tokens = 48  # response limit in tokens
+    config.search.min_new_tokens = 0  # no end before as many tokens, in sampling and in log-probs
     config.search.num_slots = 0  # unfinished responses at a time; 0: all of a round
     config.search.cache_dtype = ""  # of cached keys and values; empty: model.rollout_dtype
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
+    config.search.explore_share = 0.0  # share of responses drawn at a temperature of their own
+    config.search.explore_min_temperature = 1.0  # of those: uniform from here
+    config.search.explore_max_temperature = 1.0  # to here; log-probs keep sampling_temperature
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
@@ -121,6 +133,7 @@ def default_config() -> Config:
     config.replay.capacity_per_prompt = 100  # responses kept per prompt
     config.replay.max_bytes = 2**30  # of the whole buffer
     config.replay.evict = "oldest"  # oldest or lowest_reward
+    config.replay.similarity = 0.0  # below this distance the better response is kept; 0: off
     config.replay.max_age = 0  # responses older than this many steps are dropped; 0: never
     config.replay.max_reuse = 0  # times a response may be drawn; 0: without bound
     config.replay.max_staleness = 0  # fresh slots wait for data at most this stale; 0: off
@@ -241,6 +254,7 @@ def validate(config: Config) -> None:
         ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
+        ("objective.log_z", LOG_Z),
         ("objective.beta_schedule", BETA_SCHEDULES),
         ("optimizer.schedule", LR_SCHEDULES),
         ("replay.pace", PACES),
@@ -269,6 +283,8 @@ def validate(config: Config) -> None:
         ("objective.group_size", 2),
         ("objective.beta_steps", 0),
         ("objective.beta_jump_step", 0),
+        ("objective.reference_temperature_steps", 0),
+        ("objective.reward_temperature_steps", 0),
         ("optimizer.warmup_steps", 0),
         ("optimizer.stable_steps", 0),
         ("optimizer.decay_steps", 0),
@@ -278,6 +294,7 @@ def validate(config: Config) -> None:
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
         ("search.max_new_tokens", 1),
+        ("search.min_new_tokens", 0),
         ("search.num_slots", 0),
         ("search.outbox_bytes", 1),
         ("search.initial_fill", 0),
@@ -305,7 +322,12 @@ def validate(config: Config) -> None:
         "objective.beta_final",
         "optimizer.learning_rate",
         "optimizer.eps",
+        "objective.reference_temperature",
+        "objective.reference_temperature_final",
+        "objective.reward_temperature",
+        "objective.reward_temperature_final",
         "search.sampling_temperature",
+        "search.explore_min_temperature",
         "replay.priority_temperature",
         "reward.timeout_s",
         "log.watchdog_s",
@@ -315,6 +337,8 @@ def validate(config: Config) -> None:
     for field in (
         "replay.recency_prob",
         "replay.uniform_mix",
+        "replay.similarity",
+        "search.explore_share",
         "reward.max_failure_rate",
         "optimizer.b1",
         "optimizer.b2",
@@ -339,6 +363,36 @@ def _validate_combinations(config: Config) -> None:
         config.replay.capacity_per_prompt,
         f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
         f"Set --config.replay.capacity_per_prompt={k} or more.",
+    )
+    for name in ("reference_temperature", "reward_temperature"):
+        final = config.objective[f"{name}_final"]
+        _need(
+            config.objective[f"{name}_steps"] > 0 or final == config.objective[name],
+            f"objective.{name}_final",
+            final,
+            "a temperature that is constant does not move",
+            f"Set --config.objective.{name}_steps to the number of steps.",
+        )
+    _need(
+        config.objective.log_z == "vargrad" or config.objective.name == "tb",
+        "objective.log_z",
+        config.objective.log_z,
+        "only Trajectory Balance has a log Z to learn",
+        "Set --config.objective.name=tb or --config.objective.log_z=vargrad.",
+    )
+    _need(
+        config.search.min_new_tokens <= config.search.max_new_tokens,
+        "search.min_new_tokens",
+        config.search.min_new_tokens,
+        f"is more than search.max_new_tokens = {config.search.max_new_tokens}",
+        "Lower it.",
+    )
+    _need(
+        config.search.explore_max_temperature >= config.search.explore_min_temperature,
+        "search.explore_max_temperature",
+        config.search.explore_max_temperature,
+        f"is below search.explore_min_temperature = {config.search.explore_min_temperature}",
+        "Raise it.",
     )
     if config.objective.beta_schedule == "constant":
         _need(

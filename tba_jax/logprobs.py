@@ -53,6 +53,8 @@ def token_logprobs(
     chunk_tokens: int = 8192,
     vocab_shards: int = 1,
     remat: bool = False,
+    min_new_tokens: int = 0,
+    eos_ids: tuple[int, ...] = (),
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -68,6 +70,9 @@ def token_logprobs(
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
         vocab_shards: into how many parts devices divide the vocabulary of the output table.
         remat: recompute each layer in the backward pass instead of keeping its activations.
+        min_new_tokens: before as many tokens the policy cannot end: `eos_ids` have probability 0
+            there, as in decoding, and the others share what they had.
+        eos_ids: end-of-sequence ids; read where min_new_tokens > 0.
 
     Raises:
         ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
@@ -93,13 +98,24 @@ def token_logprobs(
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
-    logprobs = fused_logprobs(
-        hidden.astype(compute_dtype),
-        params["embed"] if config.tie_embeddings else params["unembed"],
-        rows[:, s - t :],
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        vocab_shards=vocab_shards,
-    )
+
+    def of_tokens(states: Array, targets: Array) -> Array:
+        return fused_logprobs(
+            states.astype(compute_dtype),
+            params["embed"] if config.tie_embeddings else params["unembed"],
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            vocab_shards=vocab_shards,
+        )
+
+    logprobs = of_tokens(hidden, rows[:, s - t :])
+    if num_endless := min(min_new_tokens, t):
+        states = hidden[:, :num_endless]
+        ends = [of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in eos_ids]
+        end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
+        # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
+        others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
+        logprobs = logprobs.at[:, :num_endless].add(-others)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)

@@ -53,6 +53,14 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
         remat=config.model.remat,
+        min_new_tokens=config.search.min_new_tokens,
+        log_z=config.objective.log_z,
+        reference_temperature=config.objective.reference_temperature,
+        reference_temperature_final=config.objective.reference_temperature_final,
+        reference_temperature_steps=config.objective.reference_temperature_steps,
+        reward_temperature=config.objective.reward_temperature,
+        reward_temperature_final=config.objective.reward_temperature_final,
+        reward_temperature_steps=config.objective.reward_temperature_steps,
     )
 
 
@@ -86,7 +94,13 @@ def abstract_state(
     keep_reference = config.reference.placement == "trainer"
     params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
     shapes = jax.eval_shape(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            learn_log_z=config.objective.log_z == "learned",
+        ),
+        params,
     )
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding), shapes

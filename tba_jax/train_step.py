@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tba_jax import objectives
+from tba_jax.log_z import LogZHead, init_head, log_z
 from tba_jax.logprobs import response_mask, token_logprobs
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.trajectory import Batch
@@ -27,12 +28,14 @@ class TrainState(NamedTuple):
         params: policy parameters.
         opt_state: optax state.
         reference_params: reference parameters where the trainer scores them, else None.
+        log_z_head: the learned log Z, where there is one; trained as part of the policy.
     """
 
     step: Array
     params: Any
     opt_state: Any
     reference_params: Any
+    log_z_head: LogZHead | None = None
 
 
 class StepSettings(NamedTuple):
@@ -52,6 +55,24 @@ class StepSettings(NamedTuple):
     compute_dtype: str
     logprob_chunk_tokens: int
     remat: bool
+    min_new_tokens: int = 0
+    log_z: str = "vargrad"
+    reference_temperature: float = 1.0
+    reference_temperature_final: float = 1.0
+    reference_temperature_steps: int = 0
+    reward_temperature: float = 1.0
+    reward_temperature_final: float = 1.0
+    reward_temperature_steps: int = 0
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether the target is ever another than pi_ref exp(r / beta)."""
+        return (
+            self.reference_temperature,
+            self.reference_temperature_final,
+            self.reward_temperature,
+            self.reward_temperature_final,
+        ) != (1.0, 1.0, 1.0, 1.0)
 
 
 def learning_rate_schedule(
@@ -119,11 +140,22 @@ def make_optimizer(
 
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, *, keep_reference: bool
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_reference: bool,
+    learn_log_z: bool = False,
 ) -> TrainState:
     """Fresh state at step 0; the reference, where kept, is a copy of the policy."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    return TrainState(jnp.int32(0), params, optimizer.init(params), reference)
+    head = init_head(params["embed"].shape[-1]) if learn_log_z else None
+    opt_state = optimizer.init(_trainable(params, head))
+    return TrainState(jnp.int32(0), params, opt_state, reference, head)
+
+
+def _trainable(params: Any, head: LogZHead | None) -> Any:
+    """What the optimiser moves; without a head the tree is that of the policy."""
+    return params if head is None else (params, head)
 
 
 def make_train_step(
@@ -151,6 +183,20 @@ def make_train_step(
             compute_dtype=compute_dtype,
             chunk_tokens=settings.logprob_chunk_tokens,
             remat=settings.remat,
+            min_new_tokens=settings.min_new_tokens,
+            eos_ids=settings.eos_ids,
+        )
+
+    def prompt_log_z(head: LogZHead, params: Any, batch: Batch) -> Float[Array, " p"]:
+        return log_z(
+            head,
+            params,
+            batch.tokens,
+            batch.prompt_lengths,
+            response_bucket=batch.behavior_token_logprobs.shape[-1],
+            config=config,
+            compute_dtype=compute_dtype,
+            remat=settings.remat,
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -174,28 +220,40 @@ def make_train_step(
         else:
             reference_logprob = jnp.sum(logprobs(state.reference_params, batch) * mask, axis=-1)
 
-        def loss_fn(params: Any) -> tuple[Array, tuple[objectives.Loss, Array]]:
+        target_reference, target_rewards = reference_logprob, batch.rewards
+        temperatures = {}
+        if settings.is_tempered:
+            temperatures = _temperatures(settings, state.step)
+            target_reference, target_rewards = objectives.tempered_target(
+                reference_logprob, batch.rewards, **temperatures
+            )
+
+        def loss_fn(trainable: Any) -> tuple[Array, tuple[objectives.Loss, Array]]:
+            params, head = (trainable, None) if state.log_z_head is None else trainable
             policy_token_logprobs = logprobs(params, batch)
             policy_logprob = jnp.sum(policy_token_logprobs * mask, axis=-1)
             if settings.objective == "tb":
                 loss = objectives.tb_loss(
                     policy_logprob,
-                    reference_logprob,
-                    batch.rewards,
+                    target_reference,
+                    target_rewards,
                     beta=beta,
                     scale="paper" if settings.scale == "paper" else "advantage",
+                    log_z=None if head is None else prompt_log_z(head, params, batch),
                 )
             else:
                 loss = objectives.rloo_loss(
-                    policy_logprob, reference_logprob, batch.rewards, beta=beta
+                    policy_logprob, target_reference, target_rewards, beta=beta
                 )
             return loss.loss, (loss, policy_token_logprobs)
 
         (_, (loss, policy_token_logprobs)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params
+            _trainable(state.params, state.log_z_head)
         )
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        trainable = _trainable(state.params, state.log_z_head)
+        updates, opt_state = optimizer.update(grads, state.opt_state, trainable)
+        trainable = optax.apply_updates(trainable, updates)
+        params, head = (trainable, None) if state.log_z_head is None else trainable
         step = state.step + 1
         reference = state.reference_params
         if reference is not None and settings.reference_reset_period:
@@ -220,6 +278,7 @@ def make_train_step(
             "train/grad_norm": grad_norm,
             "train/lr": schedule(state.step),
             "train/beta": beta,
+            **{f"train/{name}": value for name, value in temperatures.items()},
             "train/kl_reference": jnp.mean(counted - reference_logprob),
             "train/nll_per_token": -jnp.sum(policy_token_logprobs) / num_tokens,
             "train/response_length_mean": jnp.mean(batch.response_lengths.astype(jnp.float32)),
@@ -237,9 +296,26 @@ def make_train_step(
                 policy_token_logprobs, batch.behavior_token_logprobs, batch.versions, state.step
             ),
         }
-        return TrainState(step, params, opt_state, reference), metrics
+        return TrainState(step, params, opt_state, reference, head), metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def _temperatures(settings: StepSettings, step: Array) -> dict[str, Float[Array, ""]]:
+    return {
+        "reference_temperature": objectives.temperature_at(
+            step,
+            start=settings.reference_temperature,
+            final=settings.reference_temperature_final,
+            steps=settings.reference_temperature_steps,
+        ),
+        "reward_temperature": objectives.temperature_at(
+            step,
+            start=settings.reward_temperature,
+            final=settings.reward_temperature_final,
+            steps=settings.reward_temperature_steps,
+        ),
+    }
 
 
 def _gap_at_staleness_0(

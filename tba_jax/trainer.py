@@ -37,6 +37,7 @@ class Trainer:
         num_prompts, group_size: p and K of a batch.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
+        policy_temperature: what the policy's logits are divided by.
         place_batch: puts host arrays on the trainer's devices.
         log_event: schedule log.
         clock: seconds since the run began.
@@ -55,6 +56,7 @@ class Trainer:
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
+        policy_temperature: float,
         place_batch: Callable[[Batch], Batch],
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
@@ -75,6 +77,7 @@ class Trainer:
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
+        self._policy_temperature = policy_temperature
         self._place_batch = place_batch
         self._log_event = log_event
         self._clock = clock
@@ -161,6 +164,7 @@ class Trainer:
             prompt_buckets=self._prompt_buckets,
             response_buckets=self._response_buckets,
             pad_id=self._pad_id,
+            policy_temperature=self._policy_temperature,
         )
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, self._place_batch(batch))

@@ -119,7 +119,8 @@ class Batch(NamedTuple):
         rewards: float32 [p k].
         reference_logprob: float32 [p k], summed; nan where the trainer scores it.
         behavior_token_logprobs: float32 [p k t], 0 at padding.
-        versions: int32 [p k], `version_min` of each trajectory.
+        versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
+            temperature than the policy's, so that no version's log-probs are its behaviour's.
     """
 
     tokens: HostOrDeviceArray
@@ -174,6 +175,7 @@ def pack_batch(
     prompt_buckets: Sequence[int],
     response_buckets: Sequence[int],
     pad_id: int,
+    policy_temperature: float | None = None,
 ) -> Batch:
     """Stack p draws of K responses into one padded batch, at the smallest buckets that hold them.
 
@@ -182,6 +184,8 @@ def pack_batch(
         prompt_buckets: ascending prompt lengths in tokens.
         response_buckets: ascending response lengths in tokens.
         pad_id: token id written at padding.
+        policy_temperature: what the policy's logits are divided by; None: what each response was
+            drawn at.
 
     Raises:
         ValueError: when a prompt or response is longer than its largest bucket.
@@ -209,7 +213,8 @@ def pack_batch(
             rewards[i, j] = y.reward
             reference_logprob[i, j] = y.reference_logprob
             behavior[i, j, :n] = y.behavior_token_logprobs
-            versions[i, j] = y.version_min
+            own = policy_temperature in (None, y.sampling_temperature)
+            versions[i, j] = y.version_min if own else -1
     return Batch(
         tokens, prompt_lengths, response_lengths, rewards, reference_logprob, behavior, versions
     )

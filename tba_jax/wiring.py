@@ -21,7 +21,7 @@ from jaxtyping import Array
 
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
-from tba_jax.config import Config, ConfigError, validate_devices
+from tba_jax.config import Config, validate_devices
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.evaluation import Evaluation, Evaluator
@@ -222,6 +222,7 @@ def _score_reference(
     chunk_tokens: int,
     eos_ids: tuple[int, ...],
     mask_eos: bool,
+    min_new_tokens: int,
 ) -> Array:
     token_values = token_logprobs(
         params,
@@ -233,6 +234,8 @@ def _score_reference(
         temperature=temperature,
         compute_dtype=jnp.dtype(compute_dtype),
         chunk_tokens=chunk_tokens,
+        min_new_tokens=min_new_tokens,
+        eos_ids=eos_ids,
     )
     mask = response_mask(
         tokens[..., -response_bucket:], response_lengths, eos_ids=eos_ids, mask_eos=mask_eos
@@ -297,16 +300,6 @@ def build(
     task = get_task(config.task.name, config.task.data_path)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    if (
-        config.replay.pace == "trainer"
-        and config.replay.recency_prob
-        and task.train_size() < config.batch.num_prompts
-    ):
-        raise ConfigError(
-            f"config.batch.num_prompts = {config.batch.num_prompts}: task {task.name} has "
-            f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
-            "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
-        )
     rewards = RewardPool(
         config.task.reward or task.reward,
         num_workers=config.reward.num_workers,
@@ -329,6 +322,7 @@ def build(
             chunk_tokens=config.batch.logprob_chunk_tokens,
             eos_ids=tokenizer.eos_ids,
             mask_eos=config.objective.mask_eos,
+            min_new_tokens=config.search.min_new_tokens,
         ),
         static_argnames=("response_bucket",),
     )
@@ -347,6 +341,7 @@ def build(
             sharding.copy_to(params, placement.replicated_sharding),
             optimizer,
             keep_reference=config.reference.placement == "trainer",
+            learn_log_z=config.objective.log_z == "learned",
         )
         state = jax.device_put(state, placement.replicated_sharding)
     else:
@@ -408,7 +403,14 @@ def build(
             prompts_per_round=config.search.prompts_per_round,
             samples_per_prompt=config.search.samples_per_prompt,
             settings=SamplingSettings(
-                config.search.max_new_tokens, temperature=config.search.sampling_temperature
+                config.search.max_new_tokens,
+                temperature=config.search.sampling_temperature,
+                min_new_tokens=config.search.min_new_tokens,
+            ),
+            explore_share=config.search.explore_share,
+            explore_temperatures=(
+                config.search.explore_min_temperature,
+                config.search.explore_max_temperature,
             ),
             num_slots=config.search.num_slots or None,
             in_flight=config.search.swap == "in_flight",
@@ -440,6 +442,7 @@ def build(
         prompt_buckets=prompt_buckets,
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
+        policy_temperature=config.search.sampling_temperature,
         place_batch=place_batch,
         log_event=schedule_log.append,
         clock=clock,

@@ -20,6 +20,8 @@ LAYERS = {
     "trajectory_store": 2,
     "models": 1,
     "objectives": 1,
+    "edit_distance": 1,
+    "log_z": 2,
     "rewards": 1,
     "sharding": 1,
     "tokenizer": 1,

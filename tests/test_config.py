@@ -112,6 +112,14 @@ def test_no_field_is_dead():
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
         ({"task.data_path": "/no/such/folder"}, "is not a folder"),
         ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        (
+            {"objective.reward_temperature_final": 2.0},
+            "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
+        ),
+        ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
+        ({"search.min_new_tokens": 64}, "is more than search.max_new_tokens = 48"),
+        ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
+        ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
         ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
         (
