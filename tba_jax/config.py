@@ -155,6 +155,8 @@ def default_config() -> Config:
     config.eval.period = 50  # steps between evaluations; 0: before and after only
     config.eval.max_new_tokens = 48  # response limit in tokens
     config.eval.num_slots = 128  # unfinished responses at a time
+    config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
+    config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -312,6 +314,8 @@ def validate(config: Config) -> None:
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
+        ("eval.num_samples", 1),
+        ("eval.temperature", 0.0),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
     ):
@@ -418,6 +422,14 @@ def _validate_combinations(config: Config) -> None:
             config.optimizer.decay_steps,
             "optimizer.schedule=wsd needs a decay horizon",
             "Give the number of steps.",
+        )
+    if config.eval.num_samples > 1:
+        _need(
+            config.eval.temperature > 0,
+            "eval.num_samples",
+            config.eval.num_samples,
+            "greedy responses to a prompt are all the same",
+            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
         )
     if config.search.exact_lag:
         _need(

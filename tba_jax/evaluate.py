@@ -15,22 +15,17 @@ from typing import Any
 
 from tba_jax.command_line import override
 from tba_jax.config import Config, validate
+from tba_jax.metrics import format_metric, metric_label
 
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
-    """Evaluate params on the task of a config; greedy, the whole configured split."""
-    from tba_jax.parts import make_decoder, make_evaluator
-    from tba_jax.rewards.pool import RewardPool
+    """Evaluate params on the task of a config, decoding as its `eval` section says."""
+    from tba_jax.parts import make_decoder, make_evaluator, make_rewards
     from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
     task = get_task(config.task.name, config.task.data_path)
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
+    rewards = make_rewards(config, task)
     try:
         tokenizer = Tokenizer.load(folder)
         decoder = make_decoder(config, model_config, tokenizer)
@@ -92,9 +87,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"model": what, **result}))
     else:
-        skipped = result["num_skipped"]
+        skipped, metric = result["num_skipped"], result["metric"]
         print(
-            f"{what}: pass@1 {100 * result['pass_at_1']:.1f} % of {result['n']} held-out prompts"
+            f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
+            f"{result['n']} held-out prompts"
             + (f" ({skipped} skipped as too long)" if skipped else "")
             + f", {result['response_length_mean']:.1f} tokens per response"
         )

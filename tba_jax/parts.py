@@ -5,6 +5,7 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import jax.numpy as jnp
 from tba_jax.config import Config
 from tba_jax.data import eval_prompts
 from tba_jax.decoding.engine import Decoder
-from tba_jax.evaluation import Evaluator
+from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
@@ -135,10 +137,29 @@ def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tok
     )
 
 
+def make_rewards(config: Config, task: Task) -> RewardSource:
+    """The source of rewards for training and evaluation; close it after use.
+
+    Raises:
+        ValueError: the reward function cannot be named or found.
+    """
+    return RewardPool(
+        config.task.reward or task.reward,
+        num_workers=config.reward.num_workers,
+        timeout_s=config.reward.timeout_s,
+        max_failure_rate=config.reward.max_failure_rate,
+    )
+
+
 def make_evaluator(
-    config: Config, task: Task, tokenizer: Tokenizer, decoder: Decoder, rewards: RewardSource
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    decoder: Decoder,
+    rewards: RewardSource,
+    metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says."""
+    """Held-out evaluation as the config says; `metrics` beyond those of every task."""
     prompts, num_skipped = eval_prompts(
         task,
         tokenizer,
@@ -156,4 +177,8 @@ def make_evaluator(
         first_kind=task.response_kinds[0] if task.response_kinds else "",
         max_new_tokens=config.eval.max_new_tokens,
         num_slots=config.eval.num_slots,
+        metric=task.metric,
+        num_samples=config.eval.num_samples,
+        temperature=config.eval.temperature,
+        metrics=metrics,
     )

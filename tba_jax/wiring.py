@@ -35,11 +35,12 @@ from tba_jax.parts import (
     make_decoder,
     make_evaluator,
     make_optimizer_from,
+    make_rewards,
     model_path,
     step_settings,
 )
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
 from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
@@ -71,7 +72,7 @@ class Run:
     outboxes: list[Outbox]
     buffer: ReplayBuffer
     transport: Transport
-    rewards: RewardPool
+    rewards: RewardSource
     evaluator: Evaluator
     decoder: Decoder
     checkpoints: Checkpoints
@@ -300,12 +301,7 @@ def build(
     task = get_task(config.task.name, config.task.data_path)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
+    rewards = make_rewards(config, task)
     progress.phase("loading the model")
     tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
     param_dtype = jnp.dtype(config.model.param_dtype)
@@ -481,7 +477,7 @@ def _forget_after(run: Run, step: int) -> None:
     """
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        if "eval/pass_at_1" in record:
+        if "eval/n" in record:
             return record["step"] <= run.last_eval_step
         return record["step"] <= step
 

@@ -128,6 +128,8 @@ def test_no_field_is_dead():
         ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
+        ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
     ],
 )
