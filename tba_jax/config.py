@@ -19,7 +19,8 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math")
+TASKS = ("arithmetic", "gsm8k", "math", "redteam")
+CLASSIFIERS = ("encoder", "guard", "pattern")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
 LOG_Z = ("vargrad", "learned")
@@ -83,6 +84,7 @@ def default_config() -> Config:
     config.objective.beta_jump_step = 0  # linear_then_jump: step of the jump to beta_final
     config.objective.scale = "advantage"  # advantage: beta/2 of the variance; paper: squares
     config.objective.log_z = "vargrad"  # vargrad: of the group; learned: a head on the prompt
+    config.objective.log_z_rate = 1.0  # learned log Z: its learning rate over the policy's
     config.objective.reference_temperature = 1.0  # gamma: divides log pi_ref in the target
     config.objective.reference_temperature_final = 1.0  # gamma after reference_temperature_steps
     config.objective.reference_temperature_steps = 0  # steps over which gamma moves; 0: constant
@@ -147,6 +149,25 @@ def default_config() -> Config:
     config.reward.timeout_s = 10.0  # per item; a hung worker is killed
     config.reward.max_failure_rate = 0.5  # above this share of a round the run stops
 
+    config.victim = ConfigDict()  # task redteam: the model under attack
+    config.victim.path = ""  # HF folder or hub id; empty: the embedded start model
+    config.victim.template = "{attack}"  # its prompt; chat: its own chat template
+    config.victim.num_samples = 5  # responses per attack
+    config.victim.temperature = 0.7  # of their sampling
+    config.victim.top_p = 0.92  # of their sampling
+    config.victim.max_new_tokens = 30  # length limit of a response
+    config.victim.max_prompt_tokens = 64  # longer attacks get no reward
+    config.victim.num_slots = 128  # unfinished responses at a time
+    config.victim.dtype = "float32"  # of its weights and activations
+
+    config.classifier = ConfigDict()  # task redteam: which responses are wanted
+    config.classifier.kind = "pattern"  # encoder: RoBERTa; guard: language model; pattern: regex
+    config.classifier.path = ""  # HF folder or hub id of an encoder or guard
+    config.classifier.target = ""  # encoder: label; guard: verdict; pattern: regular expression
+    config.classifier.max_tokens = 128  # of what it reads
+    config.classifier.batch_rows = 64  # responses per call
+    config.classifier.dtype = "float32"  # of its weights and activations
+
     config.checkpoint = ConfigDict()
     config.checkpoint.period = 50  # steps between checkpoints; 0: only at the end and on a stop
     config.checkpoint.keep = 2  # checkpoints kept
@@ -157,6 +178,7 @@ def default_config() -> Config:
     config.eval.num_slots = 128  # unfinished responses at a time
     config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
     config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
+    config.eval.embedding_path = ""  # redteam: HF folder or hub id of a sentence embedding model
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -265,6 +287,9 @@ def validate(config: Config) -> None:
         ("search.cache_dtype", ("", *DTYPES)),
         ("search.swap", SWAPS),
         ("sync.transport", TRANSPORTS),
+        ("classifier.kind", CLASSIFIERS),
+        ("classifier.dtype", DTYPES),
+        ("victim.dtype", DTYPES),
         ("reference.placement", REFERENCE_PLACEMENTS),
         ("model.param_dtype", DTYPES),
         ("model.compute_dtype", DTYPES),
@@ -309,6 +334,12 @@ def validate(config: Config) -> None:
         ("replay.max_staleness", 0),
         ("sync.keep", 2),
         ("reward.num_workers", 1),
+        ("victim.num_samples", 1),
+        ("victim.max_new_tokens", 1),
+        ("victim.max_prompt_tokens", 1),
+        ("victim.num_slots", 1),
+        ("classifier.max_tokens", 8),
+        ("classifier.batch_rows", 1),
         ("checkpoint.period", 0),
         ("checkpoint.keep", 1),
         ("eval.period", 0),
@@ -326,6 +357,7 @@ def validate(config: Config) -> None:
         "objective.beta_final",
         "optimizer.learning_rate",
         "optimizer.eps",
+        "objective.log_z_rate",
         "objective.reference_temperature",
         "objective.reference_temperature_final",
         "objective.reward_temperature",
@@ -333,6 +365,8 @@ def validate(config: Config) -> None:
         "search.sampling_temperature",
         "search.explore_min_temperature",
         "replay.priority_temperature",
+        "victim.temperature",
+        "victim.top_p",
         "reward.timeout_s",
         "log.watchdog_s",
     ):
@@ -343,6 +377,7 @@ def validate(config: Config) -> None:
         "replay.uniform_mix",
         "replay.similarity",
         "search.explore_share",
+        "victim.top_p",
         "reward.max_failure_rate",
         "optimizer.b1",
         "optimizer.b2",
@@ -503,6 +538,8 @@ def _validate_combinations(config: Config) -> None:
             "is not a folder",
             "Give a folder that holds train.jsonl and test.jsonl.",
         )
+    if config.task.name == "redteam":
+        _validate_red_team(config)
     reward = config.task.reward
     _need(
         not reward or (reward.count(":") == 1 and all(reward.split(":"))),
@@ -510,6 +547,39 @@ def _validate_combinations(config: Config) -> None:
         reward,
         "must read package.module:function",
         "For example --config.task.reward=my_rewards:length_reward.",
+    )
+
+
+def _validate_red_team(config: Config) -> None:
+    _need(
+        config.search.ownership == "any",
+        "search.ownership",
+        config.search.ownership,
+        "task redteam has a single prompt, which every searcher must draw",
+        "Set --config.search.ownership=any.",
+    )
+    template = config.victim.template
+    _need(
+        template == "chat" or template.count("{attack}") == 1,
+        "victim.template",
+        template,
+        "must hold {attack} once, where the attack goes",
+        "Set --config.victim.template=chat for the victim's own chat template.",
+    )
+    kind = config.classifier.kind
+    _need(
+        bool(config.classifier.target),
+        "classifier.target",
+        config.classifier.target,
+        f"classifier.kind={kind} needs to know what counts as a success",
+        "Name a label (encoder), a verdict (guard) or a regular expression (pattern).",
+    )
+    _need(
+        kind == "pattern" or bool(config.classifier.path),
+        "classifier.path",
+        config.classifier.path,
+        f"classifier.kind={kind} needs a model",
+        "Give a Hugging Face folder or hub id.",
     )
 
 

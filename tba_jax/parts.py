@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tba_jax.attack_metrics import SentenceEmbedder, attack_metrics
 from tba_jax.config import Config
 from tba_jax.data import eval_prompts
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.response_classifiers import make_classifier
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.tasks import Task
@@ -29,13 +31,17 @@ from tba_jax.train_step import (
     make_optimizer,
 )
 from tba_jax.trajectory import length_buckets
+from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 
-START_MODEL = Path(__file__).parent / "assets" / "start_model"
+ASSETS = Path(__file__).parent / "assets"
+START_MODEL = ASSETS / "start_model"
+# Tasks whose embedded start model is another one.
+TASK_MODELS = {"redteam": ASSETS / "attacker_model"}
 
 
 def model_path(config: Config) -> str:
-    """The configured model, or the embedded start model."""
-    return config.model.path or str(START_MODEL)
+    """The configured model, or the embedded start model of the task."""
+    return config.model.path or str(TASK_MODELS.get(config.task.name, START_MODEL))
 
 
 def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
@@ -57,6 +63,7 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         remat=config.model.remat,
         min_new_tokens=config.search.min_new_tokens,
         log_z=config.objective.log_z,
+        log_z_rate=config.objective.log_z_rate,
         reference_temperature=config.objective.reference_temperature,
         reference_temperature_final=config.objective.reference_temperature_final,
         reference_temperature_steps=config.objective.reference_temperature_steps,
@@ -137,18 +144,74 @@ def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tok
     )
 
 
-def make_rewards(config: Config, task: Task) -> RewardSource:
+def make_rewards(
+    config: Config, task: Task, devices: Sequence[jax.Device] | None = None
+) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
+    Args:
+        config: validated.
+        task: the task.
+        devices: of the searchers, where models that rewards need are placed; None: the first one.
+
     Raises:
-        ValueError: the reward function cannot be named or found.
+        ValueError: the reward function cannot be named or found, or a model is not usable.
     """
+    if not (config.task.reward or task.reward):
+        return make_victim_reward(config, devices or jax.local_devices()[:1])
     return RewardPool(
         config.task.reward or task.reward,
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
     )
+
+
+def make_victim_reward(config: Config, devices: Sequence[jax.Device]) -> VictimReward:
+    """Victim and classifier, one copy on each of the devices.
+
+    Raises:
+        ValueError: one of the two is not usable; says which.
+    """
+    v, c = config.victim, config.classifier
+    settings = VictimSettings(
+        template=v.template,
+        num_samples=v.num_samples,
+        temperature=v.temperature,
+        top_p=v.top_p,
+        max_new_tokens=v.max_new_tokens,
+        max_prompt_tokens=v.max_prompt_tokens,
+        num_slots=v.num_slots,
+    )
+    victim = Victim(v.path or str(START_MODEL), settings, devices=devices, dtype=v.dtype)
+    classifiers = {
+        device: make_classifier(
+            c.kind,
+            c.path,
+            c.target,
+            device=device,
+            dtype=c.dtype,
+            max_tokens=c.max_tokens,
+            batch_rows=c.batch_rows,
+        )
+        for device in dict.fromkeys(devices)
+    }
+    return VictimReward(
+        victim, classifiers, replicas=devices, num_samples=v.num_samples, seed=config.seed
+    )
+
+
+def task_metrics(config: Config) -> tuple[MetricFunction, ...]:
+    """Metric functions that a task's evaluation needs beyond those of every task.
+
+    Raises:
+        ValueError: the sentence embedding model is not usable.
+    """
+    if config.task.name != "redteam":
+        return ()
+    path = config.eval.embedding_path
+    embedder = SentenceEmbedder(path, device=jax.local_devices()[0]) if path else None
+    return (attack_metrics(embedder),)
 
 
 def make_evaluator(
@@ -159,7 +222,7 @@ def make_evaluator(
     rewards: RewardSource,
     metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says; `metrics` beyond those of every task."""
+    """Held-out evaluation as the config says; `metrics` beyond those of the task."""
     prompts, num_skipped = eval_prompts(
         task,
         tokenizer,
@@ -180,5 +243,6 @@ def make_evaluator(
         metric=task.metric,
         num_samples=config.eval.num_samples,
         temperature=config.eval.temperature,
-        metrics=metrics,
+        min_new_tokens=config.search.min_new_tokens,
+        metrics=(*task_metrics(config), *metrics),
     )

@@ -57,6 +57,7 @@ class StepSettings(NamedTuple):
     remat: bool
     min_new_tokens: int = 0
     log_z: str = "vargrad"
+    log_z_rate: float = 1.0
     reference_temperature: float = 1.0
     reference_temperature_final: float = 1.0
     reference_temperature_steps: int = 0
@@ -252,6 +253,10 @@ def make_train_step(
         )
         trainable = _trainable(state.params, state.log_z_head)
         updates, opt_state = optimizer.update(grads, state.opt_state, trainable)
+        if state.log_z_head is not None:
+            # AdamW's update is proportional to the learning rate.
+            of_head = jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
+            updates = (updates[0], of_head)
         trainable = optax.apply_updates(trainable, updates)
         params, head = (trainable, None) if state.log_z_head is None else trainable
         step = state.step + 1

@@ -49,8 +49,6 @@ from tba_jax.trainer import Trainer
 from tba_jax.trajectory import Batch, length_buckets
 from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, Transport
 
-START_MODEL = Path(__file__).parent / "assets" / "start_model"
-
 
 @dataclasses.dataclass
 class Run:
@@ -301,7 +299,7 @@ def build(
     task = get_task(config.task.name, config.task.data_path)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    rewards = make_rewards(config, task)
+    rewards = make_rewards(config, task, placement.searcher_devices)
     progress.phase("loading the model")
     tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
     param_dtype = jnp.dtype(config.model.param_dtype)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
+from tba_jax.tasks.redteam import RedTeam
 
 
 class Task(Protocol):
@@ -19,7 +20,8 @@ class Task(Protocol):
 
     Attributes:
         name: its name in the registry.
-        reward: "package.module:function", the reward used unless the config names another.
+        reward: "package.module:function", the reward used unless the config names another; empty:
+            rewards come from models (`parts.make_rewards`).
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -66,10 +68,20 @@ def _arithmetic(data_path: str) -> Task:
     return Arithmetic()
 
 
+def _redteam(data_path: str) -> Task:
+    if data_path:
+        raise ValueError(
+            f"task.data_path = {data_path!r}, but task redteam has one empty prompt and reads no "
+            "data; leave it empty"
+        )
+    return RedTeam()
+
+
 _TASKS: dict[str, Callable[[str], Task]] = {
     "arithmetic": _arithmetic,
     "gsm8k": GSM8K,
     "math": HendrycksMath,
+    "redteam": _redteam,
 }
 
 
