@@ -14,6 +14,10 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
+from tba_jax import config_rules
+from tba_jax.config_rules import ConfigError as ConfigError
+from tba_jax.config_rules import need as _need
+
 # A locked ConfigDict. Its attributes' static type is a union of everything a field may hold, which
 # no type checker can work with; `validate` is what checks them.
 Config: TypeAlias = Any
@@ -37,10 +41,6 @@ REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message says field, value, rule and remedy."""
-
-
 def default_config() -> Config:
     """Every field with its default, one line each; locked, so unknown keys are refused."""
     config: Config = ConfigDict()
@@ -51,8 +51,12 @@ def default_config() -> Config:
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
     config.num_searchers = 1  # searchers (threads of the asynchronous driver)
     config.placement = "auto"  # shared: one device set; split: apart; auto: split where they fit
-    config.num_trainer_devices = 1  # devices of the trainer's mesh; split: searchers get others
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
+
+    config.mesh = ConfigDict()  # the trainer's devices: data x fsdp x model of them
+    config.mesh.data = 1  # whole copies of the train state; rows of a batch are divided
+    config.mesh.fsdp = 1  # train state and rows divided; weights gathered layer by layer
+    config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
     config.task.name = "arithmetic"  # one of TASKS
@@ -113,11 +117,13 @@ def default_config() -> Config:
     config.search.samples_per_prompt = 16  # S >= K: responses drawn per prompt
     config.search.prompts_per_round = 16  # prompts a searcher takes per round
     config.search.max_new_tokens = 48  # response limit in tokens
-    config.search.min_new_tokens = 0  # no end before as many tokens, in sampling and in log-probs
+    config.search.num_devices = 1  # devices of each searcher, which divide its weights and cache
     config.search.num_slots = 0  # unfinished responses at a time; 0: all of a round
     config.search.cache_dtype = ""  # of cached keys and values; empty: model.rollout_dtype
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
+    config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
+    config.search.min_new_tokens = 0  # no end before as many tokens, in sampling and in log-probs
     config.search.explore_share = 0.0  # share of responses drawn at a temperature of their own
     config.search.explore_min_temperature = 1.0  # of those: uniform from here
     config.search.explore_max_temperature = 1.0  # to here; log-probs keep sampling_temperature
@@ -188,11 +194,6 @@ def default_config() -> Config:
     config.log.watchdog_s = 1800.0  # async: nothing ended for this long: dump stacks, stop
     config.lock()
     return config
-
-
-def _need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 
 def _one_of(config: Config, field: str, allowed: Sequence[str]) -> None:
@@ -300,8 +301,10 @@ def validate(config: Config) -> None:
         ("num_steps", 1),
         ("sync_period", 1),
         ("num_searchers", 1),
-        ("num_trainer_devices", 1),
         ("num_cpu_devices", 1),
+        ("mesh.data", 1),
+        ("mesh.fsdp", 1),
+        ("mesh.model", 1),
         ("task.max_prompt_tokens", 1),
         ("task.num_eval_prompts", 0),
         ("batch.num_prompts", 1),
@@ -321,8 +324,9 @@ def validate(config: Config) -> None:
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
         ("search.max_new_tokens", 1),
-        ("search.min_new_tokens", 0),
+        ("search.num_devices", 1),
         ("search.num_slots", 0),
+        ("search.min_new_tokens", 0),
         ("search.outbox_bytes", 1),
         ("search.initial_fill", 0),
         ("search.exact_lag", 0),
@@ -403,35 +407,29 @@ def _validate_combinations(config: Config) -> None:
         f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
         f"Set --config.replay.capacity_per_prompt={k} or more.",
     )
-    for name in ("reference_temperature", "reward_temperature"):
-        final = config.objective[f"{name}_final"]
-        _need(
-            config.objective[f"{name}_steps"] > 0 or final == config.objective[name],
-            f"objective.{name}_final",
-            final,
-            "a temperature that is constant does not move",
-            f"Set --config.objective.{name}_steps to the number of steps.",
-        )
+    config_rules.target(config)
     _need(
-        config.objective.log_z == "vargrad" or config.objective.name == "tb",
-        "objective.log_z",
-        config.objective.log_z,
-        "only Trajectory Balance has a log Z to learn",
-        "Set --config.objective.name=tb or --config.objective.log_z=vargrad.",
+        0 < config.search.top_p <= 1,
+        "search.top_p",
+        config.search.top_p,
+        "must lie in (0, 1]",
+        "Set --config.search.top_p=1.0 to draw from every token.",
     )
     _need(
         config.search.min_new_tokens <= config.search.max_new_tokens,
         "search.min_new_tokens",
         config.search.min_new_tokens,
-        f"is more than search.max_new_tokens = {config.search.max_new_tokens}",
+        f"is above search.max_new_tokens = {config.search.max_new_tokens}",
         "Lower it.",
     )
+    batch_parts = config.mesh.data * config.mesh.fsdp
+    rows = config.batch.num_prompts
     _need(
-        config.search.explore_max_temperature >= config.search.explore_min_temperature,
-        "search.explore_max_temperature",
-        config.search.explore_max_temperature,
-        f"is below search.explore_min_temperature = {config.search.explore_min_temperature}",
-        "Raise it.",
+        rows % batch_parts == 0,
+        "batch.num_prompts",
+        rows,
+        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
+        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
     )
     if config.objective.beta_schedule == "constant":
         _need(
@@ -539,7 +537,7 @@ def _validate_combinations(config: Config) -> None:
             "Give a folder that holds train.jsonl and test.jsonl.",
         )
     if config.task.name == "redteam":
-        _validate_red_team(config)
+        config_rules.red_team(config)
     reward = config.task.reward
     _need(
         not reward or (reward.count(":") == 1 and all(reward.split(":"))),
@@ -550,74 +548,48 @@ def _validate_combinations(config: Config) -> None:
     )
 
 
-def _validate_red_team(config: Config) -> None:
-    _need(
-        config.search.ownership == "any",
-        "search.ownership",
-        config.search.ownership,
-        "task redteam has a single prompt, which every searcher must draw",
-        "Set --config.search.ownership=any.",
-    )
-    template = config.victim.template
-    _need(
-        template == "chat" or template.count("{attack}") == 1,
-        "victim.template",
-        template,
-        "must hold {attack} once, where the attack goes",
-        "Set --config.victim.template=chat for the victim's own chat template.",
-    )
-    kind = config.classifier.kind
-    _need(
-        bool(config.classifier.target),
-        "classifier.target",
-        config.classifier.target,
-        f"classifier.kind={kind} needs to know what counts as a success",
-        "Name a label (encoder), a verdict (guard) or a regular expression (pattern).",
-    )
-    _need(
-        kind == "pattern" or bool(config.classifier.path),
-        "classifier.path",
-        config.classifier.path,
-        f"classifier.kind={kind} needs a model",
-        "Give a Hugging Face folder or hub id.",
-    )
-
-
 def validate_devices(config: Config, num_devices: int) -> None:
     """Check the parts of the placement that depend on how many devices this process has.
 
     Raises:
         ConfigError: as `validate`.
     """
-    if config.placement != "split":
+    mesh = config.mesh
+    trainer = mesh.data * mesh.fsdp * mesh.model
+    each = config.search.num_devices
+    shape = f"{mesh.data} x {mesh.fsdp} x {mesh.model}"
+    _need(
+        trainer <= num_devices,
+        "mesh",
+        shape,
+        f"the trainer's mesh wants {trainer} devices, and this process sees {num_devices}",
+        "Make mesh.data, mesh.fsdp or mesh.model smaller.",
+    )
+    wanted, left = config.num_searchers * each, num_devices - trainer
+    if config.placement == "split":
         _need(
-            config.num_trainer_devices <= num_devices,
-            "num_trainer_devices",
-            config.num_trainer_devices,
-            f"this process sees {num_devices} devices",
-            "Lower it.",
-        )
-    else:
-        _need(
-            config.num_trainer_devices < num_devices,
-            "num_trainer_devices",
-            config.num_trainer_devices,
+            left > 0,
+            "mesh",
+            shape,
             f"placement=split needs a device for searchers, and this process sees {num_devices}",
-            ("Lower it, or set" if num_devices > 1 else "Set") + " --config.placement=shared.",
+            ("Make it smaller, or set" if num_devices > 1 else "Set")
+            + " --config.placement=shared.",
         )
-        left = num_devices - config.num_trainer_devices
         _need(
-            config.num_searchers <= left,
+            wanted <= left,
             "num_searchers",
             config.num_searchers,
-            f"placement=split leaves {left} devices for searchers, one each",
-            f"Set --config.num_searchers={left} or --config.placement=shared.",
+            f"placement=split leaves {left} devices for searchers of {each} each",
+            f"Set --config.num_searchers={left // each} or --config.placement=shared."
+            if left >= each
+            else f"Set --config.search.num_devices={left} or --config.placement=shared.",
         )
-    rows = config.batch.num_prompts
-    _need(
-        rows % config.num_trainer_devices == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by the {config.num_trainer_devices} trainer devices",
-        "Raise or lower it.",
-    )
+    elif config.placement == "shared" or wanted > left:
+        _need(
+            trainer % each == 0,
+            "search.num_devices",
+            each,
+            f"searchers that share the trainer's {trainer} devices must divide them",
+            f"Set --config.search.num_devices={math.gcd(trainer, each)}, or --config.placement="
+            "split where there are devices for both.",
+        )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig, apply
 
 
@@ -41,6 +42,7 @@ def log_z(
     config: TransformerConfig,
     compute_dtype: Any,
     remat: bool,
+    sharding: ComputeSharding | None = None,
 ) -> Float[Array, " p"]:
     """log Z(x) of every prompt: the head on the mean of its states after the last layer.
 
@@ -55,6 +57,7 @@ def log_z(
         config: model shape.
         compute_dtype: matmul inputs of the model; the head is float32.
         remat: as in `transformer.apply`.
+        sharding: as in `logprobs.token_logprobs`.
 
     References:
         TBA, arXiv:2503.18929, appendix B.3.
@@ -65,8 +68,17 @@ def log_z(
     index = jnp.arange(size)[None]
     mask = index >= first
     positions = jnp.maximum(index - first, 0)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
     hidden = apply(
-        params, prompts, positions, mask, config=config, compute_dtype=compute_dtype, remat=remat
+        params,
+        prompts,
+        positions,
+        mask,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
     )
     pooled = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
     return pooled @ head.weight + head.bias

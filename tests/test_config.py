@@ -117,7 +117,6 @@ def test_no_field_is_dead():
             "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
         ),
         ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
-        ({"search.min_new_tokens": 64}, "is more than search.max_new_tokens = 48"),
         ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
         ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
@@ -150,8 +149,18 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
             4,
             "num_searchers = 4: placement=split leaves 3 devices",
         ),
-        ({"num_trainer_devices": 3}, 2, "this process sees 2 devices"),
-        ({"num_trainer_devices": 3}, 3, "must divide by the 3 trainer devices"),
+        ({"mesh.fsdp": 4}, 2, "mesh wants 4 devices, and this process sees 2"),
+        ({"mesh.fsdp": 2, "placement": "split"}, 2, "needs a device for searchers"),
+        (
+            {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
+            4,
+            "leaves 2 devices for searchers of 3 each. Set --config.search.num_devices=2",
+        ),
+        (
+            {"mesh.fsdp": 4, "search.num_devices": 3},
+            4,
+            "share the trainer's 4 devices must divide them. Set --config.search.num_devices=1",
+        ),
     ],
 )
 def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
