@@ -97,30 +97,32 @@ def _merged(*sections: dict) -> dict:
 
 PRESETS = {
     "toy": {
-        "num_steps": 80,
-        "sync_period": 4,
+        "num_steps": 100,
+        "sync_period": 1,
         "num_searchers": 1,
         "num_cpu_devices": 2,
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
         "objective": {"group_size": 16, "beta": 0.5, "beta_final": 0.5},
-        "optimizer": {"learning_rate": 5e-4, "schedule": "linear", "warmup_steps": 5},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
         "search": {
             "ownership": "any",
-            # The same empty prompt 16 times over: 256 attacks a round, as many as 4 steps train on.
-            "prompts_per_round": 16,
+            # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
+            "prompts_per_round": 4,
             "samples_per_prompt": 16,
             "max_new_tokens": 12,
             "min_new_tokens": 5,
-            "explore_share": 0.25,
-            "explore_max_temperature": 1.5,
-            "outbox_bytes": 16_000,
+            "explore_share": 0.1,
+            "explore_max_temperature": 1.3,
+            "outbox_bytes": 8_000,
         },
         "replay": {
-            "recency_prob": 0.5,
+            "recency_prob": 0.8,
             "pace": "trainer",
             "capacity_per_prompt": 20_000,
+            # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
             "priority_temperature": 1.0,
+            "uniform_mix": 0.5,
         },
         "victim": {
             "num_samples": 3,
@@ -132,7 +134,7 @@ PRESETS = {
         "classifier": {"kind": "pattern", "target": r"-\d+$"},
         "checkpoint": {"period": 0},
         "eval": {
-            "period": 40,
+            "period": 50,
             "max_new_tokens": 12,
             "num_samples": 1024,
             "num_slots": 512,
