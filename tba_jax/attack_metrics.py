@@ -7,7 +7,7 @@ responses are equal.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +95,7 @@ class SentenceEmbedder:
     """
 
     def __init__(
-        self, path: str, *, device: jax.Device, batch_rows: int = 64, max_tokens: int = 128
+        self, path: str, *, device: Any, batch_rows: int = 64, max_tokens: int = 128
     ) -> None:
         config, params = encoder.load(path)
         self._params = jax.device_put(params, device)

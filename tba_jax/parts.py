@@ -304,9 +304,7 @@ def sampling_settings(config: Config) -> SamplingSettings:
     )
 
 
-def make_rewards(
-    config: Config, task: Task, devices: Sequence[jax.Device] | None = None
-) -> RewardSource:
+def make_rewards(config: Config, task: Task, devices: Sequence[Any] | None = None) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
     Args:
@@ -327,7 +325,7 @@ def make_rewards(
     )
 
 
-def make_victim_reward(config: Config, devices: Sequence[jax.Device]) -> VictimReward:
+def make_victim_reward(config: Config, devices: Sequence[Any]) -> VictimReward:
     """Victim and classifier, one copy on each of the devices.
 
     Raises:

@@ -340,13 +340,14 @@ def make_train_step(
             _trainable(state.params, state.log_z_head)
         )
         trainable = _trainable(state.params, state.log_z_head)
+        updates: Any
         updates, opt_state = optimizer.update(grads, state.opt_state, trainable)
         if state.log_z_head is not None:
             # AdamW's update is proportional to the learning rate.
             of_head = jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
             updates = (updates[0], of_head)
-        trainable = optax.apply_updates(trainable, updates)
-        params, head = (trainable, None) if state.log_z_head is None else trainable
+        trained: Any = optax.apply_updates(trainable, updates)
+        params, head = (trained, None) if state.log_z_head is None else trained
         step = state.step + 1
         reference = state.reference_params
         if reference is not None and settings.reference_reset_period:

@@ -70,7 +70,7 @@ class Victim:
     """
 
     def __init__(
-        self, path: str, settings: VictimSettings, *, devices: Sequence[jax.Device], dtype: str
+        self, path: str, settings: VictimSettings, *, devices: Sequence[Any], dtype: str
     ) -> None:
         config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
@@ -143,9 +143,9 @@ class VictimReward:
     def __init__(
         self,
         victim: Victim,
-        classifiers: Mapping[jax.Device, ResponseClassifier],
+        classifiers: Mapping[Any, ResponseClassifier],
         *,
-        replicas: Sequence[jax.Device],
+        replicas: Sequence[Any],
         num_samples: int,
         seed: int,
     ) -> None:
@@ -153,7 +153,7 @@ class VictimReward:
         self._classifiers = dict(classifiers)
         self._num_samples = num_samples
         self._seed = seed
-        self._free: queue.SimpleQueue[jax.Device] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for device in replicas:
             self._free.put(device)
         self._closed = threading.Event()

@@ -3,6 +3,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 from commands import SYNC, lines, losses, run
@@ -57,7 +58,8 @@ def check(workdir, num_steps=4):
     return report
 
 
-def test_the_toy_is_reproducible_and_resumes_exactly(cache, tmp_path):
+@pytest.mark.slow
+def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
     options = {"cache": cache, "config": "configs/redteam.py"}
     done = run(tmp_path / "a", *SYNC, *TOY, "checkpoint.period=2", **options)
     assert done.returncode == 0, done.stderr
@@ -85,8 +87,6 @@ def test_a_killed_toy_run_ends_as_the_unkilled_one(cache, tmp_path, log_z):
     assert half.returncode == 0, half.stderr
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     # Back to the checkpoint of step 2, as a run that was killed after it.
-    import shutil
-
     shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
     (tmp_path / "b" / "report.json").unlink()
     again = run(tmp_path / "b", *arguments, **options)
