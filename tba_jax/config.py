@@ -8,7 +8,6 @@ any device is touched.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +22,7 @@ from tba_jax.config_rules import need as _need
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math", "redteam")
+TASKS = ("arithmetic", "custom", "gsm8k", "math", "redteam")
 CLASSIFIERS = ("encoder", "guard", "pattern")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
@@ -39,6 +38,8 @@ SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "layers")
+OPTIMIZERS = ("adamw", "adafactor")
 
 
 def default_config() -> Config:
@@ -59,24 +60,32 @@ def default_config() -> Config:
     config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
-    config.task.name = "arithmetic"  # one of TASKS
-    config.task.data_path = ""  # folder with train.jsonl and test.jsonl; empty: the task's source
-    config.task.reward = ""  # package.module:function; empty: the task's own reward
+    config.task.name = "arithmetic"  # one of TASKS, or reasoning_gym:DATASET
+    # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
+    # task custom also one .jsonl or .parquet file, and then no test split is needed.
+    config.task.data_path = ""  # empty: the task's own source
+    # Reward: package.module:function or path/to/file.py:function, or several with commas between.
+    config.task.reward = ""  # several: their weighted sum; empty: the task's own
+    config.task.reward_weights = ()  # one per function of task.reward; empty: 1 for each
     config.task.max_prompt_tokens = 32  # what happens to longer prompts: task.long_prompts
     config.task.long_prompts = "refuse"  # refuse: stop and name the row; skip: count and go on
+    # Where task custom has no test split, so many rows are split off the training rows.
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
     config.model.path = ""  # HF folder or hub id; empty: the embedded start model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
-    config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
+    config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
     config.batch.num_length_buckets = 3  # padded lengths that training and decode compile for
-    config.batch.logprob_chunk_tokens = 1024  # tokens whose float32 logits exist at a time
+    config.batch.micro_batch_rows = 0  # rows per micro-batch, gradients are summed; 0: all
+    config.batch.packed_length = 0  # tokens of rows that hold several responses; 0: one each
+    # Over all devices; a block is of the vocabulary.
+    config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
     config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
@@ -98,6 +107,7 @@ def default_config() -> Config:
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw; adafactor: little state, no use for b1, b2 and eps
     config.optimizer.learning_rate = 1e-4  # peak
     config.optimizer.schedule = "constant"  # one of LR_SCHEDULES
     config.optimizer.warmup_steps = 0  # linear from 0
@@ -108,6 +118,7 @@ def default_config() -> Config:
     config.optimizer.eps = 1e-8  # AdamW: added to the root of the squared gradient's mean
     config.optimizer.weight_decay = 0.0  # on matrices, not on norms and biases
     config.optimizer.clip_norm = 1.0  # global gradient norm; 0: no clipping
+    config.optimizer.max_nonfinite_steps = 3  # skipped steps in a row that end the run
 
     config.reference = ConfigDict()
     config.reference.placement = "searcher"  # where log pi_ref is scored; trainer: at use
@@ -275,12 +286,12 @@ def validate(config: Config) -> None:
     for field, allowed in (
         ("driver", DRIVERS),
         ("placement", PLACEMENTS),
-        ("task.name", TASKS),
         ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
         ("objective.log_z", LOG_Z),
         ("objective.beta_schedule", BETA_SCHEDULES),
+        ("optimizer.name", OPTIMIZERS),
         ("optimizer.schedule", LR_SCHEDULES),
         ("replay.pace", PACES),
         ("replay.evict", EVICTIONS),
@@ -292,6 +303,7 @@ def validate(config: Config) -> None:
         ("classifier.dtype", DTYPES),
         ("victim.dtype", DTYPES),
         ("reference.placement", REFERENCE_PLACEMENTS),
+        ("model.remat", REMATS),
         ("model.param_dtype", DTYPES),
         ("model.compute_dtype", DTYPES),
         ("model.rollout_dtype", DTYPES),
@@ -309,6 +321,8 @@ def validate(config: Config) -> None:
         ("task.num_eval_prompts", 0),
         ("batch.num_prompts", 1),
         ("batch.num_length_buckets", 1),
+        ("batch.micro_batch_rows", 0),
+        ("batch.packed_length", 0),
         ("batch.logprob_chunk_tokens", 1),
         ("objective.group_size", 2),
         ("objective.beta_steps", 0),
@@ -320,6 +334,7 @@ def validate(config: Config) -> None:
         ("optimizer.decay_steps", 0),
         ("optimizer.weight_decay", 0.0),
         ("optimizer.clip_norm", 0.0),
+        ("optimizer.max_nonfinite_steps", 1),
         ("reference.reset_period", 0),
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
@@ -388,164 +403,9 @@ def validate(config: Config) -> None:
     ):
         value = get_field(config, field)
         _need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
-    _validate_combinations(config)
-
-
-def _validate_combinations(config: Config) -> None:
-    k = config.objective.group_size
-    _need(
-        config.search.samples_per_prompt >= k,
-        "search.samples_per_prompt",
-        config.search.samples_per_prompt,
-        f"a group needs K = objective.group_size = {k} responses, so S must be at least K",
-        f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
-    )
-    _need(
-        config.replay.capacity_per_prompt >= k,
-        "replay.capacity_per_prompt",
-        config.replay.capacity_per_prompt,
-        f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
-        f"Set --config.replay.capacity_per_prompt={k} or more.",
-    )
-    config_rules.target(config)
-    _need(
-        0 < config.search.top_p <= 1,
-        "search.top_p",
-        config.search.top_p,
-        "must lie in (0, 1]",
-        "Set --config.search.top_p=1.0 to draw from every token.",
-    )
-    _need(
-        config.search.min_new_tokens <= config.search.max_new_tokens,
-        "search.min_new_tokens",
-        config.search.min_new_tokens,
-        f"is above search.max_new_tokens = {config.search.max_new_tokens}",
-        "Lower it.",
-    )
-    batch_parts = config.mesh.data * config.mesh.fsdp
-    rows = config.batch.num_prompts
-    _need(
-        rows % batch_parts == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
-    )
-    if config.objective.beta_schedule == "constant":
-        _need(
-            config.objective.beta_final == config.objective.beta
-            or config.objective.beta_steps == 0,
-            "objective.beta_final",
-            config.objective.beta_final,
-            "a constant beta does not move",
-            "Set --config.objective.beta_schedule=linear.",
-        )
-    else:
-        _need(
-            config.objective.beta_steps >= 1,
-            "objective.beta_steps",
-            config.objective.beta_steps,
-            f"objective.beta_schedule={config.objective.beta_schedule} needs a length",
-            "Give the number of steps.",
-        )
-    if config.optimizer.schedule == "wsd":
-        _need(
-            config.optimizer.decay_steps >= 1,
-            "optimizer.decay_steps",
-            config.optimizer.decay_steps,
-            "optimizer.schedule=wsd needs a decay horizon",
-            "Give the number of steps.",
-        )
-    if config.eval.num_samples > 1:
-        _need(
-            config.eval.temperature > 0,
-            "eval.num_samples",
-            config.eval.num_samples,
-            "greedy responses to a prompt are all the same",
-            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
-        )
-    if config.search.exact_lag:
-        _need(
-            config.driver == "sync",
-            "search.exact_lag",
-            config.search.exact_lag,
-            "an exact lag exists only in the synchronous driver",
-            "Set --config.driver=sync.",
-        )
-    if config.search.swap == "in_flight":
-        _need(
-            config.driver == "async" and config.objective.name == "tb",
-            "search.swap",
-            config.search.swap,
-            "only the asynchronous driver publishes during a round, and only an objective that "
-            "needs no behaviour policy permits a response of several versions",
-            "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
-        )
-    if config.reference.reset_period:
-        _need(
-            config.reference.placement == "trainer",
-            "reference.reset_period",
-            config.reference.reset_period,
-            "a reference that moves must be scored at use",
-            "Set --config.reference.placement=trainer.",
-        )
-    if config.replay.max_staleness:
-        _need(
-            config.replay.pace == "trainer",
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            "bounding the staleness of fresh slots makes the trainer wait",
-            "Set --config.replay.pace=trainer.",
-        )
-        _need(
-            config.replay.max_staleness >= config.sync_period - 1,
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so the trainer would wait for ever",
-            "Lower sync_period or raise it.",
-        )
-    if config.replay.max_reuse:
-        _need(
-            config.replay.pace == "trainer",
-            "replay.max_reuse",
-            config.replay.max_reuse,
-            "when every response is used up the trainer must wait for new ones",
-            "Set --config.replay.pace=trainer.",
-        )
-    if config.driver == "sync":
-        _need(
-            config.search.initial_fill == 0,
-            "search.initial_fill",
-            config.search.initial_fill,
-            "the synchronous driver searches exactly what the next steps need",
-            "Set --config.search.initial_fill=0.",
-        )
-        _need(
-            config.replay.pace == "off",
-            "replay.pace",
-            config.replay.pace,
-            "the synchronous driver has nobody to wait for",
-            "Set --config.replay.pace=off.",
-        )
-    if config.task.data_path:
-        _need(
-            os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
-            "task.data_path",
-            config.task.data_path,
-            "is not a folder",
-            "Give a folder that holds train.jsonl and test.jsonl.",
-        )
-    if config.task.name == "redteam":
-        config_rules.red_team(config)
-    reward = config.task.reward
-    _need(
-        not reward or (reward.count(":") == 1 and all(reward.split(":"))),
-        "task.reward",
-        reward,
-        "must read package.module:function",
-        "For example --config.task.reward=my_rewards:length_reward.",
-    )
+    if not config.task.name.partition("reasoning_gym:")[2]:
+        _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
+    config_rules.combinations(config)
 
 
 def validate_devices(config: Config, num_devices: int) -> None:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.source import RewardSource, part_means
 from tba_jax.trajectory import Prompt
 
 
@@ -49,9 +49,9 @@ class Evaluation(NamedTuple):
     Attributes:
         metric: name of the headline, a key of `values`.
         values: metric name -> value. `reward_mean` is the mean of the rewards that could be
-            computed. Where the headline is `pass_at_1`: that, the mean reward with what could not
-            be graded counted as 0 (share right where rewards are 0 or 1), and pass_at_2, 4, ... up
-            to the samples per prompt.
+            computed, `reward_part_NAME` that of one of several rewards. Where the headline is
+            `pass_at_1`: that, the mean reward with what could not be graded counted as 0 (share
+            right where rewards are 0 or 1), and pass_at_2, 4, ... up to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
         num_failed: responses whose reward could not be computed.
@@ -177,6 +177,8 @@ class Evaluator:
         known = [r for r in flat_rewards if r is not None]
         values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
+        flat_parts = {name: [v for row in rows for v in row] for name, rows in parts.items()}
+        values.update(part_means(flat_parts))
         responses = Responses(params, self.prompts, decoded, texts, rewards, parts)
         for measure in self._metrics:
             values.update({name: float(value) for name, value in measure(responses).items()})

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.transformer import TransformerConfig, apply
+from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
 class LogZHead(NamedTuple):
@@ -41,7 +41,7 @@ def log_z(
     response_bucket: int,
     config: TransformerConfig,
     compute_dtype: Any,
-    remat: bool,
+    remat: Remat,
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, " p"]:
     """log Z(x) of every prompt: the head on the mean of its states after the last layer.

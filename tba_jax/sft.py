@@ -25,8 +25,8 @@ import optax
 from tba_jax.logprobs import token_logprobs
 from tba_jax.models import hf_weights
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.train_step import learning_rate_schedule, make_optimizer
 from tba_jax.trajectory import left_pad
 
 # How often the loss is printed.
@@ -114,7 +114,7 @@ def fine_tune(
         num_steps=num_steps,
     )
     optimizer = make_optimizer(
-        schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, clip_norm=1.0
+        "adamw", schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, clip_norm=1.0
     )
     response_len = max(len(response) for _, response in rows)
 
@@ -128,7 +128,7 @@ def fine_tune(
                 response_bucket=response_len,
                 config=config,
                 temperature=1.0,
-                remat=True,
+                remat="layers",
             )
             return -jnp.sum(logprobs) / jnp.sum(responses)
 

@@ -17,12 +17,12 @@ from jaxtyping import Array
 from tba_jax.outbox import Outbox
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.train_step import TrainState
-from tba_jax.trajectory import Batch, Draw, pack_batch
+from tba_jax.trajectory import Batch, Draw, PackedBatch, pack_batch, pack_rows
 from tba_jax.weight_sync import Transport
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient is not finite; the message has the step and the last metrics."""
+    """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
 
 
 class Trainer:
@@ -38,6 +38,9 @@ class Trainer:
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
         policy_temperature: what the policy's logits are divided by.
+        packed_length: tokens of rows that hold several responses; 0: one response a row.
+        row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
+        max_nonfinite_steps: skipped steps in a row that end the run.
         place_batch: puts host arrays on the trainer's devices.
         log_event: schedule log.
         clock: seconds since the run began.
@@ -47,7 +50,9 @@ class Trainer:
         self,
         *,
         state: TrainState,
-        train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]],
+        train_step: Callable[
+            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
+        ],
         buffer: ReplayBuffer,
         outboxes: Sequence[Outbox],
         transport: Transport,
@@ -57,7 +62,10 @@ class Trainer:
         response_buckets: Sequence[int],
         pad_id: int,
         policy_temperature: float,
-        place_batch: Callable[[Batch], Batch],
+        packed_length: int,
+        row_buckets: Sequence[int],
+        max_nonfinite_steps: int,
+        place_batch: Callable[[Batch | PackedBatch], Batch | PackedBatch],
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -78,6 +86,9 @@ class Trainer:
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._policy_temperature = policy_temperature
+        self._packed_length = packed_length
+        self._row_buckets = tuple(row_buckets)
+        self._max_nonfinite_steps = max_nonfinite_steps
         self._place_batch = place_batch
         self._log_event = log_event
         self._clock = clock
@@ -148,7 +159,7 @@ class Trainer:
             Host metrics of the step.
 
         Raises:
-            NonFiniteError: loss or gradient is nan or infinite.
+            NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
         """
         start = self._clock()
         draws = self._buffer.sample(self._num_prompts, self._group_size, self.step_index)
@@ -159,22 +170,19 @@ class Trainer:
         waited = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
         self.wait_s += waited
-        batch = pack_batch(
-            draws,
-            prompt_buckets=self._prompt_buckets,
-            response_buckets=self._response_buckets,
-            pad_id=self._pad_id,
-            policy_temperature=self._policy_temperature,
-        )
+        batch = self._pack(draws)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, self._place_batch(batch))
         # One transfer for all scalars; it is also what waits for the step.
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         end = self._clock()
-        if values.pop("train/nonfinite"):
+        in_a_row = int(values.pop("train/skipped_in_a_row"))
+        if in_a_row >= self._max_nonfinite_steps:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']} are not both finite; last metrics: {values}. Lower "
+                f"{values['train/grad_norm']} are not both finite, for the {in_a_row}. time in a "
+                "row (config.optimizer.max_nonfinite_steps = "
+                f"{self._max_nonfinite_steps}); last metrics: {values}. Lower "
                 "config.optimizer.learning_rate or raise config.objective.beta, and begin again in "
                 "another --workdir: the policy of the newest checkpoint may be spoilt already"
             )
@@ -189,10 +197,7 @@ class Trainer:
                 "end_s": end,
                 "wait_s": waited,
                 "trajectory_ids": [list(d.trajectory_ids) for d in draws],
-                "bucket": [
-                    batch.tokens.shape[-1] - batch.behavior_token_logprobs.shape[-1],
-                    batch.behavior_token_logprobs.shape[-1],
-                ],
+                "bucket": _bucket(batch),
             }
         )
         values.update(
@@ -206,6 +211,23 @@ class Trainer:
             }
         )
         return values
+
+    def _pack(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
+        if self._packed_length:
+            return pack_rows(
+                draws,
+                row_length=self._packed_length,
+                row_buckets=self._row_buckets,
+                pad_id=self._pad_id,
+                policy_temperature=self._policy_temperature,
+            )
+        return pack_batch(
+            draws,
+            prompt_buckets=self._prompt_buckets,
+            response_buckets=self._response_buckets,
+            pad_id=self._pad_id,
+            policy_temperature=self._policy_temperature,
+        )
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])
@@ -224,5 +246,13 @@ class Trainer:
         }
 
 
-def _real_share(batch: Batch) -> float:
+def _bucket(batch: Batch | PackedBatch) -> list[int]:
+    """Which compiled shape it took: [prompt, response] tokens, or [rows, tokens] of packed ones."""
+    if isinstance(batch, PackedBatch):
+        return list(batch.tokens.shape)
+    response = batch.behavior_token_logprobs.shape[-1]
+    return [batch.tokens.shape[-1] - response, response]
+
+
+def _real_share(batch: Batch | PackedBatch) -> float:
     return float((batch.prompt_lengths + batch.response_lengths).sum() / batch.tokens.size)

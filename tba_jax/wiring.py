@@ -40,6 +40,7 @@ from tba_jax.parts import (
     make_reference_program_from,
     make_rewards,
     make_step_shardings,
+    make_task,
     model_path,
     place_run,
     reference_shardings,
@@ -51,11 +52,11 @@ from tba_jax.reference import Reference
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
-from tba_jax.tasks import Task, get_task
+from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, length_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -257,7 +258,7 @@ def build(
     devices = jax.local_devices()
     validate_devices(config, len(devices))
     placement = place_run(config, devices)
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     rewards = make_rewards(
@@ -367,7 +368,7 @@ def build(
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
 
-    def place_batch(batch: Batch) -> Batch:
+    def place_batch(batch: Batch | PackedBatch) -> Batch | PackedBatch:
         return jax.device_put(batch, shardings.batch)
 
     trainer = Trainer(
@@ -384,6 +385,12 @@ def build(
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
         policy_temperature=config.search.sampling_temperature,
+        packed_length=config.batch.packed_length,
+        row_buckets=row_buckets(
+            config.batch.num_prompts * config.objective.group_size,
+            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+        ),
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
         clock=clock,

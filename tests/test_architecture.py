@@ -23,6 +23,7 @@ LAYERS = {
     "objectives": 1,
     "edit_distance": 1,
     "log_z": 2,
+    "optimizers": 1,
     "rewards": 1,
     "sharding": 0,
     "tokenizer": 1,

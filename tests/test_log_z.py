@@ -25,7 +25,7 @@ def estimate(head, params, batch):
         response_bucket=batch.behavior_token_logprobs.shape[-1],
         config=CONFIG,
         compute_dtype=jnp.float32,
-        remat=False,
+        remat="none",
     )
 
 
