@@ -63,7 +63,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     def start_params() -> Any:
         return start_weights(config, model_config, source, mesh)
 
-    rewards = make_rewards(config, task, tokenizer, mesh.devices.flat[0])
+    rewards = make_rewards(config, task, tokenizer, [mesh.devices.flat[0]])
     gold = None
     try:
         gold = make_gold(config, task, tokenizer, mesh.devices.flat[0])

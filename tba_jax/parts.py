@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 
+from tba_jax.attack_metrics import SentenceEmbedder, attack_metrics
 from tba_jax.config import Config
 from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
@@ -28,6 +29,7 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
+from tba_jax.response_classifiers import make_classifier
 from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
@@ -42,6 +44,7 @@ from tba_jax.train_step import (
     step_shardings,
 )
 from tba_jax.trajectory import length_buckets, row_buckets
+from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -70,6 +73,15 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
         micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
+        min_new_tokens=config.search.min_new_tokens,
+        log_z=config.objective.log_z,
+        log_z_rate=config.objective.log_z_rate,
+        reference_temperature=config.objective.reference_temperature,
+        reference_temperature_final=config.objective.reference_temperature_final,
+        reference_temperature_steps=config.objective.reference_temperature_steps,
+        reward_temperature=config.objective.reward_temperature,
+        reward_temperature_final=config.objective.reward_temperature_final,
+        reward_temperature_steps=config.objective.reward_temperature_steps,
     )
 
 
@@ -139,8 +151,13 @@ def make_step_shardings(
         ValueError: the mesh does not divide the model.
     """
     optimizer, _ = make_optimizer_from(config)
-    keep_reference = config.reference.placement == "trainer"
-    return step_shardings(model_config, optimizer, mesh, keep_reference=keep_reference)
+    return step_shardings(
+        model_config,
+        optimizer,
+        mesh,
+        keep_reference=config.reference.placement == "trainer",
+        learn_log_z=config.objective.log_z == "learned",
+    )
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -155,7 +172,13 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     keep_reference = config.reference.placement == "trainer"
     params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
     shapes = jax.eval_shape(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            learn_log_z=config.objective.log_z == "learned",
+        ),
+        params,
     )
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -259,6 +282,7 @@ def make_reference_program_from(
         chunk_tokens=config.batch.logprob_chunk_tokens,
         eos_ids=eos_ids,
         mask_eos=config.objective.mask_eos,
+        min_new_tokens=config.search.min_new_tokens,
         mesh=mesh,
     )
 
@@ -342,7 +366,7 @@ def make_task(config: Config) -> Task:
 
 
 def make_rewards(
-    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+    config: Config, task: Task, policy_tokenizer: Tokenizer, devices: Sequence[Any]
 ) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -350,7 +374,8 @@ def make_rewards(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        device: where a reward model scores.
+        devices: of the searchers, where models that rewards need are placed; a single reward model
+            goes to the first.
 
     Raises:
         ValueError: the reward function or model cannot be used, or there is none.
@@ -359,7 +384,7 @@ def make_rewards(
         missing_eos = config.reward.missing_eos
         return RewardModel.load(
             config.reward.model_path,
-            device=device,
+            device=devices[0],
             param_dtype=jnp.dtype(config.model.rollout_dtype),
             policy_tokenizer=policy_tokenizer,
             batch_size=config.reward.batch_size,
@@ -367,6 +392,8 @@ def make_rewards(
             offset=config.reward.offset,
         )
     function = config.task.reward or task.reward
+    if not function and task.name == "redteam":
+        return make_victim_reward(config, devices)
     if not function:
         raise ValueError(
             f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
@@ -455,6 +482,53 @@ def make_metrics(
     return metrics
 
 
+def make_victim_reward(config: Config, devices: Sequence[Any]) -> VictimReward:
+    """Victim and classifier, one copy on each of the devices.
+
+    Raises:
+        ValueError: one of the two is not usable; says which.
+    """
+    v, c = config.victim, config.classifier
+    settings = VictimSettings(
+        template=v.template,
+        num_samples=v.num_samples,
+        temperature=v.temperature,
+        top_p=v.top_p,
+        max_new_tokens=v.max_new_tokens,
+        max_prompt_tokens=v.max_prompt_tokens,
+        num_slots=v.num_slots,
+    )
+    victim = Victim(v.path or str(START_MODEL), settings, devices=devices, dtype=v.dtype)
+    classifiers = {
+        device: make_classifier(
+            c.kind,
+            c.path,
+            c.target,
+            device=device,
+            dtype=c.dtype,
+            max_tokens=c.max_tokens,
+            batch_rows=c.batch_rows,
+        )
+        for device in dict.fromkeys(devices)
+    }
+    return VictimReward(
+        victim, classifiers, replicas=devices, num_samples=v.num_samples, seed=config.seed
+    )
+
+
+def task_metrics(config: Config) -> tuple[MetricFunction, ...]:
+    """Metric functions that a task's evaluation needs beyond those of every task.
+
+    Raises:
+        ValueError: the sentence embedding model is not usable.
+    """
+    if config.task.name != "redteam":
+        return ()
+    path = config.eval.embedding_path
+    embedder = SentenceEmbedder(path, device=jax.local_devices()[0]) if path else None
+    return (attack_metrics(embedder),)
+
+
 def make_evaluator(
     config: Config,
     task: Task,
@@ -463,7 +537,7 @@ def make_evaluator(
     rewards: RewardSource,
     metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says; `metrics` beyond those of every task."""
+    """Held-out evaluation as the config says; `metrics` beyond those of the task."""
     prompts, num_skipped = eval_prompts(
         task,
         tokenizer,
@@ -484,5 +558,6 @@ def make_evaluator(
         metric=task.metric,
         num_samples=config.eval.num_samples,
         temperature=config.eval.temperature,
-        metrics=metrics,
+        min_new_tokens=config.search.min_new_tokens,
+        metrics=(*task_metrics(config), *metrics),
     )

@@ -27,6 +27,8 @@ _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
+_ATTACKS = ("num_steps=60", "eval.period=20", *_SYNC)
+
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
 # The TL;DR miniature by every objective: on policy, and on data exactly 16 updates old. Baselines
@@ -45,11 +47,13 @@ class Study(NamedTuple):
         config: config file, with its preset where that is not the default one.
         variants: name -> config overrides; the others are compared with the first.
         is_frontier: draw the win rate against the divergence instead of against steps.
+        shown: evaluation metrics that the table shows beside the headline.
     """
 
     config: str
     variants: Mapping[str, tuple[str, ...]]
     is_frontier: bool = False
+    shown: tuple[str, ...] = ()
 
 
 STUDIES: dict[str, Study] = {
@@ -78,6 +82,28 @@ STUDIES: dict[str, Study] = {
             "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
             "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
         },
+    ),
+    # One actor in turn with the trainer, against data one publication old of 1 to 8 searchers, each
+    # a round of 64 attacks per step. They are virtual: the synchronous driver does their rounds in
+    # turn, so that the figures are about the data, not about how many cores there are.
+    "redteam_scaling": Study(
+        "configs/redteam.py",
+        {
+            "sync, 1 actor": (*_ATTACKS, "replay.recency_prob=1.0"),
+            **{
+                f"TBA, {n} searchers": (
+                    *_ATTACKS,
+                    "search.exact_lag=1",
+                    f"num_searchers={n}",
+                )
+                for n in (1, 2, 4, 8)
+            },
+        },
+        shown=(
+            "distinct_success_share",
+            "edit_diversity",
+            "success_edit_diversity",
+        ),
     ),
     # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
     "in_flight": Study(
@@ -203,6 +229,27 @@ def evaluations(
     return curves
 
 
+def shown_table(shown: Sequence[str], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Further metrics of the last evaluation as a Markdown table: median over seeds (range)."""
+    lines = [
+        f"| variant | {' | '.join(map(metric_label, shown))} |",
+        "|---|" + "---|" * len(shown),
+    ]
+    for variant, reports in results.items():
+        cells = []
+        for metric in shown:
+            # JSON has no nan: a metric without a value is null in the report.
+            values = [r["eval"]["after"][metric] for r in reports]
+            known = [v for v in values if v is not None]
+            low, middle, high = (
+                format_metric(metric, float(np.quantile(known, q))) if known else ""
+                for q in (0.0, 0.5, 1.0)
+            )
+            cells.append(f"{middle} ({low} to {high})" if known else "–")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
     """The headline metric against trained steps: every seed thin, the median thick."""
     metric = metric_of(next(iter(results.values())))
@@ -221,7 +268,7 @@ def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> byt
         steps = sorted(set.intersection(*(set(c) for c in curves)))
         median = [float(np.median([c[s] for c in curves])) for s in steps]
         axes.plot(steps, median, color=color, linewidth=2.0, marker="o", label=variant)
-    axes.set_xlabel("optimiser steps (256 responses each)")
+    axes.set_xlabel("optimiser steps")
     axes.set_ylabel(f"held-out {metric_label(metric)}" + (", %" if is_share(metric) else ""))
     if is_share(metric):
         axes.set_ylim(0, 102)
@@ -274,6 +321,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --budget_min={args.budget_min:g} left no time for a run", file=sys.stderr)
         return 1
     text, picture = table(args.name, results), None
+    if study.shown:
+        text += f"\n\n{shown_table(study.shown, results)}"
     if study.is_frontier:
         curves = evaluations(results, out)
         text += f"\n\n{frontier.table(curves)}"

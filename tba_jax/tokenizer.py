@@ -96,7 +96,7 @@ class Tokenizer:
             text: any text.
             add_bos: put the beginning-of-sequence token first, where the model expects one
                 (`adds_bos`) and the text does not begin with it, as the output of `format_chat`
-                may.
+                may. An empty text is then that token for every model that has one.
 
         Raises:
             ValueError: a token of the text that the model has no embedding for.
@@ -104,6 +104,8 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
+        if add_bos and not ids and self.bos_id is not None and self._has_row(self.bos_id):
+            ids = [self.bos_id]
         return self._checked(ids)
 
     def encode_complete(self, text: str, max_tokens: int | None = None) -> np.ndarray:

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tba_jax import objectives
+from tba_jax.log_z import LogZHead, init_head, log_z
 from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
@@ -35,6 +36,7 @@ class TrainState(NamedTuple):
         reference_params: reference parameters where the trainer scores them, else None.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: int32, how many of the last steps were skipped.
+        log_z_head: the learned log Z, where there is one; trained as part of the policy.
     """
 
     step: Array
@@ -43,6 +45,7 @@ class TrainState(NamedTuple):
     reference_params: Any
     skipped_steps: Array
     skipped_in_a_row: Array
+    log_z_head: LogZHead | None = None
 
 
 class StepSettings(NamedTuple):
@@ -63,6 +66,25 @@ class StepSettings(NamedTuple):
     logprob_chunk_tokens: int
     micro_batch_rows: int
     remat: Remat
+    min_new_tokens: int = 0
+    log_z: str = "vargrad"
+    log_z_rate: float = 1.0
+    reference_temperature: float = 1.0
+    reference_temperature_final: float = 1.0
+    reference_temperature_steps: int = 0
+    reward_temperature: float = 1.0
+    reward_temperature_final: float = 1.0
+    reward_temperature_steps: int = 0
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether the target is ever another than pi_ref exp(r / beta)."""
+        return (
+            self.reference_temperature,
+            self.reference_temperature_final,
+            self.reward_temperature,
+            self.reward_temperature_final,
+        ) != (1.0, 1.0, 1.0, 1.0)
 
 
 class _Rows(NamedTuple):
@@ -109,6 +131,7 @@ def step_shardings(
     mesh: Mesh,
     *,
     keep_reference: bool,
+    learn_log_z: bool = False,
 ) -> StepShardings:
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
@@ -117,13 +140,20 @@ def step_shardings(
         optimizer: whose state is placed.
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
+        learn_log_z: it holds a learned log Z.
 
     Raises:
         ValueError: the mesh does not divide the model.
     """
     params = abstract_params(config)
     shapes = jax.eval_shape(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            learn_log_z=learn_log_z,
+        ),
+        params,
     )
     return StepShardings(
         state=shardings_like(shapes, params, param_shardings(config, mesh), mesh),
@@ -140,9 +170,13 @@ def make_init_state(
 
     Moments are made where they belong, never whole on one device.
     """
-    keep_reference = shardings.state.reference_params is not None
     return jax.jit(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference),
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=shardings.state.reference_params is not None,
+            learn_log_z=shardings.state.log_z_head is not None,
+        ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
         out_shardings=shardings.state,
@@ -150,13 +184,24 @@ def make_init_state(
 
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, *, keep_reference: bool
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_reference: bool,
+    learn_log_z: bool = False,
 ) -> TrainState:
     """Fresh state at step 0; the reference, where kept, is a copy of the policy."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    return TrainState(
-        jnp.int32(0), params, optimizer.init(params), reference, jnp.int32(0), jnp.int32(0)
-    )
+    head = init_head(params["embed"].shape[-1]) if learn_log_z else None
+    opt_state = optimizer.init(_trainable(params, head))
+    # Three arrays: one could not be donated three times.
+    counts = [jnp.int32(0) for _ in range(3)]
+    return TrainState(counts[0], params, opt_state, reference, counts[1], counts[2], head)
+
+
+def _trainable(params: Any, head: LogZHead | None) -> Any:
+    """What the optimiser moves; without a head the tree is that of the policy."""
+    return params if head is None else (params, head)
 
 
 def make_train_step(
@@ -210,29 +255,62 @@ def make_train_step(
             scored = _score_all(rows, state.reference_params, num_micro_batches)
             reference_logprob = rows.sums(scored * rows.counted)
 
-        def objective(policy: Array, reference: Array, rewards: Array) -> objectives.Loss:
+        log_z_estimate, pull_log_z = (), None
+        if state.log_z_head is not None and not isinstance(batch, PackedBatch):
+            estimate, pull_log_z = jax.vjp(
+                functools.partial(
+                    _log_z, batch=batch, settings=settings, config=config, sharding=compute
+                ),
+                state.params,
+                state.log_z_head,
+            )
+            log_z_estimate = (estimate[:, None],)
+        target, temperatures = (reference_logprob, batch.rewards), {}
+        if settings.is_tempered:
+            temperatures = _temperatures(settings, state.step)
+            target = objectives.tempered_target(*target, **temperatures)
+        groups = (*target, *log_z_estimate)
+
+        def objective(
+            policy: Array, reference: Array, rewards: Array, *log_z: Array
+        ) -> objectives.Loss:
             if settings.objective == "tb":
                 return objectives.tb_loss(
-                    policy, reference, rewards, beta=beta, scale=settings.scale
+                    policy,
+                    reference,
+                    rewards,
+                    beta=beta,
+                    scale=settings.scale,
+                    log_z=log_z[0][:, 0] if log_z else None,
                 )
             baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
             return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
         policy_token_logprobs, grads = _gradients(
-            rows, state.params, objective, (reference_logprob, batch.rewards), num_micro_batches
+            rows, state.params, objective, groups, num_micro_batches
         )
         counted = rows.sums(policy_token_logprobs * rows.counted)
-        loss = objective(counted, reference_logprob, batch.rewards)
+        loss = objective(counted, *groups)
+        if pull_log_z is not None:
+            by_log_z = jax.grad(lambda z: objective(counted, *target, z).loss)(*log_z_estimate)
+            through_states, of_head = pull_log_z(by_log_z[:, 0])
+            grads = jax.tree.map(jnp.add, grads, through_states), of_head
         grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
         is_finite = jnp.isfinite(loss.loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        old = _trainable(state.params, state.log_z_head)
+        updates: Any
+        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        if state.log_z_head is not None:
+            # The update of every optimiser here is proportional to the learning rate.
+            updates = updates[0], jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
+        trained: Any = optax.apply_updates(old, updates)
         # Chosen leaf by leaf: a branch would keep the old state from being updated in place.
-        params, opt_state = jax.tree.map(
+        trained, opt_state = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
+            (trained, opt_state),
+            (old, state.opt_state),
         )
+        params, head = (trained, None) if state.log_z_head is None else trained
         step = state.step + 1
         reference = state.reference_params
         if reference is not None and settings.reference_reset_period:
@@ -246,6 +324,7 @@ def make_train_step(
             reference,
             state.skipped_steps + skipped,
             (state.skipped_in_a_row + 1) * skipped,
+            head,
         )
 
         off_policy = objectives.off_policy_stats(
@@ -265,6 +344,7 @@ def make_train_step(
             # A skipped step does not move the optimiser along its schedule.
             "train/lr": schedule(state.step - state.skipped_steps),
             "train/beta": beta,
+            **{f"train/{name}": value for name, value in temperatures.items()},
             "train/kl_reference": jnp.mean(counted - reference_logprob),
             "train/nll_per_token": -jnp.sum(policy_token_logprobs) / num_tokens,
             "train/response_length_mean": jnp.mean(batch.response_lengths.astype(jnp.float32)),
@@ -290,6 +370,45 @@ def make_train_step(
         donate_argnums=0,
         in_shardings=(shardings.state, shardings.batch),
         out_shardings=(shardings.state, shardings.replicated),
+    )
+
+
+def _temperatures(settings: StepSettings, step: Array) -> dict[str, Float[Array, ""]]:
+    return {
+        "reference_temperature": objectives.temperature_at(
+            step,
+            start=settings.reference_temperature,
+            final=settings.reference_temperature_final,
+            steps=settings.reference_temperature_steps,
+        ),
+        "reward_temperature": objectives.temperature_at(
+            step,
+            start=settings.reward_temperature,
+            final=settings.reward_temperature_final,
+            steps=settings.reward_temperature_steps,
+        ),
+    }
+
+
+def _log_z(
+    params: Any,
+    head: LogZHead,
+    *,
+    batch: Batch,
+    settings: StepSettings,
+    config: TransformerConfig,
+    sharding: ComputeSharding | None,
+) -> Float[Array, " p"]:
+    return log_z(
+        head,
+        params,
+        batch.tokens,
+        batch.prompt_lengths,
+        response_bucket=batch.behavior_token_logprobs.shape[-1],
+        config=config,
+        compute_dtype=jnp.dtype(settings.compute_dtype),
+        remat=settings.remat,
+        sharding=sharding,
     )
 
 
@@ -328,7 +447,14 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
     def score(params: Any, inputs: tuple[Array, Array, Array]) -> Float[Array, "m t"]:
         # To the log-probs every row is a prompt of its own.
         one_each = (x[:, None] for x in inputs)
-        return token_logprobs(params, *one_each, response_bucket=t, **scoring)[:, 0]
+        return token_logprobs(
+            params,
+            *one_each,
+            response_bucket=t,
+            min_new_tokens=settings.min_new_tokens,
+            eos_ids=settings.eos_ids,
+            **scoring,
+        )[:, 0]
 
     return _Rows(
         inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
@@ -381,11 +507,11 @@ def _num_micro_batches(rows: _Rows, settings: StepSettings) -> int:
     return num_rows // wanted if wanted else 1
 
 
-_Objective = Callable[[Array, Array, Array], objectives.Loss]
+_Objective = Callable[..., objectives.Loss]
 
 
 def _gradients(
-    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, Array], num: int
+    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, ...], num: int
 ) -> tuple[Float[Array, "n t"], Any]:
     """(token log-probs of all rows, gradients of the objective by the parameters).
 
@@ -393,11 +519,11 @@ def _gradients(
         rows: the batch.
         params: of the policy.
         objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
-        groups: what else the objective reads of the groups, [p k] each.
+        groups: what else the objective reads of the groups, [p k] or [p 1] each.
         num: micro-batches.
     """
 
-    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, Array]) -> Array:
+    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, ...]) -> Array:
         """Gradient of the objective by each token's log-prob."""
 
         def loss(x: Array) -> Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
-from tba_jax.config import Config, ConfigError, validate_devices
+from tba_jax.config import Config, validate_devices
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
@@ -68,8 +68,6 @@ from tba_jax.weight_sync import (
     Transport,
     make_publish_program,
 )
-
-START_MODEL = Path(__file__).parent / "assets" / "start_model"
 
 
 @dataclasses.dataclass
@@ -272,21 +270,12 @@ def build(
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    if (
-        config.replay.pace == "trainer"
-        and config.replay.recency_prob
-        and task.train_size() < config.batch.num_prompts
-    ):
-        raise ConfigError(
-            f"config.batch.num_prompts = {config.batch.num_prompts}: task {task.name} has "
-            f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
-            "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
-        )
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
     # Searcher 0 runs evaluations, on the weights that it has.
     evaluation_mesh = placement.searcher_meshes[0]
-    rewards = make_rewards(config, task, tokenizer, evaluation_mesh.devices.flat[0])
+    searcher_devices = [mesh.devices.flat[0] for mesh in placement.searcher_meshes]
+    rewards = make_rewards(config, task, tokenizer, searcher_devices)
     gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
@@ -368,6 +357,11 @@ def build(
             prompts_per_round=config.search.prompts_per_round,
             samples_per_prompt=config.search.samples_per_prompt,
             settings=sampling_settings(config),
+            explore_share=config.search.explore_share,
+            explore_temperatures=(
+                config.search.explore_min_temperature,
+                config.search.explore_max_temperature,
+            ),
             num_slots=config.search.num_slots or None,
             in_flight=config.search.swap == "in_flight",
             prompt_buckets=prompt_buckets,
@@ -406,6 +400,7 @@ def build(
         prompt_buckets=prompt_buckets,
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
+        policy_temperature=config.search.sampling_temperature,
         packed_length=config.batch.packed_length,
         row_buckets=packed_row_buckets(config),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,

@@ -54,6 +54,37 @@ def test_gsm8k_is_the_papers_figure_1_run():
     assert (config.model.param_dtype, config.optimizer.clip_norm) == ("bfloat16", 0.0)
 
 
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_red_team_presets_are_appendix_b3(preset):
+    config = load(ROOT / "configs" / "redteam.py", preset)
+    # paper.md 3.3
+    assert config.num_steps == 5000
+    assert config.batch.num_prompts * config.objective.group_size == 128
+    assert (config.objective.beta, config.objective.log_z, config.sync_period) == (
+        0.05,
+        "learned",
+        10,
+    )
+    assert (config.search.min_new_tokens, config.search.max_new_tokens) == (5, 20)
+    assert (config.objective.reward_temperature, config.objective.reward_temperature_final) == (
+        2,
+        1,
+    )
+    victim = config.victim
+    assert (victim.num_samples, victim.temperature, victim.top_p) == (5, 0.7, 0.92)
+    assert config.eval.num_samples == 1024 and config.optimizer.warmup_steps == 100
+    if preset == "gpt2":
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
+        assert config.search.explore_min_temperature == 0.5
+        assert config.objective.reward_temperature_steps == 500
+    else:
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.6, 130_000)
+        assert config.search.explore_min_temperature == 0.7
+        assert config.objective.reward_temperature_steps == 1000
+        assert config.objective.reference_temperature_final == 1.2
+        assert config.objective.reference_temperature_steps == 2000
+
+
 def test_every_field_has_a_comment():
     source = (ROOT / "tba_jax" / "config.py").read_text()
     start = source.index("def default_config")
@@ -139,6 +170,28 @@ def test_no_field_is_dead():
             "task.reward_weights = .1.0,.: task.reward names 2 functions",
         ),
         ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        (
+            {"objective.reward_temperature_final": 2.0},
+            "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
+        ),
+        ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
+        ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
+        ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
+        ({"task.name": "redteam"}, "Set --config.search.ownership=any"),
+        (
+            {"task.name": "redteam", "search.ownership": "any", "victim.template": "{question}"},
+            r"must hold \{attack\} once",
+        ),
+        ({"task.name": "redteam", "search.ownership": "any"}, "classifier.target = ''"),
+        (
+            {
+                "task.name": "redteam",
+                "search.ownership": "any",
+                "classifier.kind": "encoder",
+                "classifier.target": "hate",
+            },
+            "classifier.kind=encoder needs a model",
+        ),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
         ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
         (

@@ -204,6 +204,7 @@ class Decoder:
         min_slots: int | None = None,
         version: int = 0,
         newest: Callable[[], tuple[int, Params] | None] | None = None,
+        temperatures: np.ndarray | None = None,
     ) -> Decoded:
         """Draw `num_samples` responses to each prompt.
 
@@ -217,6 +218,7 @@ class Decoder:
             min_slots: as in `session`.
             version: of `params`.
             newest: asked between chunks for (version, params); a newer version is swapped in.
+            temperatures: float [p S], one for each response; None: that of the settings.
 
         Raises:
             ValueError: a prompt or a setting that cannot be decoded.
@@ -235,8 +237,8 @@ class Decoder:
             version=version,
         )
         keys = row_keys(key, p * k).reshape(p, k, 2)
-        for prompt, own in zip(prompts, keys, strict=True):
-            session.submit(prompt, own, settings)
+        for i, (prompt, own) in enumerate(zip(prompts, keys, strict=True)):
+            session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
         out = Decoded(
             tokens=np.full((p, k, t), self.pad_id, np.int32),
             lengths=np.zeros((p, k), np.int32),

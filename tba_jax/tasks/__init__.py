@@ -14,6 +14,7 @@ from tba_jax.tasks.custom import Custom, PromptContent
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
 from tba_jax.tasks.reasoning_gym import ReasoningGym
+from tba_jax.tasks.redteam import RedTeam
 from tba_jax.tasks.tldr import TLDR
 from tba_jax.tasks.tldr_toy import TLDRToy
 
@@ -29,7 +30,7 @@ class Task(Protocol):
     Attributes:
         name: its name in the registry.
         reward: "package.module:function", the reward used unless the config names another; empty
-            where the config must.
+            where the config must, or where rewards come from models (`parts.make_rewards`).
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -89,6 +90,7 @@ _TASKS: dict[str, Callable[[str, int], Task]] = {
     "math": lambda data_path, _: HendrycksMath(data_path),
     "tldr": lambda data_path, _: TLDR(data_path),
     "tldr_toy": _embedded("tldr_toy", TLDRToy),
+    "redteam": _embedded("redteam", RedTeam),
 }
 
 
