@@ -9,10 +9,11 @@ compiled text are added up, those inside a loop as often as it runs. Beside them
 they should follow. Nothing is executed, and no time is claimed.
 
 The model, per device: with P bytes of parameters that are divided, in the compute dtype, and a mesh
-of `data` x `fsdp` devices, every weight is gathered twice (forward, and again in the backward pass,
-where layers are recomputed), its gradient is scattered once, and summed over `data`:
+of `data` x `fsdp` devices, every weight of a layer is gathered twice (forward, and again in the
+backward pass, where layers are recomputed), the tables at both ends, T bytes of P, once; gradients
+are scattered once, and summed over `data`:
 
-    bytes = (2 + 1) P (fsdp - 1) / fsdp  +  2 (P / fsdp) (data - 1) / data
+    bytes = (2 P - T + P) (fsdp - 1) / fsdp  +  2 (P / fsdp) (data - 1) / data
 
 A ring moves these bytes; a collective over n devices with r bytes of result moves r (n - 1) / n
 for a gather, the same of its operand for a scatter, and twice that for an all-reduce.
@@ -84,22 +85,28 @@ def parse(text: str) -> list[Collective]:
     """The collectives of a compiled program, in the text of `Compiled.as_text()`.
 
     Those in the body of a loop run as often as the loop does: the number is the largest constant of
-    the loop's condition, as XLA writes loops that count from 0.
+    the loop's condition, as XLA writes loops that count from 0. A collective that TPU programs
+    overlap with several products is written down once with each, on one channel; it counts once.
     """
     computations = _computations(text)
     found: list[Collective] = []
+    seen: set[tuple[str, str]] = set()
     entry = next(name for name, (is_entry, _) in computations.items() if is_entry)
 
     def visit(name: str, times: int) -> None:
         for line in computations[name][1]:
             instruction = _INSTRUCTION.search(line)
             if instruction:
-                found.append(_collective(line, instruction, name, times))
+                x = _collective(line, instruction, name, times)
+                channel = re.search(r"channel_id=(\d+)", line)
+                if channel is None or (x.kind, channel[1]) not in seen:
+                    found.append(x)
+                seen.add((x.kind, channel[1] if channel else ""))
             loop = re.search(r"condition=%([\w.\-]+), body=%([\w.\-]+)", line)
             if loop:
                 visit(loop[2], times * _trip_count(computations, loop[1]))
                 continue
-            for called in re.findall(r"(?:calls|to_apply)=%([\w.\-]+)", line):
+            for called in re.findall(r"calls=%([\w.\-]+)", line):
                 visit(called, times)
 
     visit(entry, 1)
