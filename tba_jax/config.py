@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math")
+TASKS = ("arithmetic", "custom", "gsm8k", "math")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
 LOSS_SCALES = ("advantage", "paper")
@@ -59,11 +59,16 @@ def default_config() -> Config:
     config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
-    config.task.name = "arithmetic"  # one of TASKS
-    config.task.data_path = ""  # folder with train.jsonl and test.jsonl; empty: the task's source
-    config.task.reward = ""  # package.module:function; empty: the task's own reward
+    config.task.name = "arithmetic"  # one of TASKS, or reasoning_gym:DATASET
+    # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
+    # task custom also one .jsonl or .parquet file, and then no test split is needed.
+    config.task.data_path = ""  # empty: the task's own source
+    # Reward: package.module:function or path/to/file.py:function, or several with commas between.
+    config.task.reward = ""  # several: their weighted sum; empty: the task's own
+    config.task.reward_weights = ()  # one per function of task.reward; empty: 1 for each
     config.task.max_prompt_tokens = 32  # what happens to longer prompts: task.long_prompts
     config.task.long_prompts = "refuse"  # refuse: stop and name the row; skip: count and go on
+    # Where task custom has no test split, so many rows are split off the training rows.
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
@@ -253,7 +258,6 @@ def validate(config: Config) -> None:
     for field, allowed in (
         ("driver", DRIVERS),
         ("placement", PLACEMENTS),
-        ("task.name", TASKS),
         ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
@@ -479,21 +483,61 @@ def _validate_combinations(config: Config) -> None:
             "the synchronous driver has nobody to wait for",
             "Set --config.replay.pace=off.",
         )
-    if config.task.data_path:
+    _validate_task(config)
+
+
+def _validate_task(config: Config) -> None:
+    task = config.task
+    dataset = task.name.partition("reasoning_gym:")[2]
+    if not dataset:
+        _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
+    if task.data_path:
         _need(
-            os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
+            os.path.exists(task.data_path) or "://" in task.data_path,
             "task.data_path",
-            config.task.data_path,
-            "is not a folder",
-            "Give a folder that holds train.jsonl and test.jsonl.",
+            task.data_path,
+            "there is no such folder or file",
+            "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
+            ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
         )
-    reward = config.task.reward
+        _need(
+            os.path.isdir(task.data_path)
+            or task.data_path.endswith((".jsonl", ".parquet"))
+            or task.data_path.startswith("hf://"),
+            "task.data_path",
+            task.data_path,
+            "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
+            "Convert it, one JSON object per line.",
+        )
+    if task.name == "custom":
+        _need(
+            bool(task.data_path),
+            "task.data_path",
+            task.data_path,
+            "task custom has no data of its own",
+            "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
+        )
+        _need(
+            bool(task.reward),
+            "task.reward",
+            task.reward,
+            "task custom has no reward of its own",
+            "For example --config.task.reward=my_rewards.py:length_reward.",
+        )
+    functions = [f.strip().rpartition(":") for f in task.reward.split(",")] if task.reward else []
     _need(
-        not reward or (reward.count(":") == 1 and all(reward.split(":"))),
+        all(module and name for module, _, name in functions),
         "task.reward",
-        reward,
-        "must read package.module:function",
+        task.reward,
+        "must read package.module:function or path/to/file.py:function, several with commas",
         "For example --config.task.reward=my_rewards:length_reward.",
+    )
+    _need(
+        len(task.reward_weights) in (0, len(functions)),
+        "task.reward_weights",
+        tuple(task.reward_weights),
+        f"task.reward names {len(functions)} functions, and each needs a weight",
+        "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
     )
 
 

@@ -39,9 +39,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         make_decoder,
         make_evaluator,
         make_rewards,
+        make_task,
         reading_mesh,
     )
-    from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
     devices = jax.local_devices()
@@ -51,7 +51,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"search.num_devices = {num}, and there are {len(devices)} devices; give "
             f"--config.search.num_devices={len(devices)}"
         )
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     rewards = make_rewards(config, task)
     try:
         tokenizer = Tokenizer.load(folder)

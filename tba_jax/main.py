@@ -181,12 +181,12 @@ def run_config(
     _setup_jax(config)
     from tba_jax import drivers
     from tba_jax.metrics import ProgressDisplay, read_jsonl
+    from tba_jax.parts import make_task
     from tba_jax.schedule_replay import drive_schedule
-    from tba_jax.tasks import get_task
     from tba_jax.wiring import RunClock, build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     progress = ProgressDisplay(
         config.num_steps,
         title=workdir.name,

@@ -7,7 +7,7 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from tba_jax.reference import make_reference_program
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
-from tba_jax.tasks import Task
+from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
     StepSettings,
@@ -36,7 +36,7 @@ from tba_jax.train_step import (
     init_state,
     step_shardings,
 )
-from tba_jax.trajectory import length_buckets
+from tba_jax.trajectory import length_buckets, row_buckets
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -89,6 +89,14 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         clip_norm=o.clip_norm,
     )
     return optimizer, schedule
+
+
+def packed_row_buckets(config: Config) -> tuple[int, ...]:
+    """Numbers of packed rows that the train step is compiled for, ascending."""
+    return row_buckets(
+        config.batch.num_prompts * config.objective.group_size,
+        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+    )
 
 
 def mesh_shape(config: Config) -> MeshShape:
@@ -225,10 +233,24 @@ def make_reference_program_from(
     )
 
 
+class SpecialIds(Protocol):
+    """What a decoder needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token written after the end."""
+        ...
+
+
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
-    tokenizer: Tokenizer,
+    tokenizer: SpecialIds,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
@@ -278,6 +300,17 @@ def sampling_settings(config: Config) -> SamplingSettings:
     )
 
 
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    return get_task(
+        config.task.name, config.task.data_path, num_held_out=config.task.num_eval_prompts
+    )
+
+
 def make_rewards(config: Config, task: Task) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -289,6 +322,8 @@ def make_rewards(config: Config, task: Task) -> RewardSource:
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=config.task.reward_weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
 
 

@@ -182,7 +182,7 @@ def make_train_step(
     Args:
         config: the architecture.
         optimizer, schedule: of the parameters.
-        settings: objective, schedules, dtypes.
+        settings: objective, schedules, micro-batches, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:

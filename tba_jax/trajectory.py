@@ -44,7 +44,8 @@ class Trajectory:
         prompt_id: the prompt this is a response to.
         response_tokens: int32 [t], unpadded, the end-of-sequence token included when one was drawn.
         reward: raw reward r(x, y), not divided by beta.
-        reward_parts: named summands of the reward (empty when there is only one).
+        reward_parts: what each of several rewards gave, by name, before weights; nan for one that
+            does not apply (empty when there is only one).
         behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
             where the trainer scores the reference itself.

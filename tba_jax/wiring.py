@@ -40,7 +40,9 @@ from tba_jax.parts import (
     make_reference_program_from,
     make_rewards,
     make_step_shardings,
+    make_task,
     model_path,
+    packed_row_buckets,
     place_run,
     reference_shardings,
     sampling_settings,
@@ -51,11 +53,11 @@ from tba_jax.reference import Reference
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
-from tba_jax.tasks import Task, get_task
+from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -259,7 +261,7 @@ def build(
     devices = jax.local_devices()
     validate_devices(config, len(devices))
     placement = place_run(config, devices)
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     if (
@@ -389,10 +391,7 @@ def build(
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
         packed_length=config.batch.packed_length,
-        row_buckets=row_buckets(
-            config.batch.num_prompts * config.objective.group_size,
-            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
-        ),
+        row_buckets=packed_row_buckets(config),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,

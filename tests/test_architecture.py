@@ -46,6 +46,8 @@ LAYERS = {
     "generate": 6,
     "assets": 6,
     "buffer": 6,
+    "planning": 8,
+    "plan": 9,
     "bench": 6,
     "drivers": 8,
     "schedule_replay": 9,
