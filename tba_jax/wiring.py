@@ -7,6 +7,7 @@ keyword arguments. It starts no thread except the reward processes' own. Its inv
 """
 
 import dataclasses
+import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -32,9 +33,10 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
 from tba_jax.parts import (
     abstract_state,
-    decoder_weights,
     make_decoder,
     make_evaluator,
+    make_gold,
+    make_metrics,
     make_optimizer_from,
     make_publication,
     make_reference_program_from,
@@ -42,11 +44,13 @@ from tba_jax.parts import (
     make_step_shardings,
     make_task,
     model_path,
+    on_device,
     packed_row_buckets,
     place_run,
     reference_shardings,
     sampling_settings,
     searcher_shardings,
+    start_weights,
     step_settings,
 )
 from tba_jax.reference import Reference
@@ -73,6 +77,7 @@ class Run:
     """The parts of one run, and the counters that belong to none of them.
 
     Attributes:
+        rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
@@ -89,6 +94,7 @@ class Run:
     buffer: ReplayBuffer
     transport: Transport
     rewards: RewardSource
+    gold: RewardSource | None
     evaluator: Evaluator
     decoder: Decoder
     placement: sharding.Placement
@@ -189,21 +195,23 @@ class Run:
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
         start = self.clock()
-        config, mesh = self.config, self.placement.trainer_mesh
-        _, params, _ = hf_weights.load(
-            model_path(config),
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
-            shardings=param_shardings(self.model_config, mesh),
+        weights = start_weights(
+            self.config,
+            self.model_config,
+            self.placement.trainer_mesh,
+            self.placement.searcher_meshes[0],
         )
-        weights = decoder_weights(
-            config, self.model_config, params, mesh, self.placement.searcher_meshes[0]
-        )
-        del params
         self.record_evaluation(0, self.evaluator.run(weights), start)
+
+    def close_rewards(self) -> None:
+        """Stop what computes rewards."""
+        self.rewards.close()
+        if self.gold is not None:
+            self.gold.close()
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
-        self.rewards.close()
+        self.close_rewards()
         self.checkpoints.abandon(timeout_s=30.0)
         self.progress.close()
         self.metrics.close()
@@ -211,7 +219,7 @@ class Run:
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
-        self.rewards.close()
+        self.close_rewards()
         self.transport.close()
         self.checkpoints.close()
         self.progress.close()
@@ -274,9 +282,12 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = make_rewards(config, task)
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
+    # Searcher 0 runs evaluations, on the weights that it has.
+    evaluation_mesh = placement.searcher_meshes[0]
+    rewards = make_rewards(config, task, tokenizer, evaluation_mesh.devices.flat[0])
+    gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
@@ -348,7 +359,7 @@ def build(
             decoder=decoders[placement.searcher_meshes[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards,
+            rewards=on_device(rewards, placement.searcher_meshes[i].devices.flat[0]),
             reference=references.get(placement.searcher_meshes[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
@@ -366,10 +377,15 @@ def build(
         )
         for i in range(config.num_searchers)
     ]
-    # Searcher 0 runs it, on the weights that it has.
-    evaluator = make_evaluator(
-        config, task, tokenizer, decoders[placement.searcher_meshes[0]], rewards
-    )
+
+    @functools.cache
+    def start_params() -> Any:
+        if evaluation_mesh in references:
+            return references[evaluation_mesh].params
+        return start_weights(config, model_config, placement.trainer_mesh, evaluation_mesh)
+
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
@@ -408,6 +424,7 @@ def build(
         buffer=buffer,
         transport=transport,
         rewards=rewards,
+        gold=gold,
         evaluator=evaluator,
         decoder=decoders[placement.searcher_meshes[0]],
         placement=placement,
