@@ -8,20 +8,25 @@ any device is touched.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
+
+from tba_jax import config_rules
+from tba_jax.config_rules import ConfigError as ConfigError
+from tba_jax.config_rules import need as _need
 
 # A locked ConfigDict. Its attributes' static type is a union of everything a field may hold, which
 # no type checker can work with; `validate` is what checks them.
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "custom", "gsm8k", "math")
+TASKS = ("arithmetic", "custom", "gsm8k", "math", "redteam", "tldr", "tldr_toy")
+CLASSIFIERS = ("encoder", "guard", "pattern")
 LONG_PROMPTS = ("refuse", "skip")
-OBJECTIVES = ("tb", "rloo")
+OBJECTIVES = ("tb", "rloo", "online_dpo")
+LOG_Z = ("vargrad", "learned")
 LOSS_SCALES = ("advantage", "paper")
 BETA_SCHEDULES = ("constant", "linear", "linear_then_jump")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -35,11 +40,6 @@ REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "dots", "layers")
 OPTIMIZERS = ("adamw", "adafactor")
-LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot run; the message says field, value, rule and remedy."""
 
 
 def default_config() -> Config:
@@ -73,7 +73,7 @@ def default_config() -> Config:
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
-    config.model.path = ""  # HF folder or hub id; empty: the embedded start model
+    config.model.path = ""  # HF folder, hub id or embedded:NAME; empty: embedded:start_model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
     config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
@@ -82,7 +82,7 @@ def default_config() -> Config:
     config.lora = ConfigDict()  # adapters are trained and published, the parameters stay
     config.lora.rank = 0  # of each adapter; 0: all parameters are trained
     config.lora.alpha = 16.0  # an adapter's product counts alpha / rank times
-    config.lora.modules = ("q", "k", "v", "o")  # matrices of a layer with one: of LORA_MODULES
+    config.lora.modules = ("q", "k", "v", "o")  # matrices of a layer that have one
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
@@ -93,7 +93,7 @@ def default_config() -> Config:
     config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
-    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
+    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; baselines: rloo, online_dpo
     config.objective.group_size = 16  # K: responses per prompt in a training group
     config.objective.beta = 0.05  # KL coefficient at step 0; the target is pi_ref exp(r / beta)
     config.objective.beta_schedule = "constant"  # one of BETA_SCHEDULES
@@ -101,6 +101,14 @@ def default_config() -> Config:
     config.objective.beta_steps = 0  # steps over which beta moves linearly to beta_final
     config.objective.beta_jump_step = 0  # linear_then_jump: step of the jump to beta_final
     config.objective.scale = "advantage"  # advantage: beta/2 of the variance; paper: squares
+    config.objective.log_z = "vargrad"  # vargrad: of the group; learned: a head on the prompt
+    config.objective.log_z_rate = 1.0  # learned log Z: its learning rate over the policy's
+    config.objective.reference_temperature = 1.0  # gamma: divides log pi_ref in the target
+    config.objective.reference_temperature_final = 1.0  # gamma after reference_temperature_steps
+    config.objective.reference_temperature_steps = 0  # steps over which gamma moves; 0: constant
+    config.objective.reward_temperature = 1.0  # divides the log of the whole target
+    config.objective.reward_temperature_final = 1.0  # its value after reward_temperature_steps
+    config.objective.reward_temperature_steps = 0  # steps over which it moves; 0: constant
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
@@ -131,7 +139,10 @@ def default_config() -> Config:
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
     config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
-    config.search.min_new_tokens = 0  # tokens before the one that ends a response
+    config.search.min_new_tokens = 0  # no end before as many tokens, in sampling and in log-probs
+    config.search.explore_share = 0.0  # share of responses drawn at a temperature of their own
+    config.search.explore_min_temperature = 1.0  # of those: uniform from here
+    config.search.explore_max_temperature = 1.0  # to here; log-probs keep sampling_temperature
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
@@ -146,6 +157,7 @@ def default_config() -> Config:
     config.replay.capacity_per_prompt = 100  # responses kept per prompt
     config.replay.max_bytes = 2**30  # of the whole buffer
     config.replay.evict = "oldest"  # oldest or lowest_reward
+    config.replay.similarity = 0.0  # below this distance the better response is kept; 0: off
     config.replay.max_age = 0  # responses older than this many steps are dropped; 0: never
     config.replay.max_reuse = 0  # times a response may be drawn; 0: without bound
     config.replay.max_staleness = 0  # fresh slots wait for data at most this stale; 0: off
@@ -155,9 +167,32 @@ def default_config() -> Config:
     config.sync.keep = 2  # checkpoint transport: published versions kept on disk
 
     config.reward = ConfigDict()
+    config.reward.model_path = ""  # reward model (one label): HF folder, hub id; empty: none
+    config.reward.batch_size = 64  # responses that a reward model scores at a time
+    config.reward.missing_eos = math.inf  # its score for a cut response; inf: the response's own
+    config.reward.offset = 0.0  # subtracted from a reward model's scores, not from missing_eos
     config.reward.num_workers = 1  # reward processes
     config.reward.timeout_s = 10.0  # per item; a hung worker is killed
     config.reward.max_failure_rate = 0.5  # above this share of a round the run stops
+
+    config.victim = ConfigDict()  # task redteam: the model under attack
+    config.victim.path = ""  # HF folder or hub id; empty: the embedded start model
+    config.victim.template = "{attack}"  # its prompt; chat: its own chat template
+    config.victim.num_samples = 5  # responses per attack
+    config.victim.temperature = 0.7  # of their sampling
+    config.victim.top_p = 0.92  # of their sampling
+    config.victim.max_new_tokens = 30  # length limit of a response
+    config.victim.max_prompt_tokens = 64  # longer attacks get no reward
+    config.victim.num_slots = 128  # unfinished responses at a time
+    config.victim.dtype = "float32"  # of its weights and activations
+
+    config.classifier = ConfigDict()  # task redteam: which responses are wanted
+    config.classifier.kind = "pattern"  # encoder: RoBERTa; guard: language model; pattern: regex
+    config.classifier.path = ""  # HF folder or hub id of an encoder or guard
+    config.classifier.target = ""  # encoder: label; guard: verdict; pattern: regular expression
+    config.classifier.max_tokens = 128  # of what it reads
+    config.classifier.batch_rows = 64  # responses per call
+    config.classifier.dtype = "float32"  # of its weights and activations
 
     config.checkpoint = ConfigDict()
     config.checkpoint.period = 50  # steps between checkpoints; 0: only at the end and on a stop
@@ -169,6 +204,10 @@ def default_config() -> Config:
     config.eval.num_slots = 128  # unfinished responses at a time
     config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
     config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
+    config.eval.gold_model = ""  # reward model that judges the win rate; empty: gold_reward
+    config.eval.gold_reward = ""  # package.module:function that judges it; empty: gold_model
+    config.eval.reference_metrics = False  # also perplexity under, and KL to, the start model
+    config.eval.embedding_path = ""  # redteam: HF folder or hub id of a sentence embedding model
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -178,11 +217,6 @@ def default_config() -> Config:
     config.log.watchdog_s = 1800.0  # async: nothing ended for this long: dump stacks, stop
     config.lock()
     return config
-
-
-def _need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    if not ok:
-        raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 
 def _one_of(config: Config, field: str, allowed: Sequence[str]) -> None:
@@ -267,6 +301,7 @@ def validate(config: Config) -> None:
         ("task.long_prompts", LONG_PROMPTS),
         ("objective.name", OBJECTIVES),
         ("objective.scale", LOSS_SCALES),
+        ("objective.log_z", LOG_Z),
         ("objective.beta_schedule", BETA_SCHEDULES),
         ("optimizer.name", OPTIMIZERS),
         ("optimizer.schedule", LR_SCHEDULES),
@@ -276,6 +311,9 @@ def validate(config: Config) -> None:
         ("search.cache_dtype", ("", *DTYPES)),
         ("search.swap", SWAPS),
         ("sync.transport", TRANSPORTS),
+        ("classifier.kind", CLASSIFIERS),
+        ("classifier.dtype", DTYPES),
+        ("victim.dtype", DTYPES),
         ("reference.placement", REFERENCE_PLACEMENTS),
         ("model.remat", REMATS),
         ("model.param_dtype", DTYPES),
@@ -302,6 +340,8 @@ def validate(config: Config) -> None:
         ("objective.group_size", 2),
         ("objective.beta_steps", 0),
         ("objective.beta_jump_step", 0),
+        ("objective.reference_temperature_steps", 0),
+        ("objective.reward_temperature_steps", 0),
         ("optimizer.warmup_steps", 0),
         ("optimizer.stable_steps", 0),
         ("optimizer.decay_steps", 0),
@@ -326,12 +366,19 @@ def validate(config: Config) -> None:
         ("replay.max_staleness", 0),
         ("sync.keep", 2),
         ("reward.num_workers", 1),
+        ("victim.num_samples", 1),
+        ("victim.max_new_tokens", 1),
+        ("victim.max_prompt_tokens", 1),
+        ("victim.num_slots", 1),
+        ("classifier.max_tokens", 8),
+        ("classifier.batch_rows", 1),
         ("checkpoint.period", 0),
         ("checkpoint.keep", 1),
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
         ("eval.num_samples", 1),
+        ("reward.batch_size", 1),
         ("eval.temperature", 0.0),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
@@ -344,8 +391,16 @@ def validate(config: Config) -> None:
         "objective.beta_final",
         "optimizer.learning_rate",
         "optimizer.eps",
+        "objective.log_z_rate",
+        "objective.reference_temperature",
+        "objective.reference_temperature_final",
+        "objective.reward_temperature",
+        "objective.reward_temperature_final",
         "search.sampling_temperature",
+        "search.explore_min_temperature",
         "replay.priority_temperature",
+        "victim.temperature",
+        "victim.top_p",
         "reward.timeout_s",
         "log.watchdog_s",
     ):
@@ -354,260 +409,18 @@ def validate(config: Config) -> None:
     for field in (
         "replay.recency_prob",
         "replay.uniform_mix",
+        "replay.similarity",
+        "search.explore_share",
+        "victim.top_p",
         "reward.max_failure_rate",
         "optimizer.b1",
         "optimizer.b2",
     ):
         value = get_field(config, field)
         _need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
-    _validate_combinations(config)
-
-
-def _validate_combinations(config: Config) -> None:
-    k = config.objective.group_size
-    _need(
-        config.search.samples_per_prompt >= k,
-        "search.samples_per_prompt",
-        config.search.samples_per_prompt,
-        f"a group needs K = objective.group_size = {k} responses, so S must be at least K",
-        f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
-    )
-    _need(
-        config.replay.capacity_per_prompt >= k,
-        "replay.capacity_per_prompt",
-        config.replay.capacity_per_prompt,
-        f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
-        f"Set --config.replay.capacity_per_prompt={k} or more.",
-    )
-    _need(
-        0 < config.search.top_p <= 1,
-        "search.top_p",
-        config.search.top_p,
-        "must lie in (0, 1]",
-        "Set --config.search.top_p=1.0 to draw from every token.",
-    )
-    _need(
-        config.search.min_new_tokens <= config.search.max_new_tokens,
-        "search.min_new_tokens",
-        config.search.min_new_tokens,
-        f"is above search.max_new_tokens = {config.search.max_new_tokens}",
-        "Lower it.",
-    )
-    modules = tuple(config.lora.modules)
-    _need(
-        bool(modules) and len({*modules}) == len(modules) and {*modules} <= {*LORA_MODULES},
-        "lora.modules",
-        modules,
-        f"must be some of {', '.join(LORA_MODULES)}, each once",
-        "For example --config.lora.modules=\"('q', 'v')\".",
-    )
-    _validate_rows(config)
-    if config.objective.beta_schedule == "constant":
-        _need(
-            config.objective.beta_final == config.objective.beta
-            or config.objective.beta_steps == 0,
-            "objective.beta_final",
-            config.objective.beta_final,
-            "a constant beta does not move",
-            "Set --config.objective.beta_schedule=linear.",
-        )
-    else:
-        _need(
-            config.objective.beta_steps >= 1,
-            "objective.beta_steps",
-            config.objective.beta_steps,
-            f"objective.beta_schedule={config.objective.beta_schedule} needs a length",
-            "Give the number of steps.",
-        )
-    if config.optimizer.schedule == "wsd":
-        _need(
-            config.optimizer.decay_steps >= 1,
-            "optimizer.decay_steps",
-            config.optimizer.decay_steps,
-            "optimizer.schedule=wsd needs a decay horizon",
-            "Give the number of steps.",
-        )
-    if config.eval.num_samples > 1:
-        _need(
-            config.eval.temperature > 0,
-            "eval.num_samples",
-            config.eval.num_samples,
-            "greedy responses to a prompt are all the same",
-            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
-        )
-    if config.search.exact_lag:
-        _need(
-            config.driver == "sync",
-            "search.exact_lag",
-            config.search.exact_lag,
-            "an exact lag exists only in the synchronous driver",
-            "Set --config.driver=sync.",
-        )
-    if config.search.swap == "in_flight":
-        _need(
-            config.driver == "async" and config.objective.name == "tb",
-            "search.swap",
-            config.search.swap,
-            "only the asynchronous driver publishes during a round, and only an objective that "
-            "needs no behaviour policy permits a response of several versions",
-            "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
-        )
-    if config.reference.reset_period:
-        _need(
-            config.reference.placement == "trainer",
-            "reference.reset_period",
-            config.reference.reset_period,
-            "a reference that moves must be scored at use",
-            "Set --config.reference.placement=trainer.",
-        )
-    if config.replay.max_staleness:
-        _need(
-            config.replay.pace == "trainer",
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            "bounding the staleness of fresh slots makes the trainer wait",
-            "Set --config.replay.pace=trainer.",
-        )
-        _need(
-            config.replay.max_staleness >= config.sync_period - 1,
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so the trainer would wait for ever",
-            "Lower sync_period or raise it.",
-        )
-    if config.replay.max_reuse:
-        _need(
-            config.replay.pace == "trainer",
-            "replay.max_reuse",
-            config.replay.max_reuse,
-            "when every response is used up the trainer must wait for new ones",
-            "Set --config.replay.pace=trainer.",
-        )
-    if config.driver == "sync":
-        _need(
-            config.search.initial_fill == 0,
-            "search.initial_fill",
-            config.search.initial_fill,
-            "the synchronous driver searches exactly what the next steps need",
-            "Set --config.search.initial_fill=0.",
-        )
-        _need(
-            config.replay.pace == "off",
-            "replay.pace",
-            config.replay.pace,
-            "the synchronous driver has nobody to wait for",
-            "Set --config.replay.pace=off.",
-        )
-    _validate_task(config)
-
-
-def _validate_task(config: Config) -> None:
-    task = config.task
-    dataset = task.name.partition("reasoning_gym:")[2]
-    if not dataset:
+    if not config.task.name.partition("reasoning_gym:")[2]:
         _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
-    if task.data_path:
-        _need(
-            os.path.exists(task.data_path) or "://" in task.data_path,
-            "task.data_path",
-            task.data_path,
-            "there is no such folder or file",
-            "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
-            ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
-        )
-        _need(
-            os.path.isdir(task.data_path)
-            or task.data_path.endswith((".jsonl", ".parquet"))
-            or task.data_path.startswith("hf://"),
-            "task.data_path",
-            task.data_path,
-            "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
-            "Convert it, one JSON object per line.",
-        )
-    if task.name == "custom":
-        _need(
-            bool(task.data_path),
-            "task.data_path",
-            task.data_path,
-            "task custom has no data of its own",
-            "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
-        )
-        _need(
-            bool(task.reward),
-            "task.reward",
-            task.reward,
-            "task custom has no reward of its own",
-            "For example --config.task.reward=my_rewards.py:length_reward.",
-        )
-    functions = [f.strip().rpartition(":") for f in task.reward.split(",")] if task.reward else []
-    _need(
-        all(module and name for module, _, name in functions),
-        "task.reward",
-        task.reward,
-        "must read package.module:function or path/to/file.py:function, several with commas",
-        "For example --config.task.reward=my_rewards:length_reward.",
-    )
-    _need(
-        len(task.reward_weights) in (0, len(functions)),
-        "task.reward_weights",
-        tuple(task.reward_weights),
-        f"task.reward names {len(functions)} functions, and each needs a weight",
-        "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
-    )
-
-
-def _validate_rows(config: Config) -> None:
-    """How the rows of a batch are made and cut."""
-    wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
-    rows = config.batch.num_prompts * config.objective.group_size
-    if wanted and not packed:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        _need(
-            rows % wanted == 0,
-            "batch.micro_batch_rows",
-            wanted,
-            f"must divide the {rows} rows of a batch (batch.num_prompts * objective.group_size)",
-            f"Take one of {', '.join(map(str, divisors))}; multiples of "
-            f"{config.objective.group_size} score each row once.",
-        )
-    parts = config.mesh.data * config.mesh.fsdp
-    prompts = config.batch.num_prompts
-    _need(
-        prompts % parts == 0,
-        "batch.num_prompts",
-        prompts,
-        f"must divide by mesh.data x mesh.fsdp = {parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-prompts // parts) * parts}.",
-    )
-    _need(
-        config.mesh.fsdp == 1 or config.model.remat != "none",
-        "model.remat",
-        config.model.remat,
-        "keeps what the backward pass needs, also the weights gathered for mesh.fsdp: the whole "
-        "model on every device",
-        "Set --config.model.remat=layers.",
-    )
-    k = config.objective.group_size
-    # Rows of a group lie on one device; so what is cut along groups is divided along groups.
-    unit = 1 if packed or wanted % k else k
-    _need(
-        wanted // unit % parts == 0,
-        "batch.micro_batch_rows",
-        wanted,
-        f"{wanted // unit} {'groups' if unit > 1 else 'rows'} per micro-batch cannot be divided "
-        f"by mesh.data x mesh.fsdp = {parts}",
-        f"Set --config.batch.micro_batch_rows={unit * parts} or a multiple.",
-    )
-    longest = config.task.max_prompt_tokens + config.search.max_new_tokens
-    _need(
-        not packed or packed >= longest,
-        "batch.packed_length",
-        packed,
-        f"a row must hold a prompt with its response, up to {longest} tokens "
-        "(task.max_prompt_tokens + search.max_new_tokens)",
-        f"Set --config.batch.packed_length={longest} or more.",
-    )
+    config_rules.combinations(config)
 
 
 def validate_devices(config: Config, num_devices: int) -> None:

@@ -28,6 +28,7 @@ class Responses(NamedTuple):
         decoded: tokens [p n t], lengths [p n] and so on; n = samples per prompt.
         texts: n response texts per prompt.
         rewards: n rewards per prompt, None where one could not be computed.
+        parts: name -> n values per prompt, what the reward source reports beside the rewards.
     """
 
     params: Any
@@ -35,6 +36,7 @@ class Responses(NamedTuple):
     decoded: Decoded
     texts: list[list[str]]
     rewards: list[list[float | None]]
+    parts: Mapping[str, list[list[float]]]
 
 
 # Named floats made of one evaluation, e.g. {"win_rate": 0.61}.
@@ -118,6 +120,7 @@ class Evaluator:
         metric: the headline; `reward_mean`, `pass_at_1`, or what one of `metrics` returns.
         num_samples: responses per prompt.
         temperature: of sampling; 0: greedy.
+        min_new_tokens: no response ends before as many tokens.
         metrics: further metric functions, in the order they are asked.
     """
 
@@ -136,6 +139,7 @@ class Evaluator:
         metric: str = "pass_at_1",
         num_samples: int = 1,
         temperature: float = 0.0,
+        min_new_tokens: int = 0,
         metrics: Sequence[MetricFunction] = (),
     ) -> None:
         self.prompts = list(prompts)
@@ -145,7 +149,9 @@ class Evaluator:
         self._decode_text = decode_text
         self._response_kind = response_kind
         self._first_kind = first_kind
-        self._settings = SamplingSettings(max_new_tokens, temperature=temperature)
+        self._settings = SamplingSettings(
+            max_new_tokens, temperature=temperature, min_new_tokens=min_new_tokens
+        )
         self._num_slots = num_slots
         self._metric = metric
         self._num_samples = num_samples
@@ -171,8 +177,9 @@ class Evaluator:
         known = [r for r in flat_rewards if r is not None]
         values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
-        values.update(parts)
-        responses = Responses(params, self.prompts, decoded, texts, rewards)
+        flat_parts = {name: [v for row in rows for v in row] for name, rows in parts.items()}
+        values.update(part_means(flat_parts))
+        responses = Responses(params, self.prompts, decoded, texts, rewards, parts)
         for measure in self._metrics:
             values.update({name: float(value) for name, value in measure(responses).items()})
         if self._metric not in values:
@@ -198,8 +205,8 @@ class Evaluator:
 
     def _grade(
         self, decoded: Decoded
-    ) -> tuple[list[list[str]], list[list[float | None]], dict[str, float]]:
-        """Texts and rewards, by prompt and sample; means of the parts of the rewards."""
+    ) -> tuple[list[list[str]], list[list[float | None]], dict[str, list[list[float]]]]:
+        """Texts, rewards and parts of rewards, by prompt and sample."""
         n = self._num_samples
         at = list(np.ndindex(len(self.prompts), n))
         responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
@@ -214,10 +221,9 @@ class Evaluator:
             completion_ids=responses,
             has_eos=decoded.has_eos.reshape(-1).tolist(),
         )
-        rewards = list(scores.rewards)
-        starts = range(0, len(at), n)
-        return (
-            [texts[i : i + n] for i in starts],
-            [rewards[i : i + n] for i in starts],
-            part_means(scores.parts),
-        )
+
+        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
+            return [list(flat[i : i + n]) for i in range(0, len(at), n)]
+
+        parts = {name: by_prompt(values) for name, values in scores.parts.items()}
+        return by_prompt(texts), by_prompt(scores.rewards), parts

@@ -53,6 +53,8 @@ def token_logprobs(
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
     remat: Remat = "none",
+    min_new_tokens: int = 0,
+    eos_ids: tuple[int, ...] = (),
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
@@ -68,6 +70,9 @@ def token_logprobs(
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
         remat: what the backward pass computes again.
+        min_new_tokens: before as many tokens the policy cannot end: `eos_ids` have probability 0
+            there, as in decoding, and the others share what they had.
+        eos_ids: end-of-sequence ids; read where min_new_tokens > 0.
         sharding: how parameters that are divided over a mesh are used; None: on one device.
 
     Raises:
@@ -99,14 +104,25 @@ def token_logprobs(
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
-    logprobs = fused_logprobs(
-        hidden.astype(compute_dtype),
-        _output_table(params, config),
-        rows[:, s - t :],
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
-        vocab_shards=1 if sharding is None else sharding.vocab_shards,
-    )
+
+    def of_tokens(states: Array, targets: Array) -> Array:
+        return fused_logprobs(
+            states.astype(compute_dtype),
+            _output_table(params, config),
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            vocab_shards=1 if sharding is None else sharding.vocab_shards,
+        )
+
+    logprobs = of_tokens(hidden, rows[:, s - t :])
+    if num_endless := min(min_new_tokens, t):
+        states = hidden[:, :num_endless]
+        ends = [of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in eos_ids]
+        end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
+        # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
+        others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
+        logprobs = logprobs.at[:, :num_endless].add(-others)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
 

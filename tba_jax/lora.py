@@ -118,22 +118,32 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
     """
+    merged, layers = _merge(*_merge_arguments(base, adapters, config)), base["layers"]
+    if isinstance(layers, tuple):
+        joined = tuple({**layer, **new} for layer, new in zip(layers, merged, strict=True))
+        return {**base, "layers": joined}
+    return {**base, "layers": {**layers, **merged}}
+
+
+def lower_merge(base: Params, adapters: Params, *, config: TransformerConfig) -> jax.stages.Lowered:
+    """The program of `merge`, from ShapeDtypeStructs with shardings."""
+    return _merge.lower(*_merge_arguments(base, adapters, config))
+
+
+def adapted(base: Params, config: TransformerConfig) -> Any:
+    """The matrices of a base that have adapters: all that `merge` makes anew."""
     names, layers = _adapters(config).modules, base["layers"]
-    is_stacked = not isinstance(layers, tuple)
-    # Only what changes passes through the program; the rest is shared with the base.
-    kernels = (
-        {name: layers[name] for name in names}
-        if is_stacked
-        else tuple({name: layer[name] for name in names} for layer in layers)
-    )
+    if isinstance(layers, tuple):
+        return tuple({name: layer[name] for name in names} for layer in layers)
+    return {name: layers[name] for name in names}
+
+
+def _merge_arguments(base: Params, adapters: Params, config: TransformerConfig) -> tuple:
+    kernels = adapted(base, config)
     where = tuple(x.sharding for x in jax.tree.leaves(kernels))
     # One program serves bases on any one device; a sharding would bind it to its own.
     divided = where if any(len(x.device_set) > 1 for x in where) else None
-    merged = _merge(kernels, adapters["layers"], _adapters(config), divided)
-    if is_stacked:
-        return {**base, "layers": {**layers, **merged}}
-    joined = tuple({**layer, **new} for layer, new in zip(layers, merged, strict=True))
-    return {**base, "layers": joined}
+    return kernels, adapters["layers"], _adapters(config), divided
 
 
 def _adapters(config: TransformerConfig) -> Adapters:

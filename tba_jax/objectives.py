@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives: Trajectory Balance in its VarGrad form, the RLOO baseline, and the schedules.
+"""The objectives: Trajectory Balance in its VarGrad form, baselines (RLOO, online DPO), schedules.
 
 Arrays in, arrays out. Every function takes summed log-probs on an explicit [p k] group axis; this
 module does not know where log-probs come from, what a token is, or what a config looks like. It
@@ -77,8 +77,9 @@ def tb_loss(
     *,
     beta: Float[Array, ""] | float,
     scale: Literal["advantage", "paper"] = "advantage",
+    log_z: Float[Array, " p"] | None = None,
 ) -> Loss:
-    """Trajectory-balance loss in VarGrad form, for responses from any sampler.
+    """Trajectory-balance loss, in VarGrad form unless log Z is given; responses of any sampler.
 
     paper:      (1 / (p K)) sum_ij (log_z_i + residual_ij)^2          (no factor 1/2)
     advantage:  beta / 2 times that, whose gradient is exactly
@@ -93,18 +94,49 @@ def tb_loss(
         reference_logprob: log pi_ref(y|x), summed; no gradient.
         reward: raw reward.
         beta: KL coefficient, > 0.
-        scale: see above.
+        scale: see above; the second form of the gradient holds for VarGrad alone.
+        log_z: learned log Z(x), gradients flow here too; None: VarGrad.
 
     References:
-        TBA, arXiv:2503.18929, eq. 5 and 7.
+        TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3.
     """
     reference_logprob = jax.lax.stop_gradient(reference_logprob)
     residual = tb_residual(policy_logprob, reference_logprob, reward, beta=beta)
-    log_z = vargrad_log_z(residual)
+    if log_z is None:
+        log_z = vargrad_log_z(residual)
     mean_square = jnp.mean(jnp.square(residual + log_z[:, None]))
     loss = mean_square * (beta / 2) if scale == "advantage" else mean_square
     stop = jax.lax.stop_gradient
-    return Loss(loss, stop(residual), log_z, stop(mean_square))
+    return Loss(loss, stop(residual), stop(log_z), stop(mean_square))
+
+
+def tempered_target(
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    reference_temperature: Float[Array, ""] | float,
+    reward_temperature: Float[Array, ""] | float,
+) -> tuple[Float[Array, "p k"], Float[Array, "p k"]]:
+    """(reference_logprob, reward) scaled so that an objective's target becomes a tempered one.
+
+    log R = [log pi_ref(y|x) / reference_temperature + r(x, y) / beta] / reward_temperature
+
+    In the untempered target both temperatures are 1. A high reference temperature flattens the
+    reference, so fluency counts less; a high reward temperature flattens the whole target.
+
+    Args:
+        reference_logprob: log pi_ref(y|x), summed.
+        reward: raw reward.
+        reference_temperature: gamma, > 0.
+        reward_temperature: T_r, > 0.
+
+    References:
+        TBA, arXiv:2503.18929, appendix B.3 (red-teaming).
+    """
+    return (
+        reference_logprob / (reference_temperature * reward_temperature),
+        reward / reward_temperature,
+    )
 
 
 def rloo_loss(
@@ -141,6 +173,42 @@ def rloo_loss(
     return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
 
 
+def online_dpo_loss(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+) -> Loss:
+    """Online DPO: the group's best response by reward is preferred to its worst.
+
+    loss = -(1 / p) sum_i log sigmoid(beta (h_best - h_worst)),  h = log pi - log pi_ref
+
+    A group whose rewards are all equal prefers nothing and contributes 0. Responses between the
+    best and the worst are not used.
+
+    Args:
+        policy_logprob: log pi(y|x), summed; gradients flow here.
+        reference_logprob: log pi_ref(y|x), summed; no gradient.
+        reward: raw reward; only the order within a group matters.
+        beta: strength of the pull to the reference.
+
+    References:
+        Direct alignment from online feedback, Guo et al., arXiv:2402.04792; a baseline in TBA,
+        arXiv:2503.18929, table 1.
+    """
+    stop = jax.lax.stop_gradient
+    residual = stop(tb_residual(policy_logprob, reference_logprob, reward, beta=beta))
+    log_z = vargrad_log_z(residual)
+    log_ratio = policy_logprob - stop(reference_logprob)
+    best, worst = jnp.argmax(reward, axis=1), jnp.argmin(reward, axis=1)
+    rows = jnp.arange(reward.shape[0])
+    margin = beta * (log_ratio[rows, best] - log_ratio[rows, worst])
+    is_pair = reward[rows, best] > reward[rows, worst]
+    loss = -jnp.mean(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0))
+    return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
+
+
 def beta_at(
     step: Array | int,
     *,
@@ -166,6 +234,23 @@ def beta_at(
     if schedule == "linear_then_jump":
         value = jnp.where(jnp.asarray(step) >= beta_jump_step, beta_final, value)
     return value.astype(jnp.float32)
+
+
+def temperature_at(
+    step: Array | int, *, start: float, final: float, steps: int
+) -> Float[Array, ""]:
+    """A temperature at an optimiser step: from start to final over `steps`, then constant.
+
+    Args:
+        step: counted from 0.
+        start: value at step 0.
+        final: value from `steps` on.
+        steps: 0: `start` throughout.
+    """
+    if steps == 0:
+        return jnp.float32(start)
+    share = jnp.clip(jnp.asarray(step, jnp.float32) / steps, 0.0, 1.0)
+    return jnp.float32(start) + (final - start) * share
 
 
 class OffPolicyStats(NamedTuple):

@@ -30,7 +30,7 @@ class Reference:
 
     def __init__(self, program: Callable[..., Array], params: Any) -> None:
         self._program = program
-        self._params = params
+        self.params = params
 
     def __call__(
         self,
@@ -47,7 +47,7 @@ class Reference:
             response_bucket: padded length of the responses.
         """
         return self._program(
-            self._params,
+            self.params,
             tokens,
             prompt_lengths,
             response_lengths,
@@ -63,13 +63,14 @@ def make_reference_program(
     chunk_tokens: int,
     eos_ids: tuple[int, ...],
     mask_eos: bool,
+    min_new_tokens: int,
     mesh: Mesh | None = None,
 ) -> Callable[..., Array]:
     """Jitted (params, tokens, prompt_lengths, response_lengths, *, response_bucket) -> [p S].
 
     Args:
         config: the architecture.
-        temperature, chunk_tokens: as in `token_logprobs`.
+        temperature, chunk_tokens, min_new_tokens: as in `token_logprobs`.
         compute_dtype: name of the matmul input type.
         eos_ids, mask_eos: as in `response_mask`.
         mesh: the devices that divide the parameters; None: they are on one device, any.
@@ -84,6 +85,7 @@ def make_reference_program(
             chunk_tokens=chunk_tokens,
             eos_ids=eos_ids,
             mask_eos=mask_eos,
+            min_new_tokens=min_new_tokens,
             sharding=sharding,
         ),
         static_argnames=("response_bucket",),
@@ -103,6 +105,7 @@ def _score(
     chunk_tokens: int,
     eos_ids: tuple[int, ...],
     mask_eos: bool,
+    min_new_tokens: int,
     sharding: ComputeSharding | None,
 ) -> Array:
     token_values = token_logprobs(
@@ -115,6 +118,8 @@ def _score(
         temperature=temperature,
         compute_dtype=jnp.dtype(compute_dtype),
         chunk_tokens=chunk_tokens,
+        min_new_tokens=min_new_tokens,
+        eos_ids=eos_ids,
         sharding=sharding,
     )
     mask = response_mask(

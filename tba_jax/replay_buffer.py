@@ -15,9 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float, Int
 
+from tba_jax.edit_distance import near_duplicates
 from tba_jax.prompt_pool import PromptPool
 from tba_jax.rounds import RoundCommit, Snapshot, check_commit
-from tba_jax.trajectory import Draw, Group
+from tba_jax.trajectory import Draw, Group, Trajectory
 from tba_jax.trajectory_store import ID, PROMPT_ID, SYNC, USES, OrderField, TrajectoryStore
 
 # Lowers the log-weight of responses that were drawn before, far beyond the range of Gumbel noise.
@@ -30,6 +31,7 @@ _COUNTERS = (
     "evicted_bytes",
     "evicted_age",
     "evicted_reuse",
+    "evicted_similar",
     "used",
     "trained_unique",
     "repeats",
@@ -127,6 +129,9 @@ class ReplayBuffer:
         max_age: responses with step - version_min above this are removed; 0: never.
         max_reuse: a response is removed once it was drawn into this many groups; 0: never.
         max_staleness: responses older than this (as max_age) are no longer fresh; 0: no bound.
+        similarity: of two responses to a prompt whose edit distance is below this share of both
+            lengths together, only the one with the higher reward is kept (exact duplicates aside:
+            the newest); 0: off. A response is then compared with all of its prompt.
         seed: int or sequence of ints for the numpy Generator behind every draw.
     """
 
@@ -144,6 +149,7 @@ class ReplayBuffer:
         max_age: int,
         max_reuse: int,
         max_staleness: int,
+        similarity: float,
         seed: int | Sequence[int],
     ) -> None:
         self._recency_prob = recency_prob
@@ -157,6 +163,7 @@ class ReplayBuffer:
         self._max_age = max_age
         self._max_reuse = max_reuse
         self._max_staleness = max_staleness
+        self._similarity = similarity
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
         self._store = TrajectoryStore()
@@ -231,6 +238,9 @@ class ReplayBuffer:
         for reason, count in group.rejected.items():
             self._rejected[reason] = self._rejected.get(reason, 0) + count
         for y in group.trajectories:
+            if self._similarity and not self._is_best_of_similar(y):
+                self._counters["evicted_similar"] += 1
+                continue
             replaced = self._store.insert(
                 group.prompt, y, row_id=self._next_id, sync=self._next_sync - 1
             )
@@ -238,8 +248,20 @@ class ReplayBuffer:
             if replaced is not None:
                 self._counters["duplicate"] += 1
                 self._lose_fresh(replaced)
-        if group.trajectories:
             self._replay.add(group.prompt.prompt_id)
+
+    def _is_best_of_similar(self, y: Trajectory) -> bool:
+        """Whether no similar response is stored; ones with lower rewards are evicted for it."""
+        if y.prompt_id not in self._store or self._store.holds(y):
+            return True
+        slots = self._store.slots(y.prompt_id)
+        stored = self._store.tokens(slots.tolist())
+        slots = slots[near_duplicates(y.response_tokens, stored, self._similarity)]
+        if (self._store.rows["reward"][slots] >= y.reward).any():
+            return False
+        for slot in slots.tolist():
+            self._evict(slot, "similar")
+        return True
 
     def _lose_fresh(self, row: Sequence[Any]) -> None:
         """A response (its row before) is used or removed: its prompt has one unused less."""
@@ -293,10 +315,11 @@ class ReplayBuffer:
 
         Each slot is fresh with probability `recency_prob`. Fresh: a prompt with unused responses
         from the newest sync (older ones of the fresh window when that runs out), drawn once per
-        sync, and its responses of that sync, unused ones first. Replay: a prompt of a running
-        shuffle of all prompts, its responses drawn by `response_log_weights`. No prompt comes twice
-        in a batch unless there are fewer prompts than slots. With fewer than `group_size` distinct
-        responses all of them are taken and the rest are repeats.
+        sync, and its responses of that sync, unused ones first. (With fewer prompts than slots, as
+        in a task of one prompt: once for every K of its responses that are unused.) Replay: a
+        prompt of a running shuffle of all prompts, its responses drawn by `response_log_weights`.
+        No prompt comes twice in a batch unless there are fewer prompts than slots. With fewer than
+        `group_size` distinct responses all of them are taken and the rest are repeats.
 
         Args:
             num_prompts: p.
@@ -316,11 +339,13 @@ class ReplayBuffer:
             if plan is None or len(plan) != num_prompts:
                 plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
                 self._plan = plan
-            short = max(0, sum(plan) - self._num_fresh(sum(plan)))
+            # Fewer prompts than slots: a prompt fills as many as it has fresh groups for.
+            group = group_size if len(self._store) < num_prompts else 0
+            short = max(0, sum(plan) - self._num_fresh(sum(plan), group))
             if (short and self._pace == "trainer") or not self._suffices(num_prompts, group_size):
                 return None
             taken: set[int] = set()
-            fresh = [self._draw_fresh(taken, group_size) for _ in range(sum(plan) - short)]
+            fresh = [self._draw_fresh(taken, group_size, group) for _ in range(sum(plan) - short)]
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
             for pool in (self._replay, *(f.pool for f in self._fresh.values())):
                 pool.give_back()
@@ -336,8 +361,13 @@ class ReplayBuffer:
             for prompt_id in [i for i, version in fresh.version.items() if version < oldest]:
                 fresh.drop(prompt_id)
 
-    def _num_fresh(self, enough: int) -> int:
-        """How many different prompts are fresh; no exact count from `enough` upwards."""
+    def _num_fresh(self, enough: int, group: int) -> int:
+        """How many fresh slots can be filled, at least where it is `enough`: different prompts, or
+        groups of `group` unused responses where that is positive.
+        """
+        if group:
+            unused = [n for fresh in self._fresh.values() for n in fresh.unused.values()]
+            return sum(max(1, n // group) for n in unused)
         largest = max((len(fresh.pool) for fresh in self._fresh.values()), default=0)
         if largest >= enough or len(self._fresh) < 2:
             return largest
@@ -350,12 +380,16 @@ class ReplayBuffer:
             return uses_left >= num_prompts * group_size
         return len(self._store) > 0
 
-    def _draw_fresh(self, taken: set[int], group_size: int) -> Draw:
+    def _draw_fresh(self, taken: set[int], group_size: int, group: int) -> Draw:
         for sync, fresh in reversed(self._fresh.items()):
-            prompt_id = fresh.pool.draw(self._rng, taken)
+            prompt_id = fresh.pool.draw(self._rng, () if group else taken)
             if prompt_id is None:
                 continue
-            fresh.drop(prompt_id)
+            if group and fresh.unused[prompt_id] >= 2 * group:
+                fresh.pool.discard(prompt_id)
+                fresh.pool.add(prompt_id)  # the draw took it out of the epoch
+            else:
+                fresh.drop(prompt_id)
             rows = self._store.rows
             slots = self._store.slots(prompt_id)
             slots = slots[rows["sync"][slots] == sync]

@@ -386,6 +386,7 @@ LEDGER_ROWS = {
     "evicted_bytes": "evicted: buffer full",
     "evicted_age": "evicted: too old",
     "evicted_reuse": "evicted: used often enough",
+    "evicted_similar": "evicted: worse of two similar ones",
 }
 
 

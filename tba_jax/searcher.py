@@ -76,6 +76,8 @@ class Searcher:
         key: root key of the run.
         prompts_per_round, samples_per_prompt: prompts of a round and responses to each.
         settings: how responses are drawn.
+        explore_share: probability that a response is drawn at a temperature of its own.
+        explore_temperatures: that temperature is uniform between these, rounded to hundredths.
         num_slots: decoder slots; None: one per response of a round.
         in_flight: take up newer weights between decode chunks, not only between rounds.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
@@ -100,6 +102,8 @@ class Searcher:
         prompts_per_round: int,
         samples_per_prompt: int,
         settings: SamplingSettings,
+        explore_share: float = 0.0,
+        explore_temperatures: tuple[float, float] = (1.0, 1.0),
         num_slots: int | None,
         in_flight: bool,
         prompt_buckets: Sequence[int],
@@ -121,6 +125,8 @@ class Searcher:
         self._prompts_per_round = prompts_per_round
         self._samples_per_prompt = samples_per_prompt
         self._settings = settings
+        self._explore_share = explore_share
+        self._explore_temperatures = explore_temperatures
         self._num_slots = num_slots
         self._in_flight = in_flight
         self._prompt_buckets = tuple(prompt_buckets)
@@ -170,12 +176,15 @@ class Searcher:
         number, _ = self._outbox.committed
         prompts = self._stream.take(self._prompts_per_round)
         swaps: list[tuple[int, int]] = []
+        key = jax.random.fold_in(self._key, number)
+        temperatures = self._temperatures(key)
         decoded = self._decoder.decode(
             published.params,
             [p.tokens for p in prompts],
             num_samples=self._samples_per_prompt,
-            key=jax.random.fold_in(self._key, number),
+            key=key,
             settings=self._settings,
+            temperatures=temperatures,
             num_slots=self._num_slots,
             version=published.version,
             newest=None if newest is None else _logged(newest, published.version, swaps),
@@ -197,7 +206,9 @@ class Searcher:
             else np.asarray(reference)
         )
         end = self._clock()
-        groups = self._groups(prompts, decoded, responses, scores, reference_logprob, number)
+        groups = self._groups(
+            prompts, decoded, responses, scores, reference_logprob, temperatures, number
+        )
         num_tokens = int(decoded.lengths.sum())
         self.decoded_tokens += num_tokens
         known = [r for r in scores.rewards if r is not None]
@@ -232,6 +243,18 @@ class Searcher:
                 },
             )
         )
+
+    def _temperatures(self, key: jax.Array) -> np.ndarray:
+        """float64 [p S]: the temperature each response of a round is drawn at."""
+        shape = (self._prompts_per_round, self._samples_per_prompt)
+        out = np.full(shape, self._settings.temperature)
+        if self._explore_share:
+            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+            explores = rng.random(shape) < self._explore_share
+            # Hundredths: the buffer keeps a table of the settings that responses were drawn with.
+            own = np.round(rng.uniform(*self._explore_temperatures, shape), 2)
+            out = np.where(explores, own, out)
+        return out
 
     def _dispatch_reference(self, prompts: Sequence[Prompt], decoded: Decoded) -> jax.Array | None:
         if self._reference is None:
@@ -282,6 +305,7 @@ class Searcher:
         responses: Sequence[np.ndarray],
         scores: ScoreResult,
         reference_logprob: np.ndarray,
+        temperatures: np.ndarray,
         number: int,
     ) -> tuple[Group, ...]:
         groups = []
@@ -310,7 +334,7 @@ class Searcher:
                         version_max=int(decoded.version_max[i, j]),
                         searcher=self.index,
                         round=number,
-                        sampling_temperature=self._settings.temperature,
+                        sampling_temperature=float(temperatures[i, j]),
                         finish_reason="eos" if decoded.has_eos[i, j] else "length",
                     )
                 )

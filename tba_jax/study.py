@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tba_jax import frontier
 from tba_jax.metrics import format_metric, is_share, metric_label, read_jsonl
 from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
@@ -26,7 +27,17 @@ _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
+_ATTACKS = ("num_steps=60", "eval.period=20", *_SYNC)
+
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
+
+# The TL;DR miniature by every objective: on policy, and on data exactly 16 updates old. Baselines
+# hold beta, as theirs do; TB anneals it, as the paper's TL;DR runs do.
+_LAGGED = (*_SYNC, "sync_period=1", "replay.recency_prob=1.0")
+_BASELINE = (*_LAGGED, "objective.beta_schedule=constant", "objective.beta=0.1")
+_ONLINE_DPO = (*_BASELINE, "objective.name=online_dpo")
+_RLOO = (*_BASELINE, "objective.name=rloo")
+_LAG = "search.exact_lag=16"
 
 
 class Study(NamedTuple):
@@ -35,13 +46,31 @@ class Study(NamedTuple):
     Attributes:
         config: config file, with its preset where that is not the default one.
         variants: name -> config overrides; the others are compared with the first.
+        is_frontier: draw the win rate against the divergence instead of against steps.
+        shown: evaluation metrics that the table shows beside the headline.
     """
 
     config: str
     variants: Mapping[str, tuple[str, ...]]
+    is_frontier: bool = False
+    shown: tuple[str, ...] = ()
 
 
 STUDIES: dict[str, Study] = {
+    # Win rate against divergence from the start, on the TL;DR miniature.
+    "tldr_frontier": Study(
+        "configs/tldr.py",
+        {
+            "tb, async": (),
+            "tb, lag 16": (*_LAGGED, _LAG),
+            "online dpo, lag 16": (*_ONLINE_DPO, _LAG),
+            "rloo, lag 16": (*_RLOO, _LAG),
+            "tb, lag 0": _LAGGED,
+            "online dpo, lag 0": _ONLINE_DPO,
+            "rloo, lag 0": _RLOO,
+        },
+        is_frontier=True,
+    ),
     # The main job as a user runs it.
     "main_job": Study("configs/math.py", {"async": ()}),
     # The same number of trained responses by both drivers, and on data exactly D steps old.
@@ -53,6 +82,28 @@ STUDIES: dict[str, Study] = {
             "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
             "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
         },
+    ),
+    # One actor in turn with the trainer, against data one publication old of 1 to 8 searchers, each
+    # a round of 64 attacks per step. They are virtual: the synchronous driver does their rounds in
+    # turn, so that the figures are about the data, not about how many cores there are.
+    "redteam_scaling": Study(
+        "configs/redteam.py",
+        {
+            "sync, 1 actor": (*_ATTACKS, "replay.recency_prob=1.0"),
+            **{
+                f"TBA, {n} searchers": (
+                    *_ATTACKS,
+                    "search.exact_lag=1",
+                    f"num_searchers={n}",
+                )
+                for n in (1, 2, 4, 8)
+            },
+        },
+        shown=(
+            "distinct_success_share",
+            "edit_diversity",
+            "success_edit_diversity",
+        ),
     ),
     # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
     "in_flight": Study(
@@ -165,6 +216,40 @@ def table(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def evaluations(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """Variant -> the evaluation records of each seed, in the order of their steps."""
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for variant, reports in results.items():
+        folders = [run_folder(out, variant, report["seed"]) for report in reports]
+        curves[variant] = [
+            [r for r in read_jsonl(folder / "metrics.jsonl") if "eval/n" in r] for folder in folders
+        ]
+    return curves
+
+
+def shown_table(shown: Sequence[str], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Further metrics of the last evaluation as a Markdown table: median over seeds (range)."""
+    lines = [
+        f"| variant | {' | '.join(map(metric_label, shown))} |",
+        "|---|" + "---|" * len(shown),
+    ]
+    for variant, reports in results.items():
+        cells = []
+        for metric in shown:
+            # JSON has no nan: a metric without a value is null in the report.
+            values = [r["eval"]["after"][metric] for r in reports]
+            known = [v for v in values if v is not None]
+            low, middle, high = (
+                format_metric(metric, float(np.quantile(known, q))) if known else ""
+                for q in (0.0, 0.5, 1.0)
+            )
+            cells.append(f"{middle} ({low} to {high})" if known else "–")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
     """The headline metric against trained steps: every seed thin, the median thick."""
     metric = metric_of(next(iter(results.values())))
@@ -183,7 +268,7 @@ def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> byt
         steps = sorted(set.intersection(*(set(c) for c in curves)))
         median = [float(np.median([c[s] for c in curves])) for s in steps]
         axes.plot(steps, median, color=color, linewidth=2.0, marker="o", label=variant)
-    axes.set_xlabel("optimiser steps (256 responses each)")
+    axes.set_xlabel("optimiser steps")
     axes.set_ylabel(f"held-out {metric_label(metric)}" + (", %" if is_share(metric) else ""))
     if is_share(metric):
         axes.set_ylim(0, 102)
@@ -235,11 +320,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         print(f"error: --budget_min={args.budget_min:g} left no time for a run", file=sys.stderr)
         return 1
-    text = table(args.name, results)
+    text, picture = table(args.name, results), None
+    if study.shown:
+        text += f"\n\n{shown_table(study.shown, results)}"
+    if study.is_frontier:
+        curves = evaluations(results, out)
+        text += f"\n\n{frontier.table(curves)}"
+        picture = frontier.figure(curves)
     if skipped:
         text += f"\n\nNot run within {args.budget_min:g} minutes: {', '.join(skipped)}."
     (out / f"{args.name}.md").write_text(text + "\n")
-    (out / f"{args.name}.png").write_bytes(figure(results, out))
+    (out / f"{args.name}.png").write_bytes(picture or figure(results, out))
     print(text)
     return 0
 

@@ -96,7 +96,7 @@ class Tokenizer:
             text: any text.
             add_bos: put the beginning-of-sequence token first, where the model expects one
                 (`adds_bos`) and the text does not begin with it, as the output of `format_chat`
-                may.
+                may. An empty text is then that token for every model that has one.
 
         Raises:
             ValueError: a token of the text that the model has no embedding for.
@@ -104,6 +104,8 @@ class Tokenizer:
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
+        if add_bos and not ids and self.bos_id is not None and self._has_row(self.bos_id):
+            ids = [self.bos_id]
         return self._checked(ids)
 
     def encode_complete(self, text: str, max_tokens: int | None = None) -> np.ndarray:
@@ -193,6 +195,10 @@ class Tokenizer:
                 f"the chat template of this tokenizer refuses the messages ({error}); change the "
                 "roles or their order"
             ) from error
+
+    def has_vocabulary_of(self, other: "Tokenizer") -> bool:
+        """Whether every token of `other` has the same id here, so that its ids can be read."""
+        return other._tokenizer.get_vocab().items() <= self._tokenizer.get_vocab().items()
 
     def _has_row(self, token_id: int | None) -> bool:
         """Tokens can be added to a tokenizer without giving the model rows for them."""

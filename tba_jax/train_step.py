@@ -18,7 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tba_jax import lora, objectives
+from tba_jax.log_z import LogZHead, init_head, log_z
 from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.micro_batches import Rows, gradients, num_micro_batches, score_all
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
 from tba_jax.sharding import BATCH_AXES, shardings_like
@@ -35,6 +37,7 @@ class TrainState(NamedTuple):
         reference_params: like `params`, of the reference where the trainer scores it, else None.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: int32, how many of the last steps were skipped.
+        log_z_head: the learned log Z, where there is one; trained as part of the policy.
     """
 
     step: Array
@@ -43,6 +46,7 @@ class TrainState(NamedTuple):
     reference_params: Any
     skipped_steps: Array
     skipped_in_a_row: Array
+    log_z_head: LogZHead | None = None
 
 
 class StepSettings(NamedTuple):
@@ -63,28 +67,25 @@ class StepSettings(NamedTuple):
     logprob_chunk_tokens: int
     micro_batch_rows: int
     remat: Remat
+    min_new_tokens: int = 0
+    log_z: str = "vargrad"
+    log_z_rate: float = 1.0
+    reference_temperature: float = 1.0
+    reference_temperature_final: float = 1.0
+    reference_temperature_steps: int = 0
+    reward_temperature: float = 1.0
+    reward_temperature_final: float = 1.0
+    reward_temperature_steps: int = 0
 
-
-class _Rows(NamedTuple):
-    """A batch as rows that can be scored in any number at a time, padded or packed.
-
-    Attributes:
-        inputs: arrays of n rows each, what `score` reads.
-        score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
-        counted: bool [n t], the tokens that count in log pi(y|x).
-        behavior: [n t], log-probs of the sampler.
-        is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
-        sums: [n t] -> [p k], sum over each response.
-        rows_per_prompt: K where the rows of a prompt lie side by side, 0 where they do not.
-    """
-
-    inputs: Any
-    score: Callable[[Any, Any], Float[Array, "m t"]]
-    counted: Array
-    behavior: Array
-    is_current: Array
-    sums: Callable[[Array], Float[Array, "p k"]]
-    rows_per_prompt: int
+    @property
+    def is_tempered(self) -> bool:
+        """Whether the target is ever another than pi_ref exp(r / beta)."""
+        return (
+            self.reference_temperature,
+            self.reference_temperature_final,
+            self.reward_temperature,
+            self.reward_temperature_final,
+        ) != (1.0, 1.0, 1.0, 1.0)
 
 
 class StepShardings(NamedTuple):
@@ -96,6 +97,7 @@ class StepShardings(NamedTuple):
         replicated: of the metrics.
         compute: how the step uses divided parameters; None on a mesh of one device.
         base: of the frozen parameters beside adapters; None where all are trained.
+        log_z_size: as in `init_state`.
     """
 
     state: TrainState
@@ -103,6 +105,7 @@ class StepShardings(NamedTuple):
     replicated: NamedSharding
     compute: ComputeSharding | None
     base: Any = None
+    log_z_size: int = 0
 
 
 def step_shardings(
@@ -111,6 +114,7 @@ def step_shardings(
     mesh: Mesh,
     *,
     keep_reference: bool,
+    learn_log_z: bool = False,
 ) -> StepShardings:
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
@@ -119,6 +123,7 @@ def step_shardings(
         optimizer: whose state is placed.
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
+        learn_log_z: it holds a learned log Z.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -127,7 +132,13 @@ def step_shardings(
     if config.adapters is not None:
         (_, params), (base, shardings) = lora.split(params), lora.split(shardings)
     shapes = jax.eval_shape(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            log_z_size=config.hidden_size if learn_log_z else 0,
+        ),
+        params,
     )
     return StepShardings(
         state=shardings_like(shapes, params, shardings, mesh),
@@ -135,6 +146,7 @@ def step_shardings(
         replicated=NamedSharding(mesh, PartitionSpec()),
         compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
         base=base,
+        log_z_size=config.hidden_size if learn_log_z else 0,
     )
 
 
@@ -145,9 +157,13 @@ def make_init_state(
 
     Moments are made where they belong, never whole on one device.
     """
-    keep_reference = shardings.state.reference_params is not None
     return jax.jit(
-        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference),
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=shardings.state.reference_params is not None,
+            log_z_size=shardings.log_z_size,
+        ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
         out_shardings=shardings.state,
@@ -155,13 +171,31 @@ def make_init_state(
 
 
 def init_state(
-    params: Any, optimizer: optax.GradientTransformation, *, keep_reference: bool
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    *,
+    keep_reference: bool,
+    log_z_size: int = 0,
 ) -> TrainState:
-    """Fresh state at step 0; the reference, where kept, is a copy of the policy."""
+    """Fresh state at step 0; the reference, where kept, is a copy of the policy.
+
+    Args:
+        params: what is trained.
+        optimizer: of it.
+        keep_reference: keep one.
+        log_z_size: hidden size of the model where log Z is learned, else 0.
+    """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    return TrainState(
-        jnp.int32(0), params, optimizer.init(params), reference, jnp.int32(0), jnp.int32(0)
-    )
+    head = init_head(log_z_size) if log_z_size else None
+    opt_state = optimizer.init(_trainable(params, head))
+    # Three arrays: one could not be donated three times.
+    counts = [jnp.int32(0) for _ in range(3)]
+    return TrainState(counts[0], params, opt_state, reference, counts[1], counts[2], head)
+
+
+def _trainable(params: Any, head: LogZHead | None) -> Any:
+    """What the optimiser moves; without a head the tree is that of the policy."""
+    return params if head is None else (params, head)
 
 
 def make_train_step(
@@ -187,7 +221,7 @@ def make_train_step(
     Args:
         config: the architecture; with adapters, the gradient is by them alone.
         optimizer, schedule: of the parameters.
-        settings: objective, schedules, dtypes.
+        settings: objective, schedules, micro-batches, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
@@ -200,10 +234,8 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        rows = _rows(batch, state.step, config, settings, compute)
-        if base is not None:
-            rows = _on_base(rows, base)
-        num_micro_batches = _num_micro_batches(rows, settings)
+        rows = _rows(batch, state.step, config, settings, compute, base)
+        num = num_micro_batches(rows, settings.micro_batch_rows)
         beta = objectives.beta_at(
             state.step,
             schedule=settings.beta_schedule,
@@ -215,31 +247,63 @@ def make_train_step(
         if state.reference_params is None:
             reference_logprob = batch.reference_logprob
         else:
-            scored = _score_all(rows, state.reference_params, num_micro_batches)
+            scored = score_all(rows, state.reference_params, num)
             reference_logprob = rows.sums(scored * rows.counted)
 
-        def objective(policy: Array, reference: Array, rewards: Array) -> objectives.Loss:
+        log_z_estimate, pull_log_z = (), None
+        if state.log_z_head is not None and not isinstance(batch, PackedBatch):
+            estimate, pull_log_z = jax.vjp(
+                lambda params, head: _log_z(
+                    _whole(base, params), head, batch, settings, config, compute
+                ),
+                state.params,
+                state.log_z_head,
+            )
+            log_z_estimate = (estimate[:, None],)
+        target, temperatures = (reference_logprob, batch.rewards), {}
+        if settings.is_tempered:
+            temperatures = _temperatures(settings, state.step)
+            target = objectives.tempered_target(*target, **temperatures)
+        groups = (*target, *log_z_estimate)
+
+        def objective(
+            policy: Array, reference: Array, rewards: Array, *log_z: Array
+        ) -> objectives.Loss:
             if settings.objective == "tb":
                 return objectives.tb_loss(
-                    policy, reference, rewards, beta=beta, scale=settings.scale
+                    policy,
+                    reference,
+                    rewards,
+                    beta=beta,
+                    scale=settings.scale,
+                    log_z=log_z[0][:, 0] if log_z else None,
                 )
-            return objectives.rloo_loss(policy, reference, rewards, beta=beta)
+            baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
+            return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
-        policy_token_logprobs, grads = _gradients(
-            rows, state.params, objective, (reference_logprob, batch.rewards), num_micro_batches
-        )
+        policy_token_logprobs, grads = gradients(rows, state.params, objective, groups, num)
         counted = rows.sums(policy_token_logprobs * rows.counted)
-        loss = objective(counted, reference_logprob, batch.rewards)
+        loss = objective(counted, *groups)
+        if pull_log_z is not None:
+            by_log_z = jax.grad(lambda z: objective(counted, *target, z).loss)(*log_z_estimate)
+            through_states, of_head = pull_log_z(by_log_z[:, 0])
+            grads = jax.tree.map(jnp.add, grads, through_states), of_head
         grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
         is_finite = jnp.isfinite(loss.loss) & jnp.isfinite(grad_norm)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+        old = _trainable(state.params, state.log_z_head)
+        updates: Any
+        updates, opt_state = optimizer.update(grads, state.opt_state, old)
+        if state.log_z_head is not None:
+            # The update of every optimiser here is proportional to the learning rate.
+            updates = updates[0], jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
+        trained: Any = optax.apply_updates(old, updates)
         # Chosen leaf by leaf: a branch would keep the old state from being updated in place.
-        params, opt_state = jax.tree.map(
+        trained, opt_state = jax.tree.map(
             lambda new, old: jnp.where(is_finite, new, old),
-            (params, opt_state),
-            (state.params, state.opt_state),
+            (trained, opt_state),
+            (old, state.opt_state),
         )
+        params, head = (trained, None) if state.log_z_head is None else trained
         step = state.step + 1
         reference = state.reference_params
         if reference is not None and settings.reference_reset_period:
@@ -253,6 +317,7 @@ def make_train_step(
             reference,
             state.skipped_steps + skipped,
             (state.skipped_in_a_row + 1) * skipped,
+            head,
         )
 
         off_policy = objectives.off_policy_stats(
@@ -272,6 +337,7 @@ def make_train_step(
             # A skipped step does not move the optimiser along its schedule.
             "train/lr": schedule(state.step - state.skipped_steps),
             "train/beta": beta,
+            **{f"train/{name}": value for name, value in temperatures.items()},
             "train/kl_reference": jnp.mean(counted - reference_logprob),
             "train/nll_per_token": -jnp.sum(policy_token_logprobs) / num_tokens,
             "train/response_length_mean": jnp.mean(batch.response_lengths.astype(jnp.float32)),
@@ -301,13 +367,56 @@ def make_train_step(
     )
 
 
+def _temperatures(settings: StepSettings, step: Array) -> dict[str, Float[Array, ""]]:
+    return {
+        "reference_temperature": objectives.temperature_at(
+            step,
+            start=settings.reference_temperature,
+            final=settings.reference_temperature_final,
+            steps=settings.reference_temperature_steps,
+        ),
+        "reward_temperature": objectives.temperature_at(
+            step,
+            start=settings.reward_temperature,
+            final=settings.reward_temperature_final,
+            steps=settings.reward_temperature_steps,
+        ),
+    }
+
+
+def _log_z(
+    params: Any,
+    head: LogZHead,
+    batch: Batch,
+    settings: StepSettings,
+    config: TransformerConfig,
+    sharding: ComputeSharding | None,
+) -> Float[Array, " p"]:
+    return log_z(
+        head,
+        params,
+        batch.tokens,
+        batch.prompt_lengths,
+        response_bucket=batch.behavior_token_logprobs.shape[-1],
+        config=config,
+        compute_dtype=jnp.dtype(settings.compute_dtype),
+        remat=settings.remat,
+        sharding=sharding,
+    )
+
+
+def _whole(base: Any, params: Any) -> Any:
+    return params if base is None else lora.combine(base, params)
+
+
 def _rows(
     batch: Batch | PackedBatch,
     step: Array,
     config: TransformerConfig,
     settings: StepSettings,
     sharding: ComputeSharding | None,
-) -> _Rows:
+    base: Any,
+) -> Rows:
     scoring: Any = {
         "config": config,
         "temperature": settings.temperature,
@@ -317,20 +426,14 @@ def _rows(
         "sharding": sharding,
     }
     if isinstance(batch, PackedBatch):
-        return _packed_rows(batch, step, scoring, settings)
-    return _padded_rows(batch, step, scoring, settings)
+        rows = _packed_rows(batch, step, scoring, settings)
+    else:
+        rows = _padded_rows(batch, step, scoring, settings)
+    # What is trained is all of the parameters, or the adapters that complete them.
+    return rows._replace(score=lambda trained, x: rows.score(_whole(base, trained), x))
 
 
-def _on_base(rows: _Rows, base: Any) -> _Rows:
-    """The rows with a `score` that takes adapters where it took all parameters."""
-
-    def score(adapters: Any, inputs: Any) -> Float[Array, "m t"]:
-        return rows.score(lora.combine(base, adapters), inputs)
-
-    return rows._replace(score=score)
-
-
-def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> Rows:
     p, k, t = batch.behavior_token_logprobs.shape
     mask = response_mask(
         batch.tokens[..., -t:],
@@ -345,9 +448,16 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
     def score(params: Any, inputs: tuple[Array, Array, Array]) -> Float[Array, "m t"]:
         # To the log-probs every row is a prompt of its own.
         one_each = (x[:, None] for x in inputs)
-        return token_logprobs(params, *one_each, response_bucket=t, **scoring)[:, 0]
+        return token_logprobs(
+            params,
+            *one_each,
+            response_bucket=t,
+            min_new_tokens=settings.min_new_tokens,
+            eos_ids=settings.eos_ids,
+            **scoring,
+        )[:, 0]
 
-    return _Rows(
+    return Rows(
         inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
         score=score,
         counted=flat(mask),
@@ -358,7 +468,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
     )
 
 
-def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSettings) -> Rows:
     shape = batch.rewards.shape
     sequence = jnp.maximum(batch.segments - 1, 0)
     prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
@@ -377,7 +487,7 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSe
         )
         return of_sequences[1:].reshape(shape)
 
-    return _Rows(
+    return Rows(
         inputs=(batch.tokens, batch.segments, batch.positions, is_response),
         score=score,
         counted=counted,
@@ -386,101 +496,6 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSe
         sums=sums,
         rows_per_prompt=0,
     )
-
-
-def _num_micro_batches(rows: _Rows, settings: StepSettings) -> int:
-    num_rows, wanted = rows.counted.shape[0], settings.micro_batch_rows
-    if wanted and num_rows % wanted:
-        raise ValueError(
-            f"a batch of {num_rows} rows cannot be cut into micro-batches of {wanted}; make "
-            "config.batch.micro_batch_rows a divisor of the rows of a batch"
-        )
-    return num_rows // wanted if wanted else 1
-
-
-_Objective = Callable[[Array, Array, Array], objectives.Loss]
-
-
-def _gradients(
-    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, Array], num: int
-) -> tuple[Float[Array, "n t"], Any]:
-    """(token log-probs of all rows, gradients of the objective by the parameters).
-
-    Args:
-        rows: the batch.
-        params: of the policy.
-        objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
-        groups: what else the objective reads of the groups, [p k] each.
-        num: micro-batches.
-    """
-
-    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, Array]) -> Array:
-        """Gradient of the objective by each token's log-prob."""
-
-        def loss(x: Array) -> Array:
-            return objective(rows.sums(x * counted), *groups).loss
-
-        return jax.grad(loss)(token_logprobs)
-
-    def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
-        return jax.vjp(lambda p: rows.score(p, inputs), params)
-
-    if num == 1:
-        token_logprobs, pull = pull_of(rows.inputs)
-        return token_logprobs, pull(weigh(token_logprobs, rows.counted, groups))[0]
-
-    def add(total: Any, pull: Callable[[Array], tuple[Any]], weights: Array) -> Any:
-        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, pull(weights)[0])
-
-    num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
-    first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    if size and num_rows // num % size == 0:
-
-        def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
-            inputs, counted, groups = xs
-            token_logprobs, pull = pull_of(inputs)
-            # The mean of a micro-batch is over num times fewer prompts.
-            weights = weigh(token_logprobs, counted, groups) / num
-            return add(total, pull, weights), token_logprobs
-
-        xs = _cut((rows.inputs, rows.counted), num, size), _cut(groups, num, 1)
-        total, scored = jax.lax.scan(one_pass, first, (*xs[0], xs[1]))
-        token_logprobs = _joined(scored, size)
-    else:
-
-        def second_pass(total: Any, xs: Any) -> tuple[Any, None]:
-            inputs, weights = xs
-            _, pull = pull_of(inputs)
-            return add(total, pull, weights), None
-
-        token_logprobs = _score_all(rows, params, num)
-        weights = weigh(token_logprobs, rows.counted, groups)
-        total, _ = jax.lax.scan(second_pass, first, _cut((rows.inputs, weights), num, 1))
-    return token_logprobs, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
-
-
-def _score_all(rows: _Rows, params: Any, num: int) -> Float[Array, "n t"]:
-    """Token log-probs of all rows, by as many micro-batches."""
-    if num == 1:
-        return rows.score(params, rows.inputs)
-    scored = jax.lax.map(lambda inputs: rows.score(params, inputs), _cut(rows.inputs, num, 1))
-    return _joined(scored, 1)
-
-
-def _cut(tree: Any, num: int, size: int) -> Any:
-    """[n ...] as [num n/num ...]: micro-batch i has unit i of every `num` units of `size` rows."""
-
-    def cut(x: Array) -> Array:
-        x = x.reshape(-1, num, size, *x.shape[1:])
-        return jnp.swapaxes(x, 0, 1).reshape(num, -1, *x.shape[3:])
-
-    return jax.tree.map(cut, tree)
-
-
-def _joined(x: Float[Array, "num m t"], size: int) -> Float[Array, "n t"]:
-    """The inverse of `_cut`."""
-    num, _, t = x.shape
-    return jnp.swapaxes(x.reshape(num, -1, size, t), 0, 1).reshape(-1, t)
 
 
 def _largest_gap(

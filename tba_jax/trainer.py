@@ -37,6 +37,7 @@ class Trainer:
         num_prompts, group_size: p and K of a batch.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
+        policy_temperature: what the policy's logits are divided by.
         packed_length: tokens of rows that hold several responses; 0: one response a row.
         row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
         max_nonfinite_steps: skipped steps in a row that end the run.
@@ -60,6 +61,7 @@ class Trainer:
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
+        policy_temperature: float,
         packed_length: int,
         row_buckets: Sequence[int],
         max_nonfinite_steps: int,
@@ -83,6 +85,7 @@ class Trainer:
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
+        self._policy_temperature = policy_temperature
         self._packed_length = packed_length
         self._row_buckets = tuple(row_buckets)
         self._max_nonfinite_steps = max_nonfinite_steps
@@ -216,12 +219,14 @@ class Trainer:
                 row_length=self._packed_length,
                 row_buckets=self._row_buckets,
                 pad_id=self._pad_id,
+                policy_temperature=self._policy_temperature,
             )
         return pack_batch(
             draws,
             prompt_buckets=self._prompt_buckets,
             response_buckets=self._response_buckets,
             pad_id=self._pad_id,
+            policy_temperature=self._policy_temperature,
         )
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:

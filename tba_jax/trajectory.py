@@ -120,7 +120,8 @@ class Batch(NamedTuple):
         rewards: float32 [p k].
         reference_logprob: float32 [p k], summed; nan where the trainer scores it.
         behavior_token_logprobs: float32 [p k t], 0 at padding.
-        versions: int32 [p k], `version_min` of each trajectory.
+        versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
+            temperature than the policy's, so that no version's log-probs are its behaviour's.
     """
 
     tokens: HostOrDeviceArray
@@ -147,7 +148,7 @@ class PackedBatch(NamedTuple):
         response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
         rewards: float32 [p k].
         reference_logprob: float32 [p k], summed; nan where the trainer scores it.
-        versions: int32 [p k], `version_min` of each trajectory.
+        versions: int32 [p k], as in `Batch`.
     """
 
     tokens: HostOrDeviceArray
@@ -204,6 +205,7 @@ def pack_batch(
     prompt_buckets: Sequence[int],
     response_buckets: Sequence[int],
     pad_id: int,
+    policy_temperature: float | None = None,
 ) -> Batch:
     """Stack p draws of K responses into one padded batch, at the smallest buckets that hold them.
 
@@ -212,6 +214,8 @@ def pack_batch(
         prompt_buckets: ascending prompt lengths in tokens.
         response_buckets: ascending response lengths in tokens.
         pad_id: token id written at padding.
+        policy_temperature: what the policy's logits are divided by; None: what each response was
+            drawn at.
 
     Raises:
         ValueError: when a prompt or response is longer than its largest bucket.
@@ -239,7 +243,7 @@ def pack_batch(
             rewards[i, j] = y.reward
             reference_logprob[i, j] = y.reference_logprob
             behavior[i, j, :n] = y.behavior_token_logprobs
-            versions[i, j] = y.version_min
+            versions[i, j] = _version(y, policy_temperature)
     return Batch(
         tokens, prompt_lengths, response_lengths, rewards, reference_logprob, behavior, versions
     )
@@ -261,8 +265,18 @@ def row_buckets(max_rows: int, multiple: int) -> tuple[int, ...]:
     return tuple(n * multiple for n in buckets)
 
 
+def _version(y: Trajectory, policy_temperature: float | None) -> int:
+    is_own = policy_temperature is None or y.sampling_temperature == policy_temperature
+    return y.version_min if is_own else -1
+
+
 def pack_rows(
-    draws: Sequence[Draw], *, row_length: int, row_buckets: Sequence[int], pad_id: int
+    draws: Sequence[Draw],
+    *,
+    row_length: int,
+    row_buckets: Sequence[int],
+    pad_id: int,
+    policy_temperature: float | None = None,
 ) -> PackedBatch:
     """Put p draws of K responses into as few rows as first-fit decreasing finds.
 
@@ -272,6 +286,7 @@ def pack_rows(
         row_buckets: ascending numbers of rows; the smallest that holds them is filled up with
             rows of padding.
         pad_id: token id written at padding.
+        policy_temperature: as in `pack_batch`.
 
     Raises:
         ValueError: a prompt with its response is longer than a row, or there are too many rows.
@@ -317,5 +332,5 @@ def pack_rows(
         response_lengths=of_each([len(y.response_tokens) for _, y in sequences], np.int32),
         rewards=of_each([y.reward for _, y in sequences], np.float32),
         reference_logprob=of_each([y.reference_logprob for _, y in sequences], np.float32),
-        versions=of_each([y.version_min for _, y in sequences], np.int32),
+        versions=of_each([_version(y, policy_temperature) for _, y in sequences], np.int32),
     )

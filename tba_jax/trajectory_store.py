@@ -105,6 +105,15 @@ class TrajectoryStore:
         """Responses counted prompt by prompt: the independent check of `num_trajectories`."""
         return sum(len(responses.slots) for responses in self._prompts.values())
 
+    def tokens(self, slots: Sequence[int]) -> list[Int[np.ndarray, " t"]]:
+        """Response tokens in these slots, read-only."""
+        return [np.frombuffer(self._tokens[slot], np.int32) for slot in slots]
+
+    def holds(self, y: Trajectory) -> bool:
+        """Whether its prompt has a response of the same tokens."""
+        responses = self._prompts.get(y.prompt_id)
+        return responses is not None and pack_tokens(y) in responses.by_tokens
+
     def trajectories(self, slots: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Trajectory]:
         """The trajectories in these slots; `rows` are their rows as tuples."""
         tokens = [self._tokens[slot] for slot in slots]

@@ -22,7 +22,7 @@ from jaxtyping import Array
 
 from tba_jax import lora, sharding
 from tba_jax.checkpointing import Checkpoints
-from tba_jax.config import Config, ConfigError, validate_devices
+from tba_jax.config import Config, validate_devices
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
@@ -34,9 +34,10 @@ from tba_jax.outbox import Outbox
 from tba_jax.parts import (
     abstract_state,
     adapter_shardings,
-    decoder_weights,
     make_decoder,
     make_evaluator,
+    make_gold,
+    make_metrics,
     make_optimizer_from,
     make_publication,
     make_reference_program_from,
@@ -44,11 +45,14 @@ from tba_jax.parts import (
     make_step_shardings,
     make_task,
     model_path,
+    on_device,
+    packed_row_buckets,
     place_run,
     policy_config,
     reference_shardings,
     sampling_settings,
     searcher_shardings,
+    start_weights,
     step_settings,
 )
 from tba_jax.reference import Reference
@@ -59,7 +63,7 @@ from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -68,14 +72,13 @@ from tba_jax.weight_sync import (
     make_publish_program,
 )
 
-START_MODEL = Path(__file__).parent / "assets" / "start_model"
-
 
 @dataclasses.dataclass
 class Run:
     """The parts of one run, and the counters that belong to none of them.
 
     Attributes:
+        rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
@@ -93,6 +96,7 @@ class Run:
     buffer: ReplayBuffer
     transport: Transport
     rewards: RewardSource
+    gold: RewardSource | None
     evaluator: Evaluator
     decoder: Decoder
     placement: sharding.Placement
@@ -195,21 +199,23 @@ class Run:
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
         start = self.clock()
-        config, mesh = self.config, self.placement.trainer_mesh
-        _, params, _ = hf_weights.load(
-            model_path(config),
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
-            shardings=param_shardings(self.model_config, mesh),
+        weights = start_weights(
+            self.config,
+            self.model_config,
+            self.placement.trainer_mesh,
+            self.placement.searcher_meshes[0],
         )
-        weights = decoder_weights(
-            config, self.model_config, params, mesh, self.placement.searcher_meshes[0]
-        )
-        del params
         self.record_evaluation(0, self.evaluator.run(weights), start)
+
+    def close_rewards(self) -> None:
+        """Stop what computes rewards."""
+        self.rewards.close()
+        if self.gold is not None:
+            self.gold.close()
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
-        self.rewards.close()
+        self.close_rewards()
         self.checkpoints.abandon(timeout_s=30.0)
         self.progress.close()
         self.metrics.close()
@@ -217,7 +223,7 @@ class Run:
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
-        self.rewards.close()
+        self.close_rewards()
         self.transport.close()
         self.checkpoints.close()
         self.progress.close()
@@ -271,19 +277,13 @@ def build(
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    if (
-        config.replay.pace == "trainer"
-        and config.replay.recency_prob
-        and task.train_size() < config.batch.num_prompts
-    ):
-        raise ConfigError(
-            f"config.batch.num_prompts = {config.batch.num_prompts}: task {task.name} has "
-            f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
-            "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
-        )
-    rewards = make_rewards(config, task)
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
+    # Searcher 0 runs evaluations, on the weights that it has.
+    evaluation_mesh = placement.searcher_meshes[0]
+    searcher_devices = [mesh.devices.flat[0] for mesh in placement.searcher_meshes]
+    rewards = make_rewards(config, task, tokenizer, searcher_devices)
+    gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
     policy = policy_config(config, model_config)
     has_adapters = policy.adapters is not None
@@ -348,7 +348,7 @@ def build(
             decoder=decoders[placement.searcher_meshes[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards,
+            rewards=on_device(rewards, placement.searcher_meshes[i].devices.flat[0]),
             reference=references.get(placement.searcher_meshes[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
@@ -357,6 +357,11 @@ def build(
             prompts_per_round=config.search.prompts_per_round,
             samples_per_prompt=config.search.samples_per_prompt,
             settings=sampling_settings(config),
+            explore_share=config.search.explore_share,
+            explore_temperatures=(
+                config.search.explore_min_temperature,
+                config.search.explore_max_temperature,
+            ),
             num_slots=config.search.num_slots or None,
             in_flight=config.search.swap == "in_flight",
             prompt_buckets=prompt_buckets,
@@ -366,10 +371,15 @@ def build(
         )
         for i in range(config.num_searchers)
     ]
-    # Searcher 0 runs it, on the weights that it has.
-    evaluator = make_evaluator(
-        config, task, tokenizer, decoders[placement.searcher_meshes[0]], rewards
-    )
+
+    @functools.cache
+    def start_params() -> Any:
+        if evaluation_mesh in references:
+            return references[evaluation_mesh].params
+        return start_weights(config, model_config, placement.trainer_mesh, evaluation_mesh)
+
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
@@ -392,11 +402,9 @@ def build(
         prompt_buckets=prompt_buckets,
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
+        policy_temperature=config.search.sampling_temperature,
         packed_length=config.batch.packed_length,
-        row_buckets=row_buckets(
-            config.batch.num_prompts * config.objective.group_size,
-            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
-        ),
+        row_buckets=packed_row_buckets(config),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
@@ -413,6 +421,7 @@ def build(
         buffer=buffer,
         transport=transport,
         rewards=rewards,
+        gold=gold,
         evaluator=evaluator,
         decoder=decoders[placement.searcher_meshes[0]],
         placement=placement,

@@ -19,6 +19,7 @@ BUFFER_OPTIONS = {
     "max_age": 0,
     "max_reuse": 0,
     "max_staleness": 0,
+    "similarity": 0.0,
     "seed": 0,
 }
 

@@ -37,7 +37,10 @@ def test_every_preset_validates_and_names_itself(path, preset):
 def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
         config = runpy.run_path(str(path))["get_config"]()
-        assert config.model.path == "" and config.task.data_path == ""
+        assert config.task.data_path == ""
+        for field in ("model.path", "reward.model_path", "eval.gold_model"):
+            value = config_lib.get_field(config, field)
+            assert value == "" or value.startswith("embedded:")
         validate_devices(config, config.num_cpu_devices)
 
 
@@ -49,6 +52,37 @@ def test_gsm8k_is_the_papers_figure_1_run():
     assert (config.objective.beta, config.objective.beta_final) == (0.014, 0.004)
     assert (config.replay.recency_prob, config.sync_period, config.num_searchers) == (0.95, 2, 3)
     assert (config.model.param_dtype, config.optimizer.clip_norm) == ("bfloat16", 0.0)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_red_team_presets_are_appendix_b3(preset):
+    config = load(ROOT / "configs" / "redteam.py", preset)
+    # paper.md 3.3
+    assert config.num_steps == 5000
+    assert config.batch.num_prompts * config.objective.group_size == 128
+    assert (config.objective.beta, config.objective.log_z, config.sync_period) == (
+        0.05,
+        "learned",
+        10,
+    )
+    assert (config.search.min_new_tokens, config.search.max_new_tokens) == (5, 20)
+    assert (config.objective.reward_temperature, config.objective.reward_temperature_final) == (
+        2,
+        1,
+    )
+    victim = config.victim
+    assert (victim.num_samples, victim.temperature, victim.top_p) == (5, 0.7, 0.92)
+    assert config.eval.num_samples == 1024 and config.optimizer.warmup_steps == 100
+    if preset == "gpt2":
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
+        assert config.search.explore_min_temperature == 0.5
+        assert config.objective.reward_temperature_steps == 500
+    else:
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.6, 130_000)
+        assert config.search.explore_min_temperature == 0.7
+        assert config.objective.reward_temperature_steps == 1000
+        assert config.objective.reference_temperature_final == 1.2
+        assert config.objective.reference_temperature_steps == 2000
 
 
 def test_every_field_has_a_comment():
@@ -136,6 +170,28 @@ def test_no_field_is_dead():
             "task.reward_weights = .1.0,.: task.reward names 2 functions",
         ),
         ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        (
+            {"objective.reward_temperature_final": 2.0},
+            "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
+        ),
+        ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
+        ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
+        ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
+        ({"task.name": "redteam"}, "Set --config.search.ownership=any"),
+        (
+            {"task.name": "redteam", "search.ownership": "any", "victim.template": "{question}"},
+            r"must hold \{attack\} once",
+        ),
+        ({"task.name": "redteam", "search.ownership": "any"}, "classifier.target = ''"),
+        (
+            {
+                "task.name": "redteam",
+                "search.ownership": "any",
+                "classifier.kind": "encoder",
+                "classifier.target": "hate",
+            },
+            "classifier.kind=encoder needs a model",
+        ),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
         ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
         (
@@ -144,6 +200,17 @@ def test_no_field_is_dead():
         ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        (
+            {"reward.model_path": "m", "task.reward": "a:b"},
+            "task.reward = 'a:b': config.reward.model_path = 'm' names another reward",
+        ),
+        ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "names another reward"),
+        ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),
+        (
+            {"reward.model_path": "m", "reward.missing_eos": float("-inf")},
+            "reward.missing_eos = -inf: must be a number, or inf",
+        ),
+        ({"reward.batch_size": 0}, "config.reward.batch_size = 0: must be at least 1"),
         ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
         ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),

@@ -453,3 +453,16 @@ def test_more_stop_ids_than_the_session_has_room_for_are_refused(params, decoder
 def test_a_cache_longer_than_the_model_is_refused():
     with pytest.raises(ValueError, match="max_length = 65; the model has 64 positions"):
         make_decoder(max_length=65)
+
+
+def test_responses_to_one_prompt_may_have_temperatures_of_their_own(params, decoder):
+    plain = decode(decoder, params, PROMPTS[:2])
+    temperatures = np.array([[0.7, 1.5, 0.7], [0.7, 0.7, 3.0]])
+    out = decode(decoder, params, PROMPTS[:2], temperatures=temperatures)
+    for i, prompt in enumerate(PROMPTS[:2]):
+        for j in range(3):
+            n = out.lengths[i, j]
+            want = scored(params, prompt, out.tokens[i, j, :n], temperatures[i, j])
+            np.testing.assert_allclose(out.token_logprobs[i, j, :n], want, atol=2e-5)
+            if temperatures[i, j] == SETTINGS.temperature:
+                np.testing.assert_array_equal(out.tokens[i, j], plain.tokens[i, j])

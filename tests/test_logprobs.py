@@ -307,3 +307,34 @@ def test_mask_eos_leaves_only_the_stop_decision_out():
     drop = response_mask(tokens, lengths, eos_ids=(EOS,), mask_eos=True)
     assert keep.tolist() == [[[True, True, False], [True, True, True]]]
     assert drop.tolist() == [[[True, False, False], [True, True, True]]]
+
+
+def test_a_least_length_renormalises_as_the_decoder_does(params):
+    """EOS has half of the probability, so that a mismatch could not hide."""
+    biased = {**params, "embed": params["embed"].at[EOS].mul(4.0)}
+    decoder = Decoder(
+        CONFIG,
+        compute_dtype=jnp.float32,
+        eos_ids=(EOS, 5),
+        pad_id=0,
+        prompt_buckets=(8,),
+        max_length=14,
+    )
+    prompt = np.array([1, 6, 7, 9], np.int32)
+    out = decoder.decode(
+        biased,
+        [prompt],
+        num_samples=32,
+        key=jax.random.key(3),
+        settings=SamplingSettings(6, min_new_tokens=3),
+    )
+    assert out.lengths.min() == 4 and out.lengths.max() <= 6
+    tokens = np.concatenate([np.repeat(left_pad([prompt], 8, 0), 32, axis=0), out.tokens[0]], -1)
+    lengths = np.full((1, 32), 4, np.int32)
+    arguments = (biased, tokens[None], lengths, out.lengths)
+    got = score(*arguments, temperature=1.0, min_new_tokens=3, eos_ids=(EOS, 5))
+    # float32 rounding of about 20 values of size 3, as for plain responses
+    np.testing.assert_allclose(got, out.token_logprobs, atol=5e-5)
+    plain = score(*arguments, temperature=1.0)
+    assert np.abs(np.asarray(plain)[:, :, :3] - out.token_logprobs[:, :, :3]).max() > 0.05
+    np.testing.assert_array_equal(np.asarray(got)[:, :, 3:], np.asarray(plain)[:, :, 3:])

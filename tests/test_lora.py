@@ -3,6 +3,7 @@
 
 import functools
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -257,7 +258,7 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
     sent = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in travelled]
     # To two sets of devices, twice.
     assert sent == [num_bytes] * 4
-    got = [transport.latest(i) for i in range(3)]
+    got: list[Any] = [transport.latest(i) for i in range(3)]
     assert [x.version for x in got] == [6, 6, 6]
     assert got[0] is got[1] is transport.latest(0)
     assert got[0].params["layers"][0]["up"] is on_device["layers"][0]["up"]

@@ -76,6 +76,40 @@ def test_rloo_advantage_against_numpy(group):
     np.testing.assert_allclose(got, -expected / expected.size, atol=1e-6)
 
 
+def test_online_dpo_gradient_against_numpy_and_finite_differences(group):
+    policy, reference, reward = (np.asarray(x, np.float64) for x in group)
+    reward[2] = 0.25  # a group without an order
+    beta = 0.7
+
+    def loss(policy):
+        total = 0.0
+        for h, r in zip(policy - reference, reward, strict=True):
+            if r.max() > r.min():
+                total += np.log1p(np.exp(-beta * (h[r.argmax()] - h[r.argmin()])))
+        return total / 3
+
+    args = (group[1], jnp.asarray(reward, jnp.float32))
+    got = objectives.online_dpo_loss(group[0], *args, beta=beta)
+    np.testing.assert_allclose(got.loss, loss(policy), rtol=1e-6)
+    grad = jax.grad(lambda p: objectives.online_dpo_loss(p, *args, beta=beta).loss)(group[0])
+    step = 1e-6
+    for at in np.ndindex(policy.shape):
+        shifted = [policy.copy(), policy.copy()]
+        shifted[0][at] += step
+        shifted[1][at] -= step
+        slope = (loss(shifted[0]) - loss(shifted[1])) / (2 * step)
+        # float32 gradient of order 0.1 against a central difference in float64
+        np.testing.assert_allclose(grad[at], slope, atol=1e-6)
+    assert np.count_nonzero(grad) == 4  # one pair in each of two groups
+    np.testing.assert_array_equal(grad[2], 0.0)
+
+
+def test_online_dpo_does_not_move_the_reference(group):
+    policy, reference, reward = group
+    grad = jax.grad(lambda r: objectives.online_dpo_loss(policy, r, reward, beta=0.1).loss)
+    np.testing.assert_array_equal(grad(reference), 0.0)
+
+
 def test_stopping_the_gradient_of_log_z_changes_nothing(group):
     policy, reference, reward = group
 
@@ -168,3 +202,34 @@ def test_off_policy_stats():
         stats.ess_fraction, weights.sum() ** 2 / (4 * (weights**2).sum()), rtol=1e-5
     )
     np.testing.assert_allclose(stats.log_ratio_p95, np.quantile(np.log(weights), 0.95), rtol=1e-5)
+
+
+def test_tempered_target_is_the_papers_log_reward():
+    reference, reward = jnp.array([[-3.0, -5.0]]), jnp.array([[-0.2, -1.0]])
+    scaled = objectives.tempered_target(
+        reference, reward, reference_temperature=1.5, reward_temperature=2.0
+    )
+    residual = objectives.tb_residual(jnp.zeros((1, 2)), *scaled, beta=0.05)
+    # log R = (log p_ref / gamma + log R_tox / beta) / T_r; the residual is -log R for log pi = 0
+    expected = -(np.array([[-3.0, -5.0]]) / 1.5 + np.array([[-0.2, -1.0]]) / 0.05) / 2.0
+    np.testing.assert_allclose(residual, expected, rtol=1e-6)
+
+
+def test_temperatures_are_linear_then_constant():
+    values = [float(objectives.temperature_at(i, start=2.0, final=1.0, steps=4)) for i in range(7)]
+    assert values == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0]
+    assert float(objectives.temperature_at(9, start=1.5, final=9.0, steps=0)) == 1.5
+
+
+def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
+    policy, reference = jnp.array([[-1.0, -2.0]]), jnp.array([[-1.5, -1.0]])
+    reward, log_z = jnp.array([[0.5, 0.0]]), jnp.array([0.7])
+
+    def loss(log_z):
+        return objectives.tb_loss(
+            policy, reference, reward, beta=0.5, scale="paper", log_z=log_z
+        ).loss
+
+    residual = np.array([-1.0 + 1.5 - 1.0, -2.0 + 1.0])
+    np.testing.assert_allclose(loss(log_z), np.mean((residual + 0.7) ** 2), rtol=1e-6)
+    np.testing.assert_allclose(jax.grad(loss)(log_z), [2 * np.mean(residual + 0.7)], rtol=1e-5)

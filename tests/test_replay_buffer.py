@@ -645,3 +645,69 @@ def test_options_are_those_of_the_config():
     from tba_jax.config import default_config
 
     assert set(BUFFER_OPTIONS) - {"seed"} == set(default_config().replay)
+
+
+# --- one prompt, and similar responses -----------------------------------------------------------
+
+
+def test_a_single_prompt_fills_as_many_fresh_slots_as_it_has_unused_groups():
+    buffer = make_buffer(recency_prob=1.0, capacity_per_prompt=100)
+    buffer.merge([make_commit({0: [[i, 1] for i in range(10)]})], 0)
+    draws = buffer.sample(4, 3, 0)
+    # 10 // 3 = 3 groups; the fourth slot had to be a replay slot.
+    assert [d.is_fresh for d in draws].count(True) == 3
+    assert buffer.ledger()["fresh_short"] == 1
+    fresh_ids = [i for d in draws if d.is_fresh for i in d.trajectory_ids]
+    assert len(set(fresh_ids)) == 9
+    # What is left of this sync is less than a group, and may fill one more slot at most.
+    assert [d.is_fresh for d in buffer.sample(4, 3, 1)].count(True) <= 1
+
+
+def test_a_waiting_trainer_gets_a_whole_batch_of_one_prompt():
+    buffer = make_buffer(recency_prob=1.0, pace="trainer", capacity_per_prompt=100)
+    buffer.merge([make_commit({0: [[i, 1] for i in range(6)]})], 0)
+    assert buffer.sample(4, 3, 0) is None
+    buffer.merge([make_commit({0: [[i, 2] for i in range(6)]}, round=1)], 0)
+    draws = buffer.sample(4, 3, 0)
+    assert all(d.is_fresh for d in draws)
+    assert len({i for d in draws for i in d.trajectory_ids}) == 12
+
+
+def similar_buffer(**options):
+    return make_buffer(similarity=0.25, capacity_per_prompt=100, **options)
+
+
+def test_of_two_similar_responses_the_better_one_is_kept():
+    base = list(range(10, 20))
+    near, far = [*base[:-1], 99], list(range(30, 40))
+    buffer = similar_buffer()
+    buffer.merge([make_commit({1: [base]}, rewards={1: [0.5]})], 0)
+    # One edit in 20 tokens: near. Equal rewards do not replace.
+    buffer.merge([make_commit({1: [near]}, rewards={1: [0.5]}, round=1)], 0)
+    assert stored(buffer) == [(1, tuple(base))]
+    buffer.merge([make_commit({1: [near, far]}, rewards={1: [0.6, 0.0]}, round=2)], 0)
+    assert stored(buffer) == [(1, tuple(near)), (1, tuple(far))]
+    ledger = buffer.ledger()
+    assert ledger["evicted_similar"] == 2 and ledger["generated"] == 4
+    buffer.check_ledger(0, 4)
+
+
+def test_similar_responses_of_other_prompts_do_not_compete():
+    buffer = similar_buffer()
+    buffer.merge([make_commit({1: [[1, 2, 3, 4]], 2: [[1, 2, 3, 5]]})], 0)
+    assert buffer.num_trajectories == 2
+
+
+def test_an_identical_response_is_replaced_by_the_newest_even_with_similarity():
+    buffer = similar_buffer()
+    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.9]})], 0)
+    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.1]}, round=1)], 0)
+    assert buffer.ledger()["duplicate"] == 1 and buffer.ledger()["evicted_similar"] == 0
+
+
+def test_a_better_response_replaces_the_only_one_of_its_prompt_and_can_be_drawn():
+    buffer = similar_buffer(recency_prob=0.5, seed=3)
+    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.1]})], 0)
+    buffer.merge([make_commit({1: [[1, 2, 3, 5]]}, rewards={1: [0.2]}, round=1)], 1)
+    draws = buffer.sample(2, 2, 1)
+    assert {y.reward for d in draws for y in d.trajectories} == {0.2}

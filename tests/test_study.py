@@ -85,3 +85,15 @@ def test_unknown_study_and_bad_seeds_are_refused(capsys):
         study.main(["nope"])
     assert "invalid choice: 'nope'" in capsys.readouterr().err
     assert study.main(["drivers", "--seeds=0"]) == 2
+
+
+def test_shown_metrics_are_medians_with_their_range():
+    def of(*values):
+        return [{"eval": {"after": {"edit_diversity": v, "success_rate": v}}} for v in values]
+
+    lines = study.shown_table(
+        ["success_rate", "edit_diversity"], {"a": of(0.1, 0.5, 0.3), "b": of(None)}
+    ).splitlines()
+    assert lines[0] == "| variant | success rate | edit diversity |"
+    assert lines[2] == "| a | 30.0% (10.0% to 50.0%) | 0.300 (0.100 to 0.500) |"
+    assert lines[3] == "| b | – | – |"

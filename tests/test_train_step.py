@@ -331,3 +331,40 @@ def test_remat_and_micro_batches_take_less_memory():
     assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
     # A quarter of the rows at a time, and a sum of gradients, small in this model.
     assert temporaries(micro_batch_rows=8) < 0.4 * none
+
+
+def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
+    expected, expected_metrics = run_step(make_batch())
+    off = SETTINGS._replace(reference_temperature_steps=7, reward_temperature_steps=3)
+    state, metrics = run_step(make_batch(), off)
+    assert metrics.keys() == expected_metrics.keys()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+
+
+def test_temperatures_move_with_the_step_and_scale_the_target():
+    batch = make_batch()
+    settings = SETTINGS._replace(
+        reference_temperature=1.0,
+        reference_temperature_final=2.0,
+        reference_temperature_steps=4,
+        reward_temperature=2.0,
+        reward_temperature_final=1.0,
+        reward_temperature_steps=4,
+    )
+    optimizer, step = sgd_step(settings)
+    _, plain = sgd_step(SETTINGS)
+    params = random_params(CONFIG)
+    for at, gamma, heat in ((0, 1.0, 2.0), (2, 1.5, 1.5), (4, 2.0, 1.0), (9, 2.0, 1.0)):
+        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
+        _, metrics = step(state._replace(step=jnp.int32(at)), batch)
+        assert metrics["train/reference_temperature"] == gamma
+        assert metrics["train/reward_temperature"] == heat
+        # The same loss as the plain step's on numbers that were divided by hand.
+        by_hand = batch._replace(
+            reference_logprob=batch.reference_logprob / (gamma * heat),
+            rewards=batch.rewards / heat,
+        )
+        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
+        np.testing.assert_allclose(
+            metrics["train/loss"], plain(state, by_hand)[1]["train/loss"], rtol=1e-6
+        )

@@ -118,6 +118,7 @@ def _buffer(max_bytes: int) -> ReplayBuffer:
         max_age=0,
         max_reuse=0,
         max_staleness=0,
+        similarity=0.0,
         seed=0,
     )
 

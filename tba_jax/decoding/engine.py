@@ -22,6 +22,9 @@ from tba_jax.models import transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
+CHUNK_STEPS = 8
+"""Steps between two looks of the host, unless a decoder is made with another number."""
+
 
 class Decoded(NamedTuple):
     """Responses of one `decode` call; host arrays.
@@ -72,7 +75,7 @@ class Decoder:
         prompt_buckets: Sequence[int],
         max_length: int,
         cache_dtype: Any = None,
-        chunk_steps: int = 8,
+        chunk_steps: int = CHUNK_STEPS,
         cache_sharding: jax.sharding.NamedSharding | None = None,
         implementation: Implementation = "auto",
     ):
@@ -201,6 +204,7 @@ class Decoder:
         min_slots: int | None = None,
         version: int = 0,
         newest: Callable[[], tuple[int, Params] | None] | None = None,
+        temperatures: np.ndarray | None = None,
     ) -> Decoded:
         """Draw `num_samples` responses to each prompt.
 
@@ -214,6 +218,7 @@ class Decoder:
             min_slots: as in `session`.
             version: of `params`.
             newest: asked between chunks for (version, params); a newer version is swapped in.
+            temperatures: float [p S], one for each response; None: that of the settings.
 
         Raises:
             ValueError: a prompt or a setting that cannot be decoded.
@@ -232,8 +237,8 @@ class Decoder:
             version=version,
         )
         keys = row_keys(key, p * k).reshape(p, k, 2)
-        for prompt, own in zip(prompts, keys, strict=True):
-            session.submit(prompt, own, settings)
+        for i, (prompt, own) in enumerate(zip(prompts, keys, strict=True)):
+            session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
         out = Decoded(
             tokens=np.full((p, k, t), self.pad_id, np.int32),
             lengths=np.zeros((p, k), np.int32),

@@ -116,6 +116,7 @@ class _Request(NamedTuple):
     prompt: np.ndarray
     keys: np.ndarray
     settings: SamplingSettings
+    temperatures: np.ndarray
 
 
 class _Waiting(NamedTuple):
@@ -187,7 +188,13 @@ class Session:
         """Nothing queued and nothing unfinished."""
         return not (self._requests or self._waiting or any(self._occupants))
 
-    def submit(self, prompt: np.ndarray, keys: np.ndarray, settings: SamplingSettings) -> int:
+    def submit(
+        self,
+        prompt: np.ndarray,
+        keys: np.ndarray,
+        settings: SamplingSettings,
+        temperatures: np.ndarray | None = None,
+    ) -> int:
         """Queue one prompt; its number, counted from 0.
 
         Slots that were dropped at the end of a queue do not come back: a session that is fed while
@@ -197,6 +204,7 @@ class Session:
             prompt: token ids, at least one.
             keys: uint32 [S 2], threefry key data of each sample.
             settings: how to draw.
+            temperatures: float [S], one for each sample; None: that of the settings.
 
         Raises:
             ValueError: a prompt that is empty, too long or holds an id the model does not have.
@@ -228,7 +236,11 @@ class Session:
                 f"decode() got {len(settings.stop_ids)} stop ids (row {index}); this session was "
                 f"made for {room}. Make it with a larger num_stop_ids"
             )
-        self._requests.append(_Request(index, prompt.astype(np.int32), np.asarray(keys), settings))
+        if temperatures is None:
+            temperatures = np.full(len(keys), settings.temperature, np.float32)
+        self._requests.append(
+            _Request(index, prompt.astype(np.int32), np.asarray(keys), settings, temperatures)
+        )
         self._num_submitted += 1
         if self._started is None:
             self._started = time.perf_counter()
@@ -348,7 +360,7 @@ class Session:
         slots.count[slot] = 0
         slots.is_live[slot] = True
         slots.keys[slot] = request.keys[sample]
-        slots.settings.temperature[slot] = settings.temperature
+        slots.settings.temperature[slot] = request.temperatures[sample]
         slots.settings.top_p[slot] = settings.top_p
         slots.settings.top_k[slot] = settings.top_k
         slots.min_new_tokens[slot] = settings.min_new_tokens

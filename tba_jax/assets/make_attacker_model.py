@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Make the embedded attacker of task redteam: the start model, fine-tuned to write sums.
+
+    python -m tba_jax.assets.make_attacker_model --out=DIR [--seed=0] [--num_steps=300]
+
+The supervised stage that red-teaming begins with, in miniature: maximum likelihood on problems of
+the arithmetic task, each after the beginning-of-sequence token. It knows the task, the start model
+and the fine-tuning command; the invariant it owns: same seed, same machine, same folder.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tba_jax import sft
+from tba_jax.parts import START_MODEL
+from tba_jax.tasks import arithmetic
+
+NUM_ROWS = 20_000
+# Other problems than the ones the arithmetic task trains on, though these could be met as well.
+FIRST_PROBLEM = 64 * arithmetic.TRAIN_SIZE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    parser.add_argument("--num_steps", type=int, default=300, help="optimiser steps")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        data = Path(folder) / "sums.jsonl"
+        problems = (arithmetic.problem(FIRST_PROBLEM + i, "train") for i in range(NUM_ROWS))
+        data.write_text("".join(json.dumps({"response": text}) + "\n" for text, _ in problems))
+        return sft.main(
+            [
+                f"--model={START_MODEL}",
+                f"--data={data}",
+                f"--out={args.out}",
+                f"--num_steps={args.num_steps}",
+                f"--seed={args.seed}",
+                "--batch_size=256",
+                "--learning_rate=2e-3",
+                "--warmup_steps=20",
+            ]
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

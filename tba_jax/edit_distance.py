@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Levenshtein distances between token sequences, one against many at a time.
+
+The near-duplicate test of the replay buffer and a diversity measure that needs no model. It knows
+integers, not what they stand for.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+def edit_distances(
+    tokens: Int[np.ndarray, " m"], others: Sequence[Int[np.ndarray, " _"]]
+) -> Int[np.ndarray, " n"]:
+    """Least number of insertions, deletions and replacements from `tokens` to each of `others`.
+
+    The rows of all n dynamic programmes advance together, a token of `tokens` at a time: O(m) array
+    operations on [n, longest].
+    """
+    lengths = np.array([len(other) for other in others], np.int64)
+    width = int(lengths.max(initial=0))
+    table = np.full((len(others), width), -1, np.int64)  # equals no token; never read at the end
+    for row, other in zip(table, others, strict=True):
+        row[: len(other)] = other
+    columns = np.arange(width + 1)
+    distance = np.broadcast_to(columns, (len(others), width + 1)).copy()
+    for i, token in enumerate(tokens.tolist()):
+        replaced = distance[:, :-1] + (table != token)
+        new = np.minimum(distance[:, 1:] + 1, replaced)
+        new = np.concatenate([np.full((len(others), 1), i + 1), new], axis=1)
+        # Insertions chain along the row: min over j' <= j of new[j'] + (j - j').
+        distance = np.minimum.accumulate(new - columns, axis=1) + columns
+    return distance[np.arange(len(others)), lengths]
+
+
+def mean_pairwise_distance(
+    rows: Sequence[Int[np.ndarray, " _"]], *, max_pairs: int, seed: int
+) -> float:
+    """Mean over pairs of edit distance / length of the longer: 0 all equal, 1 nothing shared.
+
+    Args:
+        rows: token sequences.
+        max_pairs: a sample of about as many pairs is taken where there are more.
+        seed: of that sample.
+
+    Returns:
+        nan for fewer than two rows.
+    """
+    n = len(rows)
+    if n < 2:
+        return float("nan")
+    order = np.random.default_rng(seed).permutation(n)
+    # Each row against the next few of a random circle: every pair of rows is as likely.
+    per_row = max(1, min(n // 2, max_pairs // n))
+    total = 0.0
+    for i in range(n):
+        others = [rows[order[(i + j) % n]] for j in range(1, per_row + 1)]
+        row = rows[order[i]]
+        longest = np.maximum([len(other) for other in others], max(len(row), 1))
+        total += float((edit_distances(row, others) / longest).mean())
+    return total / n
+
+
+def distinct_n(rows: Sequence[Int[np.ndarray, " _"]], n: int) -> float:
+    """Distinct n-grams over all n-grams of the rows; 0 when no row is as long."""
+    grams = [tuple(row[i : i + n].tolist()) for row in rows for i in range(len(row) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def near_duplicates(
+    tokens: Int[np.ndarray, " m"], others: Sequence[Int[np.ndarray, " _"]], similarity: float
+) -> Int[np.ndarray, " d"]:
+    """Indices of the others whose distance is below similarity * (both lengths together)."""
+    lengths = np.array([len(other) for other in others], np.int64)
+    bound: Float[np.ndarray, " n"] = similarity * (lengths + len(tokens))
+    # The difference in length is a lower bound on the distance, and costs nothing.
+    near = np.flatnonzero(np.abs(lengths - len(tokens)) < bound)
+    if not len(near):
+        return near
+    distances = edit_distances(tokens, [others[i] for i in near.tolist()])
+    return near[distances < bound[near]]

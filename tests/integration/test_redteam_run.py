@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Task redteam end to end: the toy, and every real preset on models of its classes, shrunken."""
+
+import json
+import math
+import shutil
+
+import pytest
+from commands import SYNC, lines, losses, run
+from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
+
+TOY = (
+    "num_steps=4",
+    "sync_period=2",
+    "batch.num_prompts=4",
+    "search.prompts_per_round=8",
+    "task.num_eval_prompts=1",
+    "eval.num_samples=32",
+    "eval.num_slots=32",
+    "eval.period=0",
+)
+
+# The size of everything but the path of the code. Five of the golden models have 48 tokens, 16
+# channels, and positions for 128 tokens (encoders: 24).
+SHRUNKEN = (
+    "num_steps=4",
+    "sync_period=2",
+    "num_searchers=1",
+    "placement=shared",
+    "batch.num_prompts=2",
+    "objective.group_size=4",
+    "search.prompts_per_round=1",
+    "search.samples_per_prompt=8",
+    "search.max_new_tokens=10",
+    "search.initial_fill=16",
+    *(f"model.{name}_dtype=float32" for name in ("param", "compute", "rollout")),
+    "victim.dtype=float32",
+    "classifier.dtype=float32",
+    "victim.max_new_tokens=6",
+    "victim.max_prompt_tokens=100",
+    "victim.num_slots=16",
+    "eval.max_new_tokens=10",
+    "eval.num_samples=16",
+    "eval.num_slots=16",
+    "eval.period=0",
+)
+
+
+def check(workdir, num_steps=4):
+    found = losses(workdir)
+    assert sorted(found) == list(range(1, num_steps + 1))
+    assert all(math.isfinite(loss) for loss in found.values())
+    report = json.loads((workdir / "report.json").read_text())
+    for when in ("before", "after"):
+        evaluation = report["eval"][when]
+        assert evaluation["metric"] == "success_rate"
+        assert 0 <= evaluation["success_rate"] <= 1 and 0 < evaluation["edit_diversity"] <= 1
+    return report
+
+
+@pytest.mark.slow
+def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
+    options = {"cache": cache, "config": "configs/redteam.py"}
+    done = run(tmp_path / "a", *SYNC, *TOY, "checkpoint.period=2", **options)
+    assert done.returncode == 0, done.stderr
+    report = check(tmp_path / "a")
+    # 8 x 16 attacks for each of two syncs
+    assert report["ledger"]["generated"] == 256
+    # The gap is that of responses drawn at the policy's own temperature.
+    gaps = [
+        r["train/sampler_gap"]
+        for r in lines(tmp_path / "a" / "metrics.jsonl")
+        if r.get("train/sampler_gap") is not None
+    ]
+    # float32 rounding over 12 tokens; a mismatch of temperatures or of the least length is > 0.01
+    assert gaps and max(gaps) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("log_z", ["vargrad", "learned"])
+def test_a_killed_toy_run_ends_as_the_unkilled_one(cache, tmp_path, log_z):
+    options = {"cache": cache, "config": "configs/redteam.py"}
+    arguments = (*SYNC, *TOY, f"objective.log_z={log_z}", "checkpoint.period=2")
+    whole = run(tmp_path / "a", *arguments, **options)
+    assert whole.returncode == 0, whole.stderr
+    half = run(tmp_path / "b", *arguments, **options)
+    assert half.returncode == 0, half.stderr
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    # Back to the checkpoint of step 2, as a run that was killed after it.
+    shutil.rmtree(tmp_path / "b" / "checkpoints" / "4")
+    (tmp_path / "b" / "report.json").unlink()
+    again = run(tmp_path / "b", *arguments, **options)
+    assert again.returncode == 0, again.stderr
+    assert "resumed" in again.stdout
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.slow
+def test_gpt2_preset_on_shrunken_models(cache, tmp_path):
+    done = run(
+        tmp_path / "run",
+        *SHRUNKEN,
+        f"model.path={write_gpt2(tmp_path / 'attacker')}",
+        f"victim.path={write_gpt2(tmp_path / 'victim')}",
+        "victim.template=do {attack}: ",
+        f"classifier.path={write_roberta(tmp_path / 'judge')}",
+        "classifier.max_tokens=20",
+        f"eval.embedding_path={write_minilm(tmp_path / 'minilm')}",
+        cache=cache,
+        config="configs/redteam.py:gpt2",
+    )
+    assert done.returncode == 0, done.stderr
+    report = check(tmp_path / "run")
+    assert math.isfinite(report["eval"]["after"]["cosine_diversity"])
+    first = next(r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r)
+    assert first["train/reward_temperature"] == 2.0
+    # Learned: 0 before the first update.
+    assert first["train/log_z"] == 0.0
+    assert first["train/response_length_mean"] >= 6  # at least 5 tokens, then the end
+
+
+@pytest.mark.slow
+def test_llama_preset_on_shrunken_models(cache, tmp_path):
+    done = run(
+        tmp_path / "run",
+        *SHRUNKEN,
+        f"model.path={write_llama(tmp_path / 'attacker')}",
+        f"victim.path={write_llama(tmp_path / 'victim')}",
+        f"classifier.path={write_llama(tmp_path / 'guard')}",
+        "classifier.max_tokens=100",
+        f"eval.embedding_path={write_minilm(tmp_path / 'minilm')}",
+        cache=cache,
+        config="configs/redteam.py:llama",
+    )
+    assert done.returncode == 0, done.stderr
+    check(tmp_path / "run")
+    steps = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert [r["train/reference_temperature"] for r in steps] == pytest.approx(
+        [1.0 + 0.2 * i / 2000 for i in range(4)]
+    )
+
+
+def test_a_missing_victim_is_one_line(cache, tmp_path):
+    done = run(
+        tmp_path / "run",
+        *TOY,
+        "victim.path=/no/such/victim",
+        cache=cache,
+        config="configs/redteam.py",
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "/no/such/victim" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
