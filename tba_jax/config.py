@@ -28,7 +28,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 PACES = ("off", "trainer")
 EVICTIONS = ("oldest", "lowest_reward")
 OWNERSHIPS = ("by_prompt", "any")
-PLACEMENTS = ("auto", "shared", "split")
+PLACEMENTS = ("auto", "shared", "split", "pod")
 SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
@@ -47,9 +47,9 @@ def default_config() -> Config:
     config.driver = "async"  # async: searcher threads beside the trainer; sync: one thread
     config.num_steps = 100  # optimiser steps of the run
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
-    config.num_searchers = 1  # searchers (threads of the asynchronous driver)
-    config.placement = "auto"  # shared: one device set; split: apart; auto: split where they fit
-    config.num_trainer_devices = 1  # devices of the trainer's mesh; split: searchers get others
+    config.num_searchers = 1  # searchers (threads of the asynchronous driver); pod: of all hosts
+    config.placement = "auto"  # shared devices; split: apart; auto: split if it fits; pod: hosts
+    config.num_trainer_devices = 1  # of the trainer's mesh (split, pod: searchers get others)
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
 
     config.task = ConfigDict()
@@ -125,6 +125,9 @@ def default_config() -> Config:
     config.replay.max_reuse = 0  # times a response may be drawn; 0: without bound
     config.replay.max_staleness = 0  # fresh slots wait for data at most this stale; 0: off
 
+    config.pod = ConfigDict()
+    config.pod.heartbeat_s = 20  # a process that is silent for this long is dead, and all end
+
     config.sync = ConfigDict()
     config.sync.transport = "memory"  # memory, or checkpoint: through Orbax in the workdir
     config.sync.keep = 2  # checkpoint transport: published versions kept on disk
@@ -137,6 +140,7 @@ def default_config() -> Config:
     config.checkpoint = ConfigDict()
     config.checkpoint.period = 50  # steps between checkpoints; 0: only at the end and on a stop
     config.checkpoint.keep = 2  # checkpoints kept
+    config.checkpoint.timeout_s = 600  # storage (or another host) that takes longer has failed
 
     config.eval = ConfigDict()
     config.eval.period = 50  # steps between evaluations; 0: before and after only
@@ -203,6 +207,8 @@ RESUME_MAY_CHANGE = frozenset(
         "log.watchdog_s",
         "checkpoint.period",
         "checkpoint.keep",
+        "checkpoint.timeout_s",
+        "pod.heartbeat_s",
         "reward.num_workers",
         "reward.timeout_s",
         "reward.max_failure_rate",
@@ -292,6 +298,8 @@ def validate(config: Config) -> None:
         ("reward.num_workers", 1),
         ("checkpoint.period", 0),
         ("checkpoint.keep", 1),
+        ("checkpoint.timeout_s", 1),
+        ("pod.heartbeat_s", 2),
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
@@ -429,6 +437,14 @@ def _validate_combinations(config: Config) -> None:
             "the synchronous driver has nobody to wait for",
             "Set --config.replay.pace=off.",
         )
+    if config.placement == "pod":
+        _need(
+            config.sync.transport == "memory",
+            "sync.transport",
+            config.sync.transport,
+            "in a pod every host takes its weights from the trainer's mesh",
+            "Set --config.sync.transport=memory.",
+        )
     if config.task.data_path:
         _need(
             os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
@@ -447,12 +463,48 @@ def _validate_combinations(config: Config) -> None:
     )
 
 
-def validate_devices(config: Config, num_devices: int) -> None:
-    """Check the parts of the placement that depend on how many devices this process has.
+def _validate_pod(config: Config, num_devices: int, num_hosts: int) -> None:
+    for field in ("num_trainer_devices", "num_searchers"):
+        value = get_field(config, field)
+        _need(
+            value < num_hosts or value % num_hosts == 0,
+            field,
+            value,
+            f"the {num_hosts} processes of the pod have equal shares, at least one each",
+            f"Give a multiple of {num_hosts}.",
+        )
+    mine = max(1, config.num_trainer_devices // num_hosts)
+    _need(
+        mine <= num_devices,
+        "num_trainer_devices",
+        config.num_trainer_devices,
+        f"each of the {num_hosts} processes sees {num_devices} devices",
+        "Lower it.",
+    )
+    rows = config.batch.num_prompts
+    _need(
+        rows % (mine * num_hosts) == 0,
+        "batch.num_prompts",
+        rows,
+        f"must divide by the {mine * num_hosts} trainer devices of {num_hosts} processes",
+        "Raise or lower it.",
+    )
+
+
+def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:
+    """Check the parts of the placement that depend on how many devices there are.
+
+    Args:
+        config: validated.
+        num_devices: of this process.
+        num_hosts: processes of the run.
 
     Raises:
         ConfigError: as `validate`.
     """
+    if config.placement == "pod":
+        _validate_pod(config, num_devices, num_hosts)
+        return
     if config.placement != "split":
         _need(
             config.num_trainer_devices <= num_devices,

@@ -288,7 +288,36 @@ class ReplayBuffer:
             assert slot is not None, "bytes are counted but nothing is stored"
             self._evict(slot, "bytes")
 
-    def sample(self, num_prompts: int, group_size: int, step: int) -> list[Draw] | None:
+    def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
+        """Whether `sample` would return a batch; slot kinds that this decides stay decided."""
+        with self._lock:
+            self._age(step)
+            plan = self._slot_kinds(num_prompts)
+            short = sum(plan) - self._num_fresh(sum(plan))
+            return not (short > 0 and self._pace == "trainer") and self._suffices(
+                num_prompts, group_size
+            )
+
+    def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
+        """What a batch whose slot kinds somebody else decides could get from this buffer.
+
+        Returns:
+            Whether it can fill the slots at all; and fresh prompts, no exact count above
+            `num_prompts`.
+        """
+        with self._lock:
+            self._age(step)
+            return self._suffices(num_prompts, group_size), self._num_fresh(num_prompts)
+
+    def sample(
+        self,
+        num_prompts: int,
+        group_size: int,
+        step: int,
+        *,
+        num_fresh: int | None = None,
+        num_short: int = 0,
+    ) -> list[Draw] | None:
         """Draw a batch: `num_prompts` slots of `group_size` responses.
 
         Each slot is fresh with probability `recency_prob`. Fresh: a prompt with unused responses
@@ -302,6 +331,9 @@ class ReplayBuffer:
             num_prompts: p.
             group_size: K.
             step: trainer step the batch is for.
+            num_fresh: where hosts share a batch, how many of these slots are fresh (at most what
+                `supply` said); None: this buffer decides.
+            num_short: with `num_fresh`, slots to count as `fresh_short`.
 
         Returns:
             The slots; None when the trainer must wait: nothing is stored, `max_reuse` leaves too
@@ -309,24 +341,37 @@ class ReplayBuffer:
             decided stay decided over a wait, so waiting does not bias the fresh share.
         """
         with self._lock:
-            self._step = step
-            self._evict_aged(step)
-            self._drop_stale(step)
-            plan = self._plan
-            if plan is None or len(plan) != num_prompts:
-                plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
-                self._plan = plan
-            short = max(0, sum(plan) - self._num_fresh(sum(plan)))
-            if (short and self._pace == "trainer") or not self._suffices(num_prompts, group_size):
+            self._age(step)
+            if num_fresh is None:
+                plan = self._slot_kinds(num_prompts)
+                num_short = max(0, sum(plan) - self._num_fresh(sum(plan)))
+                num_fresh = sum(plan) - num_short
+                if num_short and self._pace == "trainer":
+                    return None
+            else:
+                plan = [slot < num_fresh for slot in range(num_prompts)]
+            if not self._suffices(num_prompts, group_size):
                 return None
             taken: set[int] = set()
-            fresh = [self._draw_fresh(taken, group_size) for _ in range(sum(plan) - short)]
+            fresh = [self._draw_fresh(taken, group_size) for _ in range(num_fresh)]
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
             for pool in (self._replay, *(f.pool for f in self._fresh.values())):
                 pool.give_back()
-            self._counters["fresh_short"] += short
+            self._counters["fresh_short"] += num_short
             self._plan = None
             return [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
+
+    def _age(self, step: int) -> None:
+        """What the passing of steps does: old responses go, and stop being fresh."""
+        self._step = step
+        self._evict_aged(step)
+        self._drop_stale(step)
+
+    def _slot_kinds(self, num_prompts: int) -> list[bool]:
+        """Which slots of the next batch should be fresh, decided once for each batch."""
+        if self._plan is None or len(self._plan) != num_prompts:
+            self._plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
+        return self._plan
 
     def _drop_stale(self, step: int) -> None:
         if not self._max_staleness:

@@ -47,7 +47,7 @@ class Placement(NamedTuple):
 
     Attributes:
         trainer_mesh: mesh with the axis `data`.
-        searcher_devices: one device per searcher.
+        searcher_devices: one device per searcher of this process.
     """
 
     trainer_mesh: Mesh
@@ -65,13 +65,63 @@ class Placement(NamedTuple):
 
     def publication_shardings(self) -> list[SingleDeviceSharding | None]:
         """Where each searcher wants its weights; None: the publish program's output serves."""
-        if self.trainer_mesh.devices.size == 1:
-            trainer_device = self.trainer_mesh.devices.item()
+        local = self.trainer_mesh.local_devices
+        if len(local) == 1:
+            trainer_device = local[0]
             return [
                 None if device == trainer_device else SingleDeviceSharding(device)
                 for device in self.searcher_devices
             ]
         return [SingleDeviceSharding(device) for device in self.searcher_devices]
+
+
+def host_share(total: int, num_hosts: int) -> int:
+    """What one host has of something that the hosts of a pod divide: at least one."""
+    return max(1, total // num_hosts)
+
+
+def host_part(tree: Any) -> Any:
+    """This host's copy of a tree that is replicated over a mesh of several hosts: no transfer."""
+    return jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
+def to_mesh(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    """A copy of a tree that every host holds whole, placed on a mesh over several hosts."""
+
+    def move(x: Any) -> Any:
+        host = np.asarray(x)
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(move, tree)
+
+
+def place_pod(
+    devices: Sequence[Any],
+    *,
+    process_id: int,
+    num_trainer_devices: int,
+    num_searchers: int,
+) -> Placement:
+    """Split the devices of all hosts: on each, some train and the others search.
+
+    The trainer's mesh has the first devices of every host, host after host, so that a host's rows
+    of a batch are together. Where no device is left searchers share the trainer's.
+
+    Args:
+        devices: of all processes.
+        process_id: whose searchers are placed.
+        num_trainer_devices, num_searchers: over all hosts; each has an equal share, at least one.
+    """
+    hosts: dict[int, list[Any]] = {}
+    for device in devices:
+        hosts.setdefault(device.process_index, []).append(device)
+    mine = host_share(num_trainer_devices, len(hosts))
+    trainer = [device for host in sorted(hosts) for device in hosts[host][:mine]]
+    pool = hosts[process_id][mine:] or hosts[process_id][:mine]
+    searchers = range(host_share(num_searchers, len(hosts)))
+    return Placement(
+        Mesh(np.array(trainer), ("data",)), tuple(pool[s % len(pool)] for s in searchers)
+    )
 
 
 def place(

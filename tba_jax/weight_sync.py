@@ -39,8 +39,11 @@ class Transport(Protocol):
         """Make `params` the newest version; returns when the source may be donated."""
         ...
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest complete version, on that searcher's devices; None before the first one."""
+    def latest(self, reader: int) -> Published | None:
+        """Newest complete version, on that reader's devices; None before the first one.
+
+        Readers are this process's searchers, counted from 0.
+        """
         ...
 
     def poll(self) -> bool:
@@ -78,6 +81,8 @@ class MemoryTransport:
             copy made by the publish program is the only one.
         layout: what readers want the tree to look like (the decoder wants layers apart); None: as
             the trainer has it.
+        to_host: takes what the publish program returns on a mesh over several hosts to arrays of
+            this host alone, which can then go to its searchers' devices; None: they are already.
     """
 
     def __init__(
@@ -85,8 +90,10 @@ class MemoryTransport:
         dtype: jnp.dtype,
         shardings: Sequence[jax.sharding.Sharding | None],
         layout: Layout | None = None,
+        to_host: Callable[[Any], Any] | None = None,
     ) -> None:
         self._program = make_publish_program(dtype, layout)
+        self._to_host = to_host
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
@@ -97,7 +104,8 @@ class MemoryTransport:
         Raises:
             ValueError: when the tree differs from the version before.
         """
-        self.put(version, self._program(params))
+        copied = self._program(params)
+        self.put(version, copied if self._to_host is None else self._to_host(copied))
 
     def put(self, version: int, params: Any) -> None:
         """Swap in params that already are a copy in the rollout dtype and the readers' layout."""
@@ -115,10 +123,10 @@ class MemoryTransport:
                 check_same_tree(self._published[0].params, params)
             self._published = [Published(version, by_sharding[s]) for s in self._shardings]
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest version on that searcher's devices."""
+    def latest(self, reader: int) -> Published | None:
+        """Newest version on that reader's devices."""
         with self._lock:
-            return None if self._published is None else self._published[searcher]
+            return None if self._published is None else self._published[reader]
 
     def poll(self) -> bool:
         """Nothing to move: publication is complete when `publish` returns."""
@@ -244,9 +252,9 @@ class CheckpointTransport:
         self._mailbox.put(version, self._layout(params))
         return True
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest restored version on that searcher's devices."""
-        return self._mailbox.latest(searcher)
+    def latest(self, reader: int) -> Published | None:
+        """Newest restored version on that reader's devices."""
+        return self._mailbox.latest(reader)
 
     def close(self) -> None:
         """Wait for the save under way and release Orbax's threads."""
