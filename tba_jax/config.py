@@ -49,8 +49,12 @@ def default_config() -> Config:
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
     config.num_searchers = 1  # searchers (threads of the asynchronous driver); pod: of all hosts
     config.placement = "auto"  # shared devices; split: apart; auto: split if it fits; pod: hosts
-    config.num_trainer_devices = 1  # of the trainer's mesh (split, pod: searchers get others)
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
+
+    config.mesh = ConfigDict()  # the trainer's devices: data x fsdp x model of them
+    config.mesh.data = 1  # whole copies of the train state, rows divided; pod: 1 is 1 per host
+    config.mesh.fsdp = 1  # train state and rows divided; weights gathered layer by layer
+    config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
     config.task.name = "arithmetic"  # one of TASKS
@@ -103,10 +107,13 @@ def default_config() -> Config:
     config.search.samples_per_prompt = 16  # S >= K: responses drawn per prompt
     config.search.prompts_per_round = 16  # prompts a searcher takes per round
     config.search.max_new_tokens = 48  # response limit in tokens
+    config.search.num_devices = 1  # devices of each searcher, which divide its weights and cache
     config.search.num_slots = 0  # unfinished responses at a time; 0: all of a round
     config.search.cache_dtype = ""  # of cached keys and values; empty: model.rollout_dtype
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
+    config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
+    config.search.min_new_tokens = 0  # a response cannot end before it has as many tokens
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
@@ -146,6 +153,8 @@ def default_config() -> Config:
     config.eval.period = 50  # steps between evaluations; 0: before and after only
     config.eval.max_new_tokens = 48  # response limit in tokens
     config.eval.num_slots = 128  # unfinished responses at a time
+    config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
+    config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()
@@ -157,14 +166,19 @@ def default_config() -> Config:
     return config
 
 
-def _need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
+def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
+    """Refuse a value: field, value, rule, remedy.
+
+    Raises:
+        ConfigError: unless `ok`.
+    """
     if not ok:
         raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 
 def _one_of(config: Config, field: str, allowed: Sequence[str]) -> None:
     value = get_field(config, field)
-    _need(
+    need(
         value in allowed,
         field,
         value,
@@ -265,8 +279,10 @@ def validate(config: Config) -> None:
         ("num_steps", 1),
         ("sync_period", 1),
         ("num_searchers", 1),
-        ("num_trainer_devices", 1),
         ("num_cpu_devices", 1),
+        ("mesh.data", 1),
+        ("mesh.fsdp", 1),
+        ("mesh.model", 1),
         ("task.max_prompt_tokens", 1),
         ("task.num_eval_prompts", 0),
         ("batch.num_prompts", 1),
@@ -284,7 +300,9 @@ def validate(config: Config) -> None:
         ("search.samples_per_prompt", 1),
         ("search.prompts_per_round", 1),
         ("search.max_new_tokens", 1),
+        ("search.num_devices", 1),
         ("search.num_slots", 0),
+        ("search.min_new_tokens", 0),
         ("search.outbox_bytes", 1),
         ("search.initial_fill", 0),
         ("search.exact_lag", 0),
@@ -303,11 +321,13 @@ def validate(config: Config) -> None:
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
+        ("eval.num_samples", 1),
+        ("eval.temperature", 0.0),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
     ):
         value = get_field(config, field)
-        _need(value >= least, field, value, f"must be at least {least}", "Raise it.")
+        need(value >= least, field, value, f"must be at least {least}", "Raise it.")
     for field in (
         "objective.beta",
         "objective.beta_final",
@@ -319,7 +339,7 @@ def validate(config: Config) -> None:
         "log.watchdog_s",
     ):
         value = get_field(config, field)
-        _need(value > 0, field, value, "must be positive", "Give a value above 0.")
+        need(value > 0, field, value, "must be positive", "Give a value above 0.")
     for field in (
         "replay.recency_prob",
         "replay.uniform_mix",
@@ -328,28 +348,51 @@ def validate(config: Config) -> None:
         "optimizer.b2",
     ):
         value = get_field(config, field)
-        _need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
+        need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
     _validate_combinations(config)
 
 
 def _validate_combinations(config: Config) -> None:
     k = config.objective.group_size
-    _need(
+    need(
         config.search.samples_per_prompt >= k,
         "search.samples_per_prompt",
         config.search.samples_per_prompt,
         f"a group needs K = objective.group_size = {k} responses, so S must be at least K",
         f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
     )
-    _need(
+    need(
         config.replay.capacity_per_prompt >= k,
         "replay.capacity_per_prompt",
         config.replay.capacity_per_prompt,
         f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
         f"Set --config.replay.capacity_per_prompt={k} or more.",
     )
+    need(
+        0 < config.search.top_p <= 1,
+        "search.top_p",
+        config.search.top_p,
+        "must lie in (0, 1]",
+        "Set --config.search.top_p=1.0 to draw from every token.",
+    )
+    need(
+        config.search.min_new_tokens <= config.search.max_new_tokens,
+        "search.min_new_tokens",
+        config.search.min_new_tokens,
+        f"is above search.max_new_tokens = {config.search.max_new_tokens}",
+        "Lower it.",
+    )
+    batch_parts = config.mesh.data * config.mesh.fsdp
+    rows = config.batch.num_prompts
+    need(
+        rows % batch_parts == 0,
+        "batch.num_prompts",
+        rows,
+        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
+        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
+    )
     if config.objective.beta_schedule == "constant":
-        _need(
+        need(
             config.objective.beta_final == config.objective.beta
             or config.objective.beta_steps == 0,
             "objective.beta_final",
@@ -358,7 +401,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.objective.beta_schedule=linear.",
         )
     else:
-        _need(
+        need(
             config.objective.beta_steps >= 1,
             "objective.beta_steps",
             config.objective.beta_steps,
@@ -366,15 +409,23 @@ def _validate_combinations(config: Config) -> None:
             "Give the number of steps.",
         )
     if config.optimizer.schedule == "wsd":
-        _need(
+        need(
             config.optimizer.decay_steps >= 1,
             "optimizer.decay_steps",
             config.optimizer.decay_steps,
             "optimizer.schedule=wsd needs a decay horizon",
             "Give the number of steps.",
         )
+    if config.eval.num_samples > 1:
+        need(
+            config.eval.temperature > 0,
+            "eval.num_samples",
+            config.eval.num_samples,
+            "greedy responses to a prompt are all the same",
+            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
+        )
     if config.search.exact_lag:
-        _need(
+        need(
             config.driver == "sync",
             "search.exact_lag",
             config.search.exact_lag,
@@ -382,7 +433,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.driver=sync.",
         )
     if config.search.swap == "in_flight":
-        _need(
+        need(
             config.driver == "async" and config.objective.name == "tb",
             "search.swap",
             config.search.swap,
@@ -391,7 +442,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
         )
     if config.reference.reset_period:
-        _need(
+        need(
             config.reference.placement == "trainer",
             "reference.reset_period",
             config.reference.reset_period,
@@ -399,14 +450,14 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.reference.placement=trainer.",
         )
     if config.replay.max_staleness:
-        _need(
+        need(
             config.replay.pace == "trainer",
             "replay.max_staleness",
             config.replay.max_staleness,
             "bounding the staleness of fresh slots makes the trainer wait",
             "Set --config.replay.pace=trainer.",
         )
-        _need(
+        need(
             config.replay.max_staleness >= config.sync_period - 1,
             "replay.max_staleness",
             config.replay.max_staleness,
@@ -415,7 +466,7 @@ def _validate_combinations(config: Config) -> None:
             "Lower sync_period or raise it.",
         )
     if config.replay.max_reuse:
-        _need(
+        need(
             config.replay.pace == "trainer",
             "replay.max_reuse",
             config.replay.max_reuse,
@@ -423,14 +474,14 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.replay.pace=trainer.",
         )
     if config.driver == "sync":
-        _need(
+        need(
             config.search.initial_fill == 0,
             "search.initial_fill",
             config.search.initial_fill,
             "the synchronous driver searches exactly what the next steps need",
             "Set --config.search.initial_fill=0.",
         )
-        _need(
+        need(
             config.replay.pace == "off",
             "replay.pace",
             config.replay.pace,
@@ -438,7 +489,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.replay.pace=off.",
         )
     if config.placement == "pod":
-        _need(
+        need(
             config.sync.transport == "memory",
             "sync.transport",
             config.sync.transport,
@@ -446,7 +497,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.sync.transport=memory.",
         )
     if config.task.data_path:
-        _need(
+        need(
             os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
             "task.data_path",
             config.task.data_path,
@@ -454,86 +505,10 @@ def _validate_combinations(config: Config) -> None:
             "Give a folder that holds train.jsonl and test.jsonl.",
         )
     reward = config.task.reward
-    _need(
+    need(
         not reward or (reward.count(":") == 1 and all(reward.split(":"))),
         "task.reward",
         reward,
         "must read package.module:function",
         "For example --config.task.reward=my_rewards:length_reward.",
-    )
-
-
-def _validate_pod(config: Config, num_devices: int, num_hosts: int) -> None:
-    for field in ("num_trainer_devices", "num_searchers"):
-        value = get_field(config, field)
-        _need(
-            value < num_hosts or value % num_hosts == 0,
-            field,
-            value,
-            f"the {num_hosts} processes of the pod have equal shares, at least one each",
-            f"Give a multiple of {num_hosts}.",
-        )
-    mine = max(1, config.num_trainer_devices // num_hosts)
-    _need(
-        mine <= num_devices,
-        "num_trainer_devices",
-        config.num_trainer_devices,
-        f"each of the {num_hosts} processes sees {num_devices} devices",
-        "Lower it.",
-    )
-    rows = config.batch.num_prompts
-    _need(
-        rows % (mine * num_hosts) == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by the {mine * num_hosts} trainer devices of {num_hosts} processes",
-        "Raise or lower it.",
-    )
-
-
-def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:
-    """Check the parts of the placement that depend on how many devices there are.
-
-    Args:
-        config: validated.
-        num_devices: of this process.
-        num_hosts: processes of the run.
-
-    Raises:
-        ConfigError: as `validate`.
-    """
-    if config.placement == "pod":
-        _validate_pod(config, num_devices, num_hosts)
-        return
-    if config.placement != "split":
-        _need(
-            config.num_trainer_devices <= num_devices,
-            "num_trainer_devices",
-            config.num_trainer_devices,
-            f"this process sees {num_devices} devices",
-            "Lower it.",
-        )
-    else:
-        _need(
-            config.num_trainer_devices < num_devices,
-            "num_trainer_devices",
-            config.num_trainer_devices,
-            f"placement=split needs a device for searchers, and this process sees {num_devices}",
-            ("Lower it, or set" if num_devices > 1 else "Set") + " --config.placement=shared.",
-        )
-        left = num_devices - config.num_trainer_devices
-        _need(
-            config.num_searchers <= left,
-            "num_searchers",
-            config.num_searchers,
-            f"placement=split leaves {left} devices for searchers, one each",
-            f"Set --config.num_searchers={left} or --config.placement=shared.",
-        )
-    rows = config.batch.num_prompts
-    _need(
-        rows % config.num_trainer_devices == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by the {config.num_trainer_devices} trainer devices",
-        "Raise or lower it.",
     )

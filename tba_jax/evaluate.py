@@ -15,30 +15,55 @@ from typing import Any
 
 from tba_jax.command_line import override
 from tba_jax.config import Config, validate
+from tba_jax.metrics import format_metric, metric_label
 
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
-    """Evaluate params on the task of a config; greedy, the whole configured split."""
-    from tba_jax.parts import make_decoder, make_evaluator
-    from tba_jax.rewards.pool import RewardPool
+    """Evaluate params on the task of a config, decoding as its `eval` section says.
+
+    Args:
+        config: of the run or of the command line.
+        model_config: the architecture.
+        params: parameters on the devices of `parts.reading_mesh`, layers stacked.
+        folder: of the model, for its tokenizer.
+
+    Raises:
+        ValueError: there are fewer devices than search.num_devices.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from tba_jax.parts import (
+        decoder_weights,
+        make_decoder,
+        make_evaluator,
+        make_rewards,
+        reading_mesh,
+    )
     from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
+    devices = jax.local_devices()
+    num = config.search.num_devices
+    if num > len(devices):
+        raise ValueError(
+            f"search.num_devices = {num}, and there are {len(devices)} devices; give "
+            f"--config.search.num_devices={len(devices)}"
+        )
     task = get_task(config.task.name, config.task.data_path)
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
+    rewards = make_rewards(config, task)
     try:
         tokenizer = Tokenizer.load(folder)
-        decoder = make_decoder(config, model_config, tokenizer)
+        mesh = Mesh(np.array(devices[:num]), ("model",))
+        decoder = make_decoder(config, model_config, tokenizer, mesh)
         evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
-        return evaluator.run(params).metrics()
+        source = reading_mesh(model_config, devices)
+        weights = decoder_weights(config, model_config, params, source, mesh)
+        return evaluator.run(weights).metrics()
     finally:
         rewards.close()
 
@@ -72,16 +97,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             step, model_config, params, _, folder = load_policy(args.workdir)
             what = f"{args.workdir} at step {step}"
         elif args.config:
+            import jax
             import jax.numpy as jnp
 
-            from tba_jax.models import hf_weights
+            from tba_jax.models import families, hf_weights
+            from tba_jax.models.shardings import param_shardings
+            from tba_jax.parts import reading_mesh
 
             config = override(None, [f"--config={args.config}", *overrides])
             validate(config)
             what = args.model or model_path(config)
             folder = str(hf_weights.resolve(what))
-            model_config, params, _ = hf_weights.load(
-                folder, param_dtype=jnp.dtype(config.model.rollout_dtype)
+            model_config = families.transformer_config(hf_weights.load_config(folder))
+            _, params, _ = hf_weights.load(
+                folder,
+                param_dtype=jnp.dtype(config.model.rollout_dtype),
+                shardings=param_shardings(
+                    model_config, reading_mesh(model_config, jax.local_devices())
+                ),
             )
         else:
             raise ValueError("give --workdir, or --config with an optional --model")
@@ -92,9 +125,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps({"model": what, **result}))
     else:
-        skipped = result["num_skipped"]
+        skipped, metric = result["num_skipped"], result["metric"]
         print(
-            f"{what}: pass@1 {100 * result['pass_at_1']:.1f} % of {result['n']} held-out prompts"
+            f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
+            f"{result['n']} held-out prompts"
             + (f" ({skipped} skipped as too long)" if skipped else "")
             + f", {result['response_length_mean']:.1f} tokens per response"
         )

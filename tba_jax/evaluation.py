@@ -1,36 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out evaluation of a policy: greedy responses to the task's evaluation split, graded.
+"""Held-out evaluation of a policy: responses to the task's evaluation split, graded and measured.
 
-It uses the decoder and the reward pool that training uses, at one pinned policy version. It does
-not know whether a trainer is running.
+It uses the decoder and the reward source that training uses, at one pinned policy version. It does
+not know whether a trainer is running, nor what a task counts as good: it reports the mean reward,
+pass@k where that is the task's headline, and whatever the metric functions it is given return.
+Invariant: the same weights give the same figures, because every call draws from the same key.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
 from tba_jax.rewards.source import RewardSource
 from tba_jax.trajectory import Prompt
+
+
+class Responses(NamedTuple):
+    """What a metric function gets: the responses of one evaluation, and what was made of them.
+
+    Attributes:
+        params: the weights that were evaluated, in the decoder's layout, on its device.
+        prompts: p prompts.
+        decoded: tokens [p n t], lengths [p n] and so on; n = samples per prompt.
+        texts: n response texts per prompt.
+        rewards: n rewards per prompt, None where one could not be computed.
+    """
+
+    params: Any
+    prompts: Sequence[Prompt]
+    decoded: Decoded
+    texts: list[list[str]]
+    rewards: list[list[float | None]]
+
+
+# Named floats made of one evaluation, e.g. {"win_rate": 0.61}.
+MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
 class Evaluation(NamedTuple):
     """Result of one evaluation.
 
     Attributes:
-        pass_at_1: mean reward of the greedy responses (share right where rewards are 0 or 1).
+        metric: name of the headline, a key of `values`.
+        values: metric name -> value. `reward_mean` is the mean of the rewards that could be
+            computed. Where the headline is `pass_at_1`: that, the mean reward with what could not
+            be graded counted as 0 (share right where rewards are 0 or 1), and pass_at_2, 4, ... up
+            to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
-        num_failed: responses whose reward could not be computed; they count as 0 in pass_at_1.
+        num_failed: responses whose reward could not be computed.
         response_length_mean: tokens, end-of-sequence included.
         kind_share: share of the task's first response kind, 0 where it names none.
-        texts: every response.
-        rewards: every reward, None where it failed.
+        texts: the first response to every prompt.
+        rewards: their rewards, None where one failed.
     """
 
-    pass_at_1: float
+    metric: str
+    values: dict[str, float]
     n: int
     num_skipped: int
     num_failed: int
@@ -39,10 +69,11 @@ class Evaluation(NamedTuple):
     texts: list[str]
     rewards: list[float | None]
 
-    def metrics(self) -> dict[str, float]:
-        """The scalar part, JSON-compatible."""
+    def metrics(self) -> dict[str, Any]:
+        """All but the texts and their rewards, JSON-compatible; `metric` names the headline."""
         return {
-            "pass_at_1": self.pass_at_1,
+            "metric": self.metric,
+            **self.values,
             "n": self.n,
             "num_skipped": self.num_skipped,
             "num_failed": self.num_failed,
@@ -51,8 +82,29 @@ class Evaluation(NamedTuple):
         }
 
 
+def pass_at_k(rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
+    """pass_at_1, and unbiased pass_at_k for k = 2, 4, ... up to n samples per prompt.
+
+    pass_at_1 is the mean reward, a missing one counted as 0. For larger k, with c of n responses
+    right (reward at least 1): 1 - C(n - c, k) / C(n, k), averaged over prompts.
+
+    References:
+        Chen et al., arXiv:2107.03374, eq. 1.
+    """
+    known = np.array([[0.0 if r is None else float(r) for r in row] for row in rewards])
+    out = {"pass_at_1": float(known.mean())}
+    n, k = known.shape[1], 2
+    right = (known >= 1).sum(axis=1).tolist()
+    while k <= n:
+        out[f"pass_at_{k}"] = float(
+            np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in right])
+        )
+        k *= 2
+    return out
+
+
 class Evaluator:
-    """Greedy evaluation over a fixed list of prompts.
+    """Evaluation over a fixed list of prompts.
 
     Args:
         prompts: the evaluation prompts, the same for every call.
@@ -63,6 +115,10 @@ class Evaluator:
         response_kind, first_kind: as for the searcher.
         max_new_tokens: response limit.
         num_slots: responses decoded at a time.
+        metric: the headline; `reward_mean`, `pass_at_1`, or what one of `metrics` returns.
+        num_samples: responses per prompt.
+        temperature: of sampling; 0: greedy.
+        metrics: further metric functions, in the order they are asked.
     """
 
     def __init__(
@@ -77,6 +133,10 @@ class Evaluator:
         first_kind: str,
         max_new_tokens: int,
         num_slots: int,
+        metric: str = "pass_at_1",
+        num_samples: int = 1,
+        temperature: float = 0.0,
+        metrics: Sequence[MetricFunction] = (),
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
@@ -85,43 +145,72 @@ class Evaluator:
         self._decode_text = decode_text
         self._response_kind = response_kind
         self._first_kind = first_kind
-        self._max_new_tokens = max_new_tokens
+        self._settings = SamplingSettings(max_new_tokens, temperature=temperature)
         self._num_slots = num_slots
+        self._metric = metric
+        self._num_samples = num_samples
+        self._metrics = tuple(metrics)
 
     def run(self, params: Any) -> Evaluation:
-        """Decode greedily and grade."""
+        """Decode, grade and measure.
+
+        Raises:
+            ValueError: nothing reports the headline metric.
+        """
+        params = self._decoder.weights(params)
         decoded = self._decoder.decode(
             params,
             [p.tokens for p in self.prompts],
-            num_samples=1,
-            key=jax.random.key(0),  # greedy decoding draws nothing from it
-            settings=SamplingSettings(self._max_new_tokens, temperature=0.0),
+            num_samples=self._num_samples,
+            key=jax.random.key(0),
+            settings=self._settings,
             num_slots=self._num_slots,
         )
-        lengths = decoded.lengths[:, 0]
-        responses = [y[0, :n] for y, n in zip(decoded.tokens, lengths, strict=True)]
-        texts = self._decode_text(responses)
-        columns = {
-            name: [p.columns[name] for p in self.prompts] for name in self.prompts[0].columns
-        }
-        scores = self._rewards.score(
-            [p.text for p in self.prompts],
-            texts,
-            columns,
-            completion_ids=responses,
-            has_eos=decoded.has_eos[:, 0].tolist(),
-        )
-        values = [0.0 if r is None else float(r) for r in scores.rewards]
-        kinds = [self._response_kind(text) for text in texts]
+        texts, rewards = self._grade(decoded)
+        flat_rewards = [r for row in rewards for r in row]
+        known = [r for r in flat_rewards if r is not None]
+        values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
+        values["reward_mean"] = float(np.mean(known)) if known else float("nan")
+        responses = Responses(params, self.prompts, decoded, texts, rewards)
+        for measure in self._metrics:
+            values.update({name: float(value) for name, value in measure(responses).items()})
+        if self._metric not in values:
+            raise ValueError(
+                f"the task's headline metric {self._metric!r} is not among those that evaluation "
+                f"reports: {', '.join(values)}. Give evaluation the function that measures it, or "
+                "name another as the task's `metric`"
+            )
+        kinds = [self._response_kind(text) for row in texts for text in row]
         return Evaluation(
-            pass_at_1=float(np.mean(values)),
-            n=len(values),
+            metric=self._metric,
+            values=values,
+            n=len(self.prompts),
             num_skipped=self.num_skipped,
-            num_failed=sum(r is None for r in scores.rewards),
-            response_length_mean=float(np.mean(lengths)),
+            num_failed=len(flat_rewards) - len(known),
+            response_length_mean=float(np.mean(decoded.lengths)),
             kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds)
             if self._first_kind
             else 0.0,
-            texts=texts,
-            rewards=list(scores.rewards),
+            texts=[row[0] for row in texts],
+            rewards=[row[0] for row in rewards],
         )
+
+    def _grade(self, decoded: Decoded) -> tuple[list[list[str]], list[list[float | None]]]:
+        """Texts and rewards, by prompt and sample."""
+        n = self._num_samples
+        at = list(np.ndindex(len(self.prompts), n))
+        responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
+        texts = self._decode_text(responses)
+        scores = self._rewards.score(
+            [self.prompts[i].text for i, _ in at],
+            texts,
+            {
+                name: [self.prompts[i].columns[name] for i, _ in at]
+                for name in self.prompts[0].columns
+            },
+            completion_ids=responses,
+            has_eos=decoded.has_eos.reshape(-1).tolist(),
+        )
+        rewards = list(scores.rewards)
+        starts = range(0, len(at), n)
+        return [texts[i : i + n] for i in starts], [rewards[i : i + n] for i in starts]

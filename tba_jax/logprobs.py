@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.fused_logprobs import fused_logprobs
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig, apply
 
 
@@ -51,8 +52,8 @@ def token_logprobs(
     temperature: float,
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
-    vocab_shards: int = 1,
     remat: bool = False,
+    sharding: ComputeSharding | None = None,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
@@ -66,8 +67,8 @@ def token_logprobs(
         temperature: the sampling temperature; divides the logits.
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
-        vocab_shards: into how many parts devices divide the vocabulary of the output table.
         remat: recompute each layer in the backward pass instead of keeping its activations.
+        sharding: how parameters that are divided over a mesh are used; None: on one device.
 
     Raises:
         ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
@@ -88,8 +89,17 @@ def token_logprobs(
     end = (s - t + response_lengths).reshape(p * k, 1)
     mask = (index >= first) & (index < end)
     positions = jnp.maximum(index - first, 0)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
     hidden = apply(
-        params, rows, positions, mask, config=config, compute_dtype=compute_dtype, remat=remat
+        params,
+        rows,
+        positions,
+        mask,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
@@ -99,7 +109,7 @@ def token_logprobs(
         rows[:, s - t :],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
-        vocab_shards=vocab_shards,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
     )
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)

@@ -207,11 +207,12 @@ def run_config(
     from tba_jax.wiring import build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
-    task_kinds = get_task(config.task.name, config.task.data_path).response_kinds
+    task = get_task(config.task.name, config.task.data_path)
     progress = ProgressDisplay(
         config.num_steps,
         title=workdir.name,
-        kind=task_kinds[0] if task_kinds else "",
+        kind=task.response_kinds[0] if task.response_kinds else "",
+        metric=task.metric,
         console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
     )
     try:

@@ -232,6 +232,21 @@ class WandbWriter:
         self._run.finish()
 
 
+def is_share(metric: str) -> bool:
+    """Whether a metric of this name lies in [0, 1] and is shown in percent."""
+    return metric.startswith("pass_at_") or metric.endswith(("_rate", "_share"))
+
+
+def metric_label(metric: str) -> str:
+    """What people call an evaluation metric: "pass@1", "win rate"."""
+    return metric.replace("pass_at_", "pass@").replace("_", " ")
+
+
+def format_metric(metric: str, value: float) -> str:
+    """A value of an evaluation metric: shares in percent, others with three decimals."""
+    return f"{value:.1%}" if is_share(metric) else f"{value:.3f}"
+
+
 def format_duration(seconds: float) -> str:
     """ "0:07", "3:12", "1:02:05"."""
     total = max(0, round(seconds))
@@ -267,6 +282,7 @@ class ProgressDisplay:
         num_steps: steps of the whole run.
         title: name of the run, in the frame of the panel.
         kind: name of the response kind that `*/kind_share` counts, e.g. "worked".
+        metric: the headline metric of evaluations.
         console: a rich Console; None means standard output.
         plain_period_s: least seconds between two plain lines.
         clock: monotonic seconds, replaced in tests.
@@ -278,6 +294,7 @@ class ProgressDisplay:
         *,
         title: str,
         kind: str = "",
+        metric: str = "pass_at_1",
         console: Any = None,
         plain_period_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -288,6 +305,8 @@ class ProgressDisplay:
         self._num_steps = num_steps
         self._title = title
         self._kind = kind
+        self._metric = metric
+        self._label = metric_label(metric)
         self._console = console if console is not None else Console(highlight=False)
         self._plain_period_s = plain_period_s
         self._clock = clock
@@ -319,7 +338,7 @@ class ProgressDisplay:
                 self._marks.append((self._clock(), step))
                 self._phase = ""
             due = self._clock() - self._printed_at >= self._plain_period_s
-            due = due or "eval/pass_at_1" in numbers or (is_first and bool(self._marks))
+            due = due or f"eval/{self._metric}" in numbers or (is_first and bool(self._marks))
             if self._live is None and due:
                 self._plain_line()
 
@@ -356,8 +375,8 @@ class ProgressDisplay:
 
     def _take(self, numbers: Mapping[str, float]) -> None:
         self._last.update(numbers)
-        if "eval/pass_at_1" in numbers:
-            self._evals.append(numbers["eval/pass_at_1"])
+        if f"eval/{self._metric}" in numbers:
+            self._evals.append(numbers[f"eval/{self._metric}"])
         reward = numbers.get("search/reward_mean", numbers.get("train/reward_mean"))
         if reward is not None:
             self._rewards.append(reward)
@@ -377,11 +396,11 @@ class ProgressDisplay:
         seconds = (self._num_steps - last_step) * pace - (self._clock() - last_time)
         return format_duration(seconds)
 
-    def _pass_at_1(self) -> str:
+    def _headline(self) -> str:
         if not self._evals:
             return ""
-        first, last = self._evals[0], self._evals[-1]
-        return f"{first:.1%}" if len(self._evals) == 1 else f"{first:.1%} -> {last:.1%}"
+        first, last = (format_metric(self._metric, self._evals[i]) for i in (0, -1))
+        return first if len(self._evals) == 1 else f"{first} -> {last}"
 
     def _field(self, name: str, form: Callable[[float], str]) -> str:
         return form(self._last[name]) if name in self._last else ""
@@ -396,7 +415,7 @@ class ProgressDisplay:
         if length not in self._last:
             length = "eval/response_length_mean"
         fields = {
-            "pass@1": self._pass_at_1(),
+            self._label: self._headline(),
             "reward": f"{self._rewards[-1]:.3f}" if self._rewards else "",
             self._kind: self._field(share, "{:.0%}".format) if self._kind else "",
             "length": self._field(length, "{:.1f}".format),
@@ -445,7 +464,7 @@ class ProgressDisplay:
                 for label in labels:
                     if label in fields:
                         text.append(f"{label} ", style="dim")
-                        style = "bold green" if label == "pass@1" else "bold"
+                        style = "bold green" if label == self._label else "bold"
                         text.append(fields[label].replace("->", "→"), style=style)
                         if label == "reward":
                             text.append(" " + sparkline(self._rewards, 24), style="cyan")
@@ -454,7 +473,7 @@ class ProgressDisplay:
 
             body = Table.grid(expand=True)
             body.add_row(head)
-            body.add_row(line("pass@1", "reward"))
+            body.add_row(line(self._label, "reward"))
             body.add_row(line(self._kind, "length", "staleness"))
             body.add_row(line("decoded", "trained"))
             return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")

@@ -5,28 +5,41 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, SingleDeviceSharding
+from jaxtyping import Array
 
 from tba_jax.config import Config
 from tba_jax.data import eval_prompts
-from tba_jax.decoding.engine import Decoder
-from tba_jax.evaluation import Evaluator
-from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.decoding import lowering
+from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.device_rules import trainer_mesh
+from tba_jax.evaluation import Evaluator, MetricFunction
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.reference import make_reference_program
+from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
+from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
 from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
     StepSettings,
+    StepShardings,
     TrainState,
     init_state,
     learning_rate_schedule,
     make_optimizer,
+    step_shardings,
 )
 from tba_jax.trajectory import length_buckets
+from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
 
@@ -78,10 +91,54 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
-def abstract_state(
-    config: Config, model_config: TransformerConfig, state_sharding: Any
-) -> TrainState:
-    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into."""
+def mesh_shape(config: Config, num_hosts: int = 1) -> MeshShape:
+    """Shape of the trainer's mesh; in a pod `mesh.data = 1` means one share for each host."""
+    return MeshShape(*trainer_mesh(config, num_hosts))
+
+
+def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
+    """Meshes of the trainer and of each searcher.
+
+    Args:
+        config: validated.
+        devices: as in `sharding.arrange`.
+        process_index: whose searchers.
+
+    Raises:
+        PlacementError: the devices cannot be divided so.
+    """
+    hosts = {d.process_index for d in devices} if config.placement == "pod" else {0}
+    return place(
+        config.placement,
+        devices,
+        mesh=mesh_shape(config, len(hosts)),
+        num_searchers=max(1, config.num_searchers // len(hosts)),
+        searcher_devices=config.search.num_devices,
+        process_index=process_index,
+    )
+
+
+def make_step_shardings(
+    config: Config, model_config: TransformerConfig, mesh: Mesh
+) -> StepShardings:
+    """Where train state and batches lie on the trainer's mesh.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    optimizer, _ = make_optimizer_from(config)
+    keep_reference = config.reference.placement == "trainer"
+    return step_shardings(model_config, optimizer, mesh, keep_reference=keep_reference)
+
+
+def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
+    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        mesh: any with the axes `sharding.MESH_AXES`; not necessarily that of the run.
+    """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
     params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
@@ -89,12 +146,99 @@ def abstract_state(
         functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
     )
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=state_sharding), shapes
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        make_step_shardings(config, model_config, mesh).state,
     )
 
 
-def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tokenizer) -> Decoder:
+def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
+    """As many of these devices as divide the model evenly: to look at it without training it."""
+    num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
+    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
+
+
+def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants its weights, in the decoder's layout: divided over its mesh.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    return _on(mesh, lowering.weight_shardings(model_config, mesh))
+
+
+def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants the reference, in the trainer's layout: divided over its mesh."""
+    return _on(mesh, param_shardings(model_config, mesh))
+
+
+def _on(mesh: Mesh, shardings: Any) -> Any:
+    if mesh.size > 1:
+        return shardings
+    # One program serves all searchers of one device each; a mesh would bind it to its device.
+    where = SingleDeviceSharding(mesh.devices.item())
+    return jax.tree.map(lambda _: where, shardings)
+
+
+def make_publication(
+    config: Config, model_config: TransformerConfig, mesh: Mesh
+) -> tuple[Layout, Any]:
+    """(layout that searchers want, shardings in which the publish program leaves its copy).
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        mesh: `Placement.publication_mesh`.
+    """
+    layout = functools.partial(unstack_layers, config=model_config)
+    return layout, lowering.weight_shardings(model_config, mesh)
+
+
+def decoder_weights(
+    config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
+) -> Any:
+    """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        params: parameters, layers stacked.
+        source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
+        mesh: the searcher's.
+    """
+    layout, published = make_publication(config, model_config, source)
+    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
+    return hand_over(program(params), searcher_shardings(model_config, mesh))
+
+
+def make_reference_program_from(
+    config: Config, model_config: TransformerConfig, eos_ids: tuple[int, ...], mesh: Mesh
+) -> Callable[..., Array]:
+    """The reference scorer's program on a searcher's mesh."""
+    return make_reference_program(
+        model_config,
+        temperature=config.search.sampling_temperature,
+        compute_dtype=config.model.compute_dtype,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        eos_ids=eos_ids,
+        mask_eos=config.objective.mask_eos,
+        mesh=mesh,
+    )
+
+
+def make_decoder(
+    config: Config,
+    model_config: TransformerConfig,
+    tokenizer: Tokenizer,
+    mesh: Mesh | None = None,
+) -> Decoder:
     """The decoder of a run, for training and for evaluation.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        tokenizer: the model's.
+        mesh: the searcher's; None or of one device: for weights on any one device.
 
     Raises:
         ValueError: the model has fewer positions than prompt and response may take.
@@ -118,13 +262,46 @@ def make_decoder(config: Config, model_config: TransformerConfig, tokenizer: Tok
         ),
         max_length=longest,
         cache_dtype=config.search.cache_dtype or None,
+        cache_sharding=lowering.cache_sharding(model_config, mesh)
+        if mesh is not None and mesh.size > 1
+        else None,
+    )
+
+
+def sampling_settings(config: Config) -> SamplingSettings:
+    """How searchers draw responses."""
+    search = config.search
+    return SamplingSettings(
+        search.max_new_tokens,
+        temperature=search.sampling_temperature,
+        top_p=search.top_p,
+        min_new_tokens=search.min_new_tokens,
+    )
+
+
+def make_rewards(config: Config, task: Task) -> RewardSource:
+    """The source of rewards for training and evaluation; close it after use.
+
+    Raises:
+        ValueError: the reward function cannot be named or found.
+    """
+    return RewardPool(
+        config.task.reward or task.reward,
+        num_workers=config.reward.num_workers,
+        timeout_s=config.reward.timeout_s,
+        max_failure_rate=config.reward.max_failure_rate,
     )
 
 
 def make_evaluator(
-    config: Config, task: Task, tokenizer: Tokenizer, decoder: Decoder, rewards: RewardSource
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    decoder: Decoder,
+    rewards: RewardSource,
+    metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says."""
+    """Held-out evaluation as the config says; `metrics` beyond those of every task."""
     prompts, num_skipped = eval_prompts(
         task,
         tokenizer,
@@ -142,4 +319,8 @@ def make_evaluator(
         first_kind=task.response_kinds[0] if task.response_kinds else "",
         max_new_tokens=config.eval.max_new_tokens,
         num_slots=config.eval.num_slots,
+        metric=task.metric,
+        num_samples=config.eval.num_samples,
+        temperature=config.eval.temperature,
+        metrics=metrics,
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tba_jax.metrics import format_duration
+from tba_jax.metrics import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -252,24 +252,28 @@ def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
     axes.plot(x, smooth(y, max(3, len(y) // 15)), color=color, linewidth=2.2)
 
 
-def accuracy(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
-    """Greedy pass@1 at every evaluation against time, steps along the top, 90 % intervals."""
-    evals = [r for r in metrics if isinstance(r.get("eval/pass_at_1"), int | float)]
+def accuracy(metrics: Sequence[Record], metric: str, theme: Theme) -> "Figure | None":
+    """The headline metric of every evaluation against time, steps along the top.
+
+    Shares in percent with their 90 % intervals.
+    """
+    name = f"eval/{metric}"
+    evals = [r for r in metrics if isinstance(r.get(name), int | float)]
     if not evals:
         return None
     times = np.array([r.get("time_s") or 0.0 for r in evals], np.float64)
-    values = np.array([r["eval/pass_at_1"] for r in evals], np.float64)
+    values = np.array([r[name] for r in evals], np.float64)
     figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
     style_axes(axes, theme)
     for record, t in zip(evals, times, strict=True):
-        if record.get("eval/n"):
-            low, high = share_interval(record["eval/pass_at_1"], record["eval/n"])
+        if is_share(metric) and record.get("eval/n"):
+            low, high = share_interval(record[name], record["eval/n"])
             axes.plot([t, t], [low, high], color=theme.main, linewidth=5, alpha=0.25)
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
         axes.annotate(
-            f"{values[i]:.1%}".replace("%", " %"),
+            format_metric(metric, values[i]).replace("%", " %"),
             (times[i], values[i]),
             xytext=(0, 13),
             textcoords="offset points",
@@ -279,11 +283,14 @@ def accuracy(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
             color=theme.ink,
         )
     axes.set_xlabel("time since start (min:s)")
-    axes.set_ylim(0, min(1.09, max(0.25, 1.25 * values.max())))
+    if is_share(metric):
+        axes.set_ylim(0, min(1.09, max(0.25, 1.25 * values.max())))
+        _percent_axis(axes)
+    else:
+        axes.margins(y=0.25)  # room for the annotations
     margin = max(1.0, 0.09 * float(np.ptp(times)))
     axes.set_xlim(times.min() - margin, times.max() + margin)
     _time_axis(axes)
-    _percent_axis(axes)
     step_times, steps = column(metrics, "time_s", "step")
     if len(steps) > 1 and np.ptp(steps) > 0:
         _step_axis_on_top(axes, theme, step_times, steps)

@@ -2,7 +2,7 @@
 """The report of a run: `python -m tba_jax.report WORKDIR` writes report.html and plots/*.png.
 
 It reads what the run left in its work directory: report.json, metrics.jsonl, schedule.jsonl,
-config.json, versions.json, each of which may be missing. It does not know how any of it was made,
+config.json, each of which may be missing. It does not know how any of it was made,
 nor what the page looks like. It owns one invariant: the page is a single file, replaced whole.
 """
 
@@ -34,11 +34,12 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "
             "of a run. Give the directory that was named by --workdir"
         )
+    resolved = _read_json(workdir / "config.json")
     return Run(
         workdir=workdir,
         report=_read_json(workdir / "report.json"),
-        config=report_page.flat(_read_json(workdir / "config.json")),
-        versions=_read_json(workdir / "versions.json"),
+        config=report_page.flat(resolved.get("config", {})),
+        versions=resolved.get("versions", {}),
         metrics=read_jsonl(workdir / "metrics.jsonl"),
         schedule=read_jsonl(workdir / "schedule.jsonl"),
     )
@@ -64,7 +65,7 @@ def build_report(workdir: str | os.PathLike[str]) -> Path:
     """
     run = load_run(workdir)
     drawings: dict[str, Callable[[plots.Theme], Figure | None]] = {
-        "accuracy": lambda theme: plots.accuracy(run.metrics, theme),
+        "accuracy": lambda theme: plots.accuracy(run.metrics, run.metric, theme),
         "reward": lambda theme: plots.reward(run.metrics, theme),
         "habits": lambda theme: plots.habits(run.metrics, run.kind, theme),
         "staleness": lambda theme: plots.staleness(run.metrics, theme),

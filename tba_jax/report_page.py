@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax import plots
-from tba_jax.metrics import format_count
+from tba_jax.metrics import format_count, format_metric, is_share, metric_label
 
 Facts = Mapping[str, Any]
 
@@ -28,7 +28,7 @@ class Run:
         workdir: the directory.
         report: report.json, {} when the run has not written it.
         config: flat config fields, {} when absent.
-        versions: versions.json, {} when absent.
+        versions: of what decides the numbers, {} when absent.
         metrics: lines of metrics.jsonl.
         schedule: lines of schedule.jsonl.
     """
@@ -69,7 +69,7 @@ class Run:
                 },
             }
             for record in self.metrics
-            if isinstance(record.get("eval/pass_at_1"), int | float)
+            if isinstance(record.get(f"eval/{self.metric}"), int | float)
         ]
         ends = found[:1] + found[1:][-1:]
         told = self.report.get("eval") or {}
@@ -77,6 +77,21 @@ class Run:
             after_step = ends[-1]["step"] if ends else self.last_step
             return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
         return ends
+
+    @property
+    def metric(self) -> str:
+        """Name of the headline metric, as the evaluations say it."""
+        named = [record["eval/metric"] for record in self.metrics if "eval/metric" in record]
+        return named[-1] if named else "pass_at_1"
+
+    @property
+    def decoding(self) -> str:
+        """How evaluations decode, in words."""
+        temperature = self.config.get("eval.temperature", 0.0)
+        if not temperature:
+            return "greedy decoding"
+        n = self.config.get("eval.num_samples", 1)
+        return f"{n} response{'s' if n > 1 else ''} each at temperature {temperature:g}"
 
     @property
     def kind(self) -> str:
@@ -126,16 +141,21 @@ def headline(run: Run) -> str:
     evals = run.evals
     seconds = run.report.get("wall_s") or _last_time(run)
     if len(evals) == 2:
-        before, after = evals[0]["pass_at_1"], evals[1]["pass_at_1"]
-        change = f"pass@1 {_percent(before)} → {_percent(after)}"
+        before, after = (_headline_value(run, e) for e in evals)
+        change = f"{metric_label(run.metric)} {before} → {after}"
         if run.is_finished:
             return f"{change} in {_words(seconds)}"
         return f"{change} after {evals[1]['step']} of {run.num_steps} steps"
     if evals:
-        return f"pass@1 {_percent(evals[0]['pass_at_1'])} before training"
+        return f"{metric_label(run.metric)} {_headline_value(run, evals[0])} before training"
     if run.last_step:
         return f"{run.last_step} steps, no evaluation yet"
     return "No step made yet"
+
+
+def _headline_value(run: Run, evaluation: Facts) -> str:
+    value = evaluation[run.metric]
+    return _percent(value) if is_share(run.metric) else format_metric(run.metric, value)
 
 
 def _last_time(run: Run) -> float:
@@ -147,12 +167,13 @@ def _subline(run: Run) -> str:
     evals = run.evals
     parts = []
     if len(evals) == 2:
-        gain = 100 * (evals[1]["pass_at_1"] - evals[0]["pass_at_1"])
+        gain = evals[1][run.metric] - evals[0][run.metric]
+        change = f"{100 * gain:+.1f} points" if is_share(run.metric) else f"{gain:+.3f}"
         n = evals[0].get("n")
         problems = f" on {n} held-out problems" if n else ""
-        parts.append(f"{gain:+.1f} points{problems}, greedy decoding")
+        parts.append(f"{change}{problems}, {run.decoding}")
     elif evals and evals[0].get("n"):
-        parts.append(f"{evals[0]['n']} held-out problems, greedy decoding")
+        parts.append(f"{evals[0]['n']} held-out problems, {run.decoding}")
     driver = {"async": "asynchronous", "sync": "synchronous"}.get(
         run.report.get("driver") or run.config.get("driver", ""), ""
     )
@@ -254,12 +275,11 @@ def _picture(
 
 def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     evals = run.evals
+    name, interval = metric_label(run.metric), ""
     if len(evals) == 2:
-        text = (
-            f"Greedy pass@1 on {evals[1].get('n', 'the')} held-out problems. Bars: 90 % interval."
-        )
-    else:
-        text = "Greedy pass@1 on held-out problems."
+        interval = " Bars: 90 % interval." if is_share(run.metric) else ""
+    problems = f"{evals[-1]['n']} held-out" if len(evals) == 2 and "n" in evals[-1] else "held-out"
+    text = f"{name[0].upper()}{name[1:]} on {problems} problems, {run.decoding}.{interval}"
     habit = "What the searchers sample, step by step."
     if (
         run.kind
@@ -272,8 +292,9 @@ def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
             f"{evals[0]['response_length_mean']:.0f} to {evals[1]['response_length_mean']:.0f} "
             "tokens."
         )
+    title = "Accuracy" if run.metric == "pass_at_1" else name[0].upper() + name[1:]
     figures = [
-        _picture(pictures, "accuracy", "Accuracy", text),
+        _picture(pictures, "accuracy", title, text),
         _picture(pictures, "reward", "Reward", "Mean reward of sampled responses, per step."),
         _picture(pictures, "habits", "How it answers", habit),
         _picture(
@@ -287,12 +308,13 @@ def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     return _section("What it learned", missing + f'<div class="grid">{"".join(figures)}</div>')
 
 
-def _mark(reward: Any) -> str:
+def _mark(reward: Any, *, is_graded: bool) -> str:
+    """How a response did; rewards of 0 and 1 mean wrong and right only where it is graded."""
     if reward is None:
         return '<span class="mark none">– no reward</span>'
-    if reward >= 1:
+    if is_graded and reward >= 1:
         return '<span class="mark right">✓ right</span>'
-    if reward <= 0:
+    if is_graded and reward <= 0:
         return '<span class="mark wrong">✗ wrong</span>'
     return f'<span class="mark none">reward {reward:.2f}</span>'
 
@@ -311,24 +333,30 @@ def _samples(run: Run) -> str:
         text = "Side-by-side answers appear when the run has made its last evaluation."
         return _section("Before and after", f'<p class="missing">{text}</p>')
     rows = []
+    is_graded = run.metric == "pass_at_1"
     for sample in samples:
         cells = []
         for when in ("before", "after"):
             text = sample.get(when)
             shown = "(empty)" if text == "" else "(not sampled)" if text is None else text
-            mark = _mark(sample.get(f"{when}_reward"))
+            mark = _mark(sample.get(f"{when}_reward"), is_graded=is_graded)
             cells.append(f'<td data-label="{when}">{mark}<pre>{_e(shown)}</pre></td>')
         gold = _gold(str(sample.get("answer") or ""))
         prompt = f'<th scope="row"><pre>{_e(sample.get("prompt", ""))}</pre>{gold}</th>'
         rows.append(f"<tr>{prompt}{''.join(cells)}</tr>")
-    right = [
-        sum((sample.get(f"{when}_reward") or 0) >= 1 for sample in samples)
+    known = [
+        [r for sample in samples if (r := sample.get(f"{when}_reward")) is not None]
         for when in ("before", "after")
     ]
-    text = (
-        f"The same {len(samples)} held-out problems, greedy decoding: {right[0]} right before "
-        f"training, {right[1]} after."
-    )
+    text = f"The same {len(samples)} held-out problems, {run.decoding}"
+    if is_graded:
+        right = [sum(r >= 1 for r in rewards) for rewards in known]
+        text += f": {right[0]} right before training, {right[1]} after."
+    elif all(known):
+        mean = [sum(rewards) / len(rewards) for rewards in known]
+        text += f": mean reward {mean[0]:.2f} before training, {mean[1]:.2f} after."
+    else:
+        text += "."
     table = (
         '<table class="samples"><thead><tr><th scope="col">problem</th><th scope="col">before'
         f'</th><th scope="col">after</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'

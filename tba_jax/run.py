@@ -22,11 +22,14 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.models import hf_weights
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
-from tba_jax.parts import model_path
+from tba_jax.parts import decoder_weights, model_path, reading_mesh
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
+from tba_jax.sharding import Placement
 from tba_jax.tasks import Task
 from tba_jax.trainer import Trainer
 from tba_jax.weight_sync import Transport
@@ -56,9 +59,11 @@ class Run:
     outboxes: list[Outbox]
     buffer: ReplayBuffer
     transport: Transport
-    rewards: RewardPool
+    rewards: RewardSource
     evaluator: Evaluator
     decoder: Decoder
+    placement: Placement
+    model_config: TransformerConfig
     checkpoints: Checkpoints
     metrics: MultiWriter
     progress: ProgressDisplay
@@ -171,10 +176,19 @@ class Run:
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
         start = self.clock()
+        config = self.config
+        # On devices of this process: the others go on meanwhile.
+        mesh = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
         _, params, _ = hf_weights.load(
-            model_path(self.config), param_dtype=jnp.dtype(self.config.model.rollout_dtype)
+            model_path(config),
+            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            shardings=param_shardings(self.model_config, mesh),
         )
-        self.record_evaluation(0, self.evaluator.run(params), start)
+        weights = decoder_weights(
+            config, self.model_config, params, mesh, self.placement.searcher_meshes[0]
+        )
+        del params
+        self.record_evaluation(0, self.evaluator.run(weights), start)
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
@@ -223,7 +237,7 @@ def forget_after(run: Run, step: int) -> None:
     """
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        if "eval/pass_at_1" in record:
+        if "eval/n" in record:
             return record["step"] <= run.last_eval_step
         return record["step"] <= step
 

@@ -13,7 +13,7 @@ import jax
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.config import Config, default_config
 from tba_jax.models import families, hf_weights
-from tba_jax.parts import abstract_state, model_path
+from tba_jax.parts import abstract_state, model_path, reading_mesh
 
 
 def load_run_config(workdir: str) -> Config:
@@ -37,7 +37,7 @@ def load_run_config(workdir: str) -> Config:
 
 
 def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of the newest checkpoint of a run.
+    """Policy of the newest checkpoint of a run, divided over the devices of `parts.reading_mesh`.
 
     Returns:
         step, model config, params, the source model's config.json, the source model's folder.
@@ -49,7 +49,7 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     folder = hf_weights.resolve(model_path(config))
     hf_config = hf_weights.load_config(folder)
     model_config = families.transformer_config(hf_config)
-    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    step, state, _ = checkpoints.restore(abstract_state(config, model_config, where))
+    step, state, _ = checkpoints.restore(abstract_state(config, model_config, mesh))
     return step, model_config, state.params, hf_config, str(folder)

@@ -1,18 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts run: the trainer's mesh and the searchers' devices.
+"""Where the parts run: the trainer's mesh, the searchers' groups, and how arrays are divided.
 
-It knows devices and array axes, not what is computed. Trainer state is replicated over the mesh
-axis `data` and batches are split along prompts, so that no group is ever divided. Parameters of a
-tensor-parallel group are divided by one table, from the logical axes of a model to mesh axes; the
-invariant owned here is that no mesh axis divides two axes of one array.
+It knows devices and array axes, not what is computed. Arrays are divided by one table, from the
+logical axes of a model to mesh axes; the rows of a batch by prompts, so that no group is ever
+divided. The invariants owned here: no mesh axis divides two axes of one array, and weights pass
+from one set of devices to another piece by piece, never through the host and never whole through a
+device that keeps a part.
 """
 
+import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "model")
+"""Axes of the trainer's mesh. data: whole copies of the parameters, batches divided; fsdp: batches
+and parameters divided, parameters gathered layer by layer; model: every matrix product divided."""
+
+BATCH_AXES = ("data", "fsdp")
+"""Mesh axes that divide the rows of a batch."""
 
 
 class Rule(NamedTuple):
@@ -42,113 +53,309 @@ AXIS_RULES: Mapping[str, Rule] = {
 """Logical axis -> mesh axis; an axis that is not here (layers, head_dim) is never divided."""
 
 
+class MeshShape(NamedTuple):
+    """Sizes of the trainer's mesh."""
+
+    data: int = 1
+    fsdp: int = 1
+    model: int = 1
+
+    @property
+    def size(self) -> int:
+        """Trainer devices."""
+        return self.data * self.fsdp * self.model
+
+
 class Placement(NamedTuple):
-    """Devices of a run.
+    """Devices of a run, as one process sees them.
 
     Attributes:
-        trainer_mesh: mesh with the axis `data`.
-        searcher_devices: one device per searcher of this process.
+        trainer_mesh: with the axes MESH_AXES; devices of one process lie side by side.
+        searcher_meshes: one for each searcher of this process, with the axis `model`; searchers
+            that take turns on the same devices have equal meshes.
     """
 
     trainer_mesh: Mesh
-    searcher_devices: tuple[Any, ...]
+    searcher_meshes: tuple[Mesh, ...]
 
     @property
     def replicated_sharding(self) -> NamedSharding:
-        """Train state: a full copy on each trainer device."""
+        """A full copy on each trainer device: scalars, metrics."""
         return NamedSharding(self.trainer_mesh, PartitionSpec())
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Batches: axis p over `data`."""
-        return NamedSharding(self.trainer_mesh, PartitionSpec("data"))
+        """Batches: axis p over BATCH_AXES, so that no group is divided."""
+        return NamedSharding(self.trainer_mesh, PartitionSpec(BATCH_AXES))
 
-    def publication_shardings(self) -> list[SingleDeviceSharding | None]:
-        """Where each searcher wants its weights; None: the publish program's output serves."""
-        local = self.trainer_mesh.local_devices
-        if len(local) == 1:
-            trainer_device = local[0]
-            return [
-                None if device == trainer_device else SingleDeviceSharding(device)
-                for device in self.searcher_devices
-            ]
-        return [SingleDeviceSharding(device) for device in self.searcher_devices]
+    @property
+    def publication_mesh(self) -> Mesh:
+        """The trainer's devices as the publish program leaves the weights on them.
 
-
-def host_share(total: int, num_hosts: int) -> int:
-    """What one host has of something that the hosts of a pod divide: at least one."""
-    return max(1, total // num_hosts)
+        The trainer's own mesh, unless a copy of the parameters spans several processes: then each
+        process gets a whole one, divided over as many of its devices as fsdp and model allow,
+        because no searcher can read what lies on another host.
+        """
+        devices = self.trainer_mesh.devices.reshape(-1)
+        local = sum(d.process_index == devices[0].process_index for d in devices)
+        model = math.gcd(self.trainer_mesh.shape["model"], local)
+        fsdp = math.gcd(self.trainer_mesh.shape["fsdp"], local // model)
+        return Mesh(devices.reshape(-1, fsdp, model), MESH_AXES)
 
 
-def host_part(tree: Any) -> Any:
-    """This host's copy of a tree that is replicated over a mesh of several hosts: no transfer."""
-    return jax.tree.map(lambda x: x.addressable_data(0), tree)
+class Arrangement(NamedTuple):
+    """Which device does what: the decision, without a mesh.
+
+    Attributes:
+        trainer: devices of the trainer, those of one process side by side.
+        groups: devices of each searcher group of the process asked for.
+    """
+
+    trainer: tuple[Any, ...]
+    groups: tuple[tuple[Any, ...], ...]
 
 
-def to_mesh(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """A copy of a tree that every host holds whole, placed on a mesh over several hosts."""
-
-    def move(x: Any) -> Any:
-        host = np.asarray(x)
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
-    return jax.tree.map(move, tree)
+class PlacementError(ValueError):
+    """Devices cannot be divided as asked; the message says what was wanted and what to do."""
 
 
-def place_pod(
+def arrange(
+    placement: str,
     devices: Sequence[Any],
     *,
-    process_id: int,
     num_trainer_devices: int,
     num_searchers: int,
-) -> Placement:
-    """Split the devices of all hosts: on each, some train and the others search.
+    searcher_devices: int = 1,
+    process_index: int = 0,
+) -> Arrangement:
+    """Divide devices between the trainer and the searchers of one process.
 
-    The trainer's mesh has the first devices of every host, host after host, so that a host's rows
-    of a batch are together. Where no device is left searchers share the trainer's.
+    shared: the trainer on the first devices, groups of searchers take turns on the same ones.
+    split: groups get devices of those that are left.
+    auto: split where there are devices for all of them, else shared.
+    pod: all processes together, as `pod_layout` says. per_host: the trainer has the same number of
+        devices of each host, the host's searchers the others. whole_hosts: the trainer has the
+        first hosts, searchers the others. interleaved: the trainer has everything, and searchers
+        take turns with it on the devices of their host.
+
+    Args:
+        placement: one of these.
+        devices: of this process; pod: of all processes. Anything with `platform`,
+            `device_kind`, `process_index` and `id`.
+        num_trainer_devices: all of them together.
+        num_searchers: of each process.
+        searcher_devices: devices of a group.
+        process_index: whose groups to return.
+
+    Raises:
+        PlacementError: there are too few devices, or the chips refuse such a division.
+    """
+    devices = sorted(devices, key=lambda d: (d.process_index, d.id))
+    wanted = num_searchers * searcher_devices
+    if placement == "auto":
+        placement = "split" if len(devices) >= num_trainer_devices + wanted else "shared"
+    if placement == "pod":
+        layout = pod_layout(devices, num_trainer_devices)
+        hosts = _hosts(devices)
+        if layout == "per_host":
+            share = num_trainer_devices // len(hosts)
+            trainer = [d for host in hosts for d in host[:share]]
+        else:
+            trainer = devices[:num_trainer_devices]
+        own = [d for d in devices if d.process_index == process_index]
+        taken = set() if layout == "interleaved" else {d.id for d in trainer}
+        pool = [d for d in own if d.id not in taken]
+    else:
+        trainer = devices[:num_trainer_devices]
+        pool = trainer if placement == "shared" else devices[num_trainer_devices:]
+    if len(trainer) < num_trainer_devices:
+        raise PlacementError(
+            f"the trainer's mesh wants {num_trainer_devices} devices and there are {len(devices)}; "
+            "make mesh.data, mesh.fsdp or mesh.model smaller"
+        )
+    groups = [
+        tuple(pool[i : i + searcher_devices])
+        for i in range(0, len(pool) - searcher_devices + 1, searcher_devices)
+    ]
+    if placement == "split" and len(groups) < num_searchers or (pool and not groups):
+        raise PlacementError(
+            f"placement={placement} leaves {len(pool)} devices for searchers, and {num_searchers} "
+            f"searchers of {searcher_devices} want {wanted}; lower num_searchers or "
+            "search.num_devices, or make the trainer's mesh smaller"
+        )
+    chosen = tuple(groups[s % len(groups)] for s in range(num_searchers)) if groups else ()
+    return Arrangement(tuple(trainer), chosen)
+
+
+def pod_layout(devices: Sequence[Any], num_trainer_devices: int) -> str:
+    """How a trainer mesh of this size lies in a pod: per_host, whole_hosts or interleaved.
+
+    What TPU compilers accept was found by compiling with libtpu 0.0.51: some of the chips of
+    several hosts on v4 and v5p only; of v5e and v6e whole hosts; of a v5e slice above 16 chips one
+    host or all of them. Other chips accept everything.
 
     Args:
         devices: of all processes.
-        process_id: whose searchers are placed.
-        num_trainer_devices, num_searchers: over all hosts; each has an equal share, at least one.
+        num_trainer_devices: data x fsdp x model.
+
+    Raises:
+        PlacementError: the division is refused, with sizes that are not.
     """
+    hosts = _hosts(devices)
+    per_host = len(hosts[0])
+    if num_trainer_devices == len(devices):
+        return "interleaved"
+    kind = getattr(devices[0], "device_kind", "")
+    is_tpu = devices[0].platform == "tpu"
+    can_share_hosts = not (is_tpu and ("lite" in kind or "v6" in kind or "v5e" in kind))
+    if can_share_hosts and num_trainer_devices % len(hosts) == 0:
+        return "per_host"
+    whole = num_trainer_devices % per_host == 0 and num_trainer_devices < len(devices)
+    is_large_v5e = is_tpu and ("v5 lite" in kind or "v5e" in kind) and len(devices) > 16
+    if whole and (not is_large_v5e or num_trainer_devices == per_host):
+        return "whole_hosts"
+    if is_large_v5e:
+        sizes = [per_host, len(devices)]
+    else:
+        sizes = [n for n in range(per_host, len(devices) + 1, per_host)]
+        if can_share_hosts:
+            sizes = sorted({*sizes, *(i * len(hosts) for i in range(1, per_host))})
+    raise PlacementError(
+        f"a trainer mesh of {num_trainer_devices} devices cannot lie on {len(hosts)} hosts of "
+        f"{per_host} {kind or devices[0].platform} devices; make mesh.data x mesh.fsdp x "
+        f"mesh.model one of {sizes}"
+    )
+
+
+def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
     hosts: dict[int, list[Any]] = {}
     for device in devices:
         hosts.setdefault(device.process_index, []).append(device)
-    mine = host_share(num_trainer_devices, len(hosts))
-    trainer = [device for host in sorted(hosts) for device in hosts[host][:mine]]
-    pool = hosts[process_id][mine:] or hosts[process_id][:mine]
-    searchers = range(host_share(num_searchers, len(hosts)))
-    return Placement(
-        Mesh(np.array(trainer), ("data",)), tuple(pool[s % len(pool)] for s in searchers)
-    )
+    return list(hosts.values())
 
 
 def place(
     placement: str,
     devices: Sequence[Any],
     *,
-    num_trainer_devices: int,
+    mesh: MeshShape,
     num_searchers: int,
+    searcher_devices: int = 1,
+    process_index: int = 0,
 ) -> Placement:
-    """Split this process's devices.
+    """`arrange` as meshes.
 
-    shared: trainer on the first `num_trainer_devices`, searchers take turns on the same ones.
-    split: searchers get one device each of those that are left.
-    auto: split where there are devices for all of them, else shared.
+    Args:
+        placement, devices, num_searchers, searcher_devices, process_index: as in `arrange`.
+        mesh: shape of the trainer's mesh.
+
+    Raises:
+        PlacementError: as in `arrange`.
     """
-    if placement == "auto":
-        fits = len(devices) >= num_trainer_devices + num_searchers
-        placement = "split" if fits else "shared"
-    trainer = list(devices[:num_trainer_devices])
-    pool = trainer if placement == "shared" else list(devices[num_trainer_devices:])
-    searchers = tuple(pool[s % len(pool)] for s in range(num_searchers))
-    return Placement(Mesh(np.array(trainer), ("data",)), searchers)
+    trainer, groups = arrange(
+        placement,
+        devices,
+        num_trainer_devices=mesh.size,
+        num_searchers=num_searchers,
+        searcher_devices=searcher_devices,
+        process_index=process_index,
+    )
+    return Placement(
+        Mesh(np.array(trainer).reshape(mesh), MESH_AXES),
+        tuple(Mesh(np.array(group), ("model",)) for group in groups),
+    )
 
 
-def copy_to(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    """A copy of a tree of arrays under `sharding`; never an alias, whatever the devices."""
-    return jax.tree.map(lambda x: jax.device_put(x, sharding, may_alias=False), tree)
+def hand_over(tree: Any, shardings: Any) -> Any:
+    """A tree of arrays under other shardings, on any devices of this process.
+
+    Every device receives the pieces that it needs from devices that have them, and joins them; an
+    array is never whole on the host, nor on a device that keeps only a part. `jax.device_put`
+    would take it through the host wherever the two divisions differ. What already lies where it
+    is wanted is not copied: the source must not be donated later.
+
+    Args:
+        tree: arrays; of one that spans processes, this one must hold what `shardings` want.
+        shardings: over devices of this process, a tree of them or one for all arrays.
+
+    Raises:
+        ValueError: other processes hold what is wanted.
+    """
+    if isinstance(shardings, jax.sharding.Sharding):
+        return jax.tree.map(lambda x: _hand_over(x, shardings), tree)
+    return jax.tree.map(_hand_over, tree, shardings)
+
+
+_Box = tuple[tuple[int, int], ...]
+
+
+def _hand_over(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
+    if array.sharding == sharding:
+        return array
+    boxes = {
+        device: _box(index or (), array.shape)
+        for device, index in sharding.addressable_devices_indices_map(array.shape).items()
+    }
+    pieces = {device: _pieces(array, box, device) for device, box in boxes.items()}
+    # One call moves everything, so that transfers overlap.
+    moved = iter(
+        jax.device_put(
+            [x for parts in pieces.values() for _, x in parts],
+            [device for device, parts in pieces.items() for _ in parts],
+        )
+    )
+    shards = []
+    for device, box in boxes.items():
+        offsets = tuple(offset for offset, _ in pieces[device])
+        arrived = [next(moved) for _ in offsets]
+        shape = tuple(end - start for start, end in box)
+        shards.append(arrived[0] if len(arrived) == 1 else _join(arrived, offsets, shape))
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
+
+
+def _box(index: tuple[slice, ...], shape: Sequence[int]) -> _Box:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _pieces(array: jax.Array, wanted: _Box, device: Any) -> list[tuple[tuple[int, ...], jax.Array]]:
+    """(offset, values) of the pieces that fill a box, those on `device` first."""
+    shards = sorted(array.addressable_shards, key=lambda s: s.device != device)
+    found: dict[_Box, jax.Array] = {}
+    for shard in shards:
+        own = _box(shard.index, array.shape)
+        shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
+        if shared in found or any(start >= end for start, end in shared):
+            continue
+        if shared == own:
+            found[shared] = shard.data
+        else:
+            starts = [a - b for (a, _), (b, _) in zip(shared, own, strict=True)]
+            ends = [a - b for (_, a), (b, _) in zip(shared, own, strict=True)]
+            found[shared] = jax.lax.slice(shard.data, starts, ends)
+    if sum(_volume(box) for box in found) != _volume(wanted):
+        raise ValueError(
+            f"an array of shape {list(array.shape)} is divided over processes as {array.sharding}, "
+            "and this one does not hold all that its searchers need; make it with a sharding that "
+            "gives each process a whole copy (Placement.publication_mesh)"
+        )
+    return [
+        (tuple(start - first for (start, _), (first, _) in zip(box, wanted, strict=True)), values)
+        for box, values in found.items()
+    ]
+
+
+def _volume(box: _Box) -> int:
+    return math.prod(end - start for start, end in box)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _join(
+    pieces: list[jax.Array], offsets: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
+) -> jax.Array:
+    out = jnp.zeros(shape, pieces[0].dtype)
+    for piece, offset in zip(pieces, offsets, strict=True):
+        out = jax.lax.dynamic_update_slice(out, piece, offset)
+    return out
 
 
 def partition_spec(
@@ -211,3 +418,52 @@ def tree_shardings(
         shapes,
         axes,
     )
+
+
+def shardings_like(tree: Any, params: Any, param_shardings: Any, mesh: Mesh) -> Any:
+    """Shardings of a tree that holds parameters, and arrays that belong to them, among others.
+
+    An array belongs to the parameter whose path its own path ends with: copies, gradients,
+    moments. Of the parameter's shape, it lies as the parameter does; of that shape without one
+    axis (the factors of Adafactor), as the axes it kept; all others are on every device.
+
+    Args:
+        tree: anything with shapes, such as a train state.
+        params: shapes of the parameters.
+        param_shardings: a NamedSharding for each.
+        mesh: of the shardings.
+    """
+    shapes = {path: x.shape for path, x in _by_path(params).items()}
+    specs = {path: x.spec for path, x in _by_path(param_shardings).items()}
+
+    def sharding(path: Any, x: Any) -> NamedSharding:
+        names = _names(path)
+        for start in range(len(names)):
+            owner = names[start:]
+            if owner in shapes:
+                spec = _spec_like(x.shape, shapes[owner], specs[owner])
+                return NamedSharding(mesh, spec)
+        return NamedSharding(mesh, PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(sharding, tree)
+
+
+def _spec_like(
+    shape: tuple[int, ...], owner: tuple[int, ...], spec: PartitionSpec
+) -> PartitionSpec:
+    full = (*spec, *[None] * (len(owner) - len(spec)))
+    if shape == owner:
+        return PartitionSpec(*full)
+    for axis in range(len(owner)):
+        if shape == owner[:axis] + owner[axis + 1 :]:
+            return PartitionSpec(*full[:axis], *full[axis + 1 :])
+    return PartitionSpec()
+
+
+def _by_path(tree: Any) -> dict[tuple[str, ...], Any]:
+    return {_names(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _names(path: Any) -> tuple[str, ...]:
+    """The keys of a path; positions in tuples and names of attributes count alike."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

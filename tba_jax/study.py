@@ -15,11 +15,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.metrics import read_jsonl
+from tba_jax.metrics import format_metric, is_share, metric_label, read_jsonl
 from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
 _SYNC = ("driver=sync", "replay.pace=off")
@@ -28,23 +28,40 @@ _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
-# Study -> variant -> config overrides on the default preset of configs/math.py. The first variant
-# is the one the others are compared with.
-STUDIES: dict[str, dict[str, tuple[str, ...]]] = {
+
+class Study(NamedTuple):
+    """What a study runs.
+
+    Attributes:
+        config: config file, with its preset where that is not the default one.
+        variants: name -> config overrides; the others are compared with the first.
+    """
+
+    config: str
+    variants: Mapping[str, tuple[str, ...]]
+
+
+STUDIES: dict[str, Study] = {
     # The main job as a user runs it.
-    "main_job": {"async": ()},
+    "main_job": Study("configs/math.py", {"async": ()}),
     # The same number of trained responses by both drivers, and on data exactly D steps old.
-    "drivers": {
-        "sync": (*_SHORT, *_SYNC),
-        "async": _SHORT,
-        "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
-        "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
-    },
+    "drivers": Study(
+        "configs/math.py",
+        {
+            "sync": (*_SHORT, *_SYNC),
+            "async": _SHORT,
+            "sync, lag 4": (*_SHORT, *_SYNC, "search.exact_lag=4"),
+            "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
+        },
+    ),
     # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
-    "in_flight": {
-        "round": (*_SHORT, *_LONG_ROUNDS),
-        "in flight": (*_SHORT, *_LONG_ROUNDS, "search.swap=in_flight"),
-    },
+    "in_flight": Study(
+        "configs/math.py",
+        {
+            "round": (*_SHORT, *_LONG_ROUNDS),
+            "in flight": (*_SHORT, *_LONG_ROUNDS, "search.swap=in_flight"),
+        },
+    ),
 }
 
 
@@ -65,10 +82,23 @@ def run_variant(folder: Path, overrides: Sequence[str], seed: int, config: str) 
     return json.loads((folder / "report.json").read_text())
 
 
+def metric_of(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Name of the headline metric."""
+    return reports[0]["eval"]["after"]["metric"]
+
+
+def scale_of(metric: str) -> float:
+    """What a table multiplies a metric with: shares are in percent."""
+    return 100.0 if is_share(metric) else 1.0
+
+
 def summarise(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Medians over seeds of what the table shows; accuracies in percent."""
-    before = [100 * r["eval"]["before"]["pass_at_1"] for r in reports]
-    after = [100 * r["eval"]["after"]["pass_at_1"] for r in reports]
+    """Medians over seeds of what the table shows; shares in percent."""
+    metric = metric_of(reports)
+    before, after = (
+        [scale_of(metric) * r["eval"][when][metric] for r in reports]
+        for when in ("before", "after")
+    )
     return {
         "seeds": len(reports),
         "n": reports[0]["eval"]["after"]["n"],
@@ -107,24 +137,28 @@ def table(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     """The study as a Markdown table."""
     variants = list(results)
     first = variants[0]
+    metric = metric_of(results[first])
+    scale, unit = scale_of(metric), " %" if is_share(metric) else ""
+    digits = 1 if is_share(metric) else 3
     lines = [
-        "| variant | seeds | pass@1 before | after | gain, median (least) | difference to "
-        f"{first}, 90 % interval | wall s | first step s | trainer idle s | searcher idle s | "
-        "staleness | generated |",
+        f"| variant | seeds | {metric_label(metric)} before | after | gain, median (least) | "
+        f"difference to {first}, 90 % interval | wall s | first step s | trainer idle s | "
+        "searcher idle s | staleness | generated |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    base = {r["seed"]: 100 * r["eval"]["after"]["pass_at_1"] for r in results[first]}
+    base = {r["seed"]: scale * r["eval"]["after"][metric] for r in results[first]}
     for variant in variants:
         s = summarise(results[variant])
-        after = {r["seed"]: 100 * r["eval"]["after"]["pass_at_1"] for r in results[variant]}
+        after = {r["seed"]: scale * r["eval"]["after"][metric] for r in results[variant]}
         shared = sorted(set(base) & set(after))
         difference = "–"
         if variant != first and shared:
             mean, half = paired_difference([after[i] for i in shared], [base[i] for i in shared])
-            difference = f"{mean:+.1f} ± {half:.1f}"
+            difference = f"{mean:+.{digits}f} ± {half:.{digits}f}"
         lines.append(
-            f"| {variant} | {s['seeds']:.0f} | {s['before']:.1f} % | {s['after']:.1f} % | "
-            f"{s['gain']:+.1f} ({s['gain_min']:+.1f}) | {difference} | {s['wall_s']:.1f} | "
+            f"| {variant} | {s['seeds']:.0f} | {s['before']:.{digits}f}{unit} | "
+            f"{s['after']:.{digits}f}{unit} | {s['gain']:+.{digits}f} "
+            f"({s['gain_min']:+.{digits}f}) | {difference} | {s['wall_s']:.1f} | "
             f"{s['first_step_s']:.1f} | {s['trainer_idle_s']:.1f} | {s['searcher_idle_s']:.1f} | "
             f"{s['staleness_mean']:.2f} | {s['generated']:.0f} |"
         )
@@ -132,7 +166,9 @@ def table(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
-    """Held-out accuracy against trained steps: every seed thin, the median thick."""
+    """The headline metric against trained steps: every seed thin, the median thick."""
+    metric = metric_of(next(iter(results.values())))
+    name, scale = f"eval/{metric}", scale_of(metric)
     picture = new_figure(7.0, 4.0, LIGHT)
     axes = picture.subplots()
     style_axes(axes, LIGHT)
@@ -141,17 +177,16 @@ def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> byt
         curves = []
         for report in results[variant]:
             records = read_jsonl(run_folder(out, variant, report["seed"]) / "metrics.jsonl")
-            points = {
-                r["step"]: 100 * r["eval/pass_at_1"] for r in records if "eval/pass_at_1" in r
-            }
+            points = {r["step"]: scale * r[name] for r in records if name in r}
             curves.append(points)
             axes.plot(list(points), list(points.values()), color=color, alpha=0.25, linewidth=0.8)
         steps = sorted(set.intersection(*(set(c) for c in curves)))
         median = [float(np.median([c[s] for c in curves])) for s in steps]
         axes.plot(steps, median, color=color, linewidth=2.0, marker="o", label=variant)
     axes.set_xlabel("optimiser steps (256 responses each)")
-    axes.set_ylabel("held-out pass@1, %")
-    axes.set_ylim(0, 102)
+    axes.set_ylabel(f"held-out {metric_label(metric)}" + (", %" if is_share(metric) else ""))
+    if is_share(metric):
+        axes.set_ylim(0, 102)
     axes.legend(frameon=False, loc="lower right")
     return to_png(picture)
 
@@ -168,27 +203,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 .. N-1")
     parser.add_argument("--budget_min", type=float, default=25.0, help="start no run after this")
     parser.add_argument("--out", default="", help="folder; default runs/study-NAME")
-    parser.add_argument("--config", default="configs/math.py", help="config file")
+    parser.add_argument("--config", default="", help="config file; default: the study's own")
     args = parser.parse_args(argv)
     if args.seeds < 1:
         print(f"error: --seeds={args.seeds}: want at least 1", file=sys.stderr)
         return 2
     out = Path(args.out or f"runs/study-{args.name}")
     end = time.monotonic() + 60 * args.budget_min
-    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in STUDIES[args.name]}
+    study = STUDIES[args.name]
+    results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in study.variants}
     skipped = []
     # Seeds outermost: a study cut short by its budget still compares all variants.
     for seed in range(args.seeds):
-        for variant, overrides in STUDIES[args.name].items():
+        for variant, overrides in study.variants.items():
             if time.monotonic() > end:
                 skipped.append(f"{variant} seed {seed}")
                 continue
             folder = run_folder(out, variant, seed)
-            report = run_variant(folder, overrides, seed, args.config)
+            report = run_variant(folder, overrides, seed, args.config or study.config)
             results[variant].append(report)
+            metric = metric_of([report])
+            before, after = (
+                format_metric(metric, report["eval"][when][metric]) for when in ("before", "after")
+            )
             print(
-                f"{variant} seed {seed}: pass@1 {100 * report['eval']['before']['pass_at_1']:.1f} "
-                f"-> {100 * report['eval']['after']['pass_at_1']:.1f} %, {report['wall_s']:.0f} s",
+                f"{variant} seed {seed}: {metric_label(metric)} {before} -> {after}, "
+                f"{report['wall_s']:.0f} s",
                 flush=True,
             )
     results = {variant: reports for variant, reports in results.items() if reports}

@@ -5,17 +5,21 @@ State and batch in, state and metrics out. It does not know where batches come f
 between two steps; its argument is donated, so whoever holds the old state must not use it again.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from tba_jax import objectives
 from tba_jax.logprobs import response_mask, token_logprobs
-from tba_jax.models.transformer import TransformerConfig
+from tba_jax.models.shardings import ComputeSharding, param_shardings
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.sharding import BATCH_AXES, shardings_like
 from tba_jax.trajectory import Batch
 
 
@@ -118,6 +122,68 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw
 
 
+class StepShardings(NamedTuple):
+    """Where everything a train step touches lies on the trainer's mesh.
+
+    Attributes:
+        state: a NamedSharding for each array of the train state.
+        batch: of every array of a batch.
+        replicated: of the metrics.
+        compute: how the step uses divided parameters; None on a mesh of one device.
+    """
+
+    state: TrainState
+    batch: NamedSharding
+    replicated: NamedSharding
+    compute: ComputeSharding | None
+
+
+def step_shardings(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    keep_reference: bool,
+) -> StepShardings:
+    """The shardings of a train step: parameters by the table, what belongs to them likewise.
+
+    Args:
+        config: the architecture.
+        optimizer: whose state is placed.
+        mesh: the trainer's, with the axes `sharding.MESH_AXES`.
+        keep_reference: the state holds a reference.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    params = abstract_params(config)
+    shapes = jax.eval_shape(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference), params
+    )
+    return StepShardings(
+        state=shardings_like(shapes, params, param_shardings(config, mesh), mesh),
+        batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
+        replicated=NamedSharding(mesh, PartitionSpec()),
+        compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
+    )
+
+
+def make_init_state(
+    optimizer: optax.GradientTransformation, shardings: StepShardings
+) -> Callable[[Any], TrainState]:
+    """Jitted `init_state` for parameters that lie as `shardings.state` says; they are donated.
+
+    Moments are made where they belong, never whole on one device.
+    """
+    keep_reference = shardings.state.reference_params is not None
+    return jax.jit(
+        functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference),
+        donate_argnums=0,
+        in_shardings=(shardings.state.params,),
+        out_shardings=shardings.state,
+    )
+
+
 def init_state(
     params: Any, optimizer: optax.GradientTransformation, *, keep_reference: bool
 ) -> TrainState:
@@ -131,13 +197,21 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     schedule: optax.Schedule,
     settings: StepSettings,
+    shardings: StepShardings | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """The jitted train step; its state argument is donated.
+
+    Args:
+        config: the architecture.
+        optimizer, schedule: from `make_optimizer`.
+        settings: objective, schedules, dtypes.
+        shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
         (state, batch) -> (state, metrics): metrics are float32 scalars.
     """
     compute_dtype = jnp.dtype(settings.compute_dtype)
+    compute = None if shardings is None else shardings.compute
 
     def logprobs(params: Any, batch: Batch) -> Float[Array, "p k t"]:
         return token_logprobs(
@@ -151,6 +225,7 @@ def make_train_step(
             compute_dtype=compute_dtype,
             chunk_tokens=settings.logprob_chunk_tokens,
             remat=settings.remat,
+            sharding=compute,
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
@@ -239,7 +314,14 @@ def make_train_step(
         }
         return TrainState(step, params, opt_state, reference), metrics
 
-    return jax.jit(train_step, donate_argnums=0)
+    if shardings is None:
+        return jax.jit(train_step, donate_argnums=0)
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings.state, shardings.batch),
+        out_shardings=(shardings.state, shardings.replicated),
+    )
 
 
 def _gap_at_staleness_0(

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from tba_jax.sharding import hand_over
 from tba_jax.trees import check_same_tree
 
 
@@ -58,18 +59,25 @@ class Transport(Protocol):
 Layout = Callable[[Any], Any]
 
 
-def make_publish_program(dtype: jnp.dtype, layout: Layout | None = None) -> Callable[[Any], Any]:
+def make_publish_program(
+    dtype: jnp.dtype, layout: Layout | None = None, out_shardings: Any = None
+) -> Callable[[Any], Any]:
     """Jitted copy and cast of a params tree to the rollout dtype, in the layout readers want.
 
     `jnp.copy` is what makes it a copy: a jitted identity returns its input buffers, which the next
     donated train step deletes.
+
+    Args:
+        dtype: rollout dtype.
+        layout: as the readers want the tree; None: as it is.
+        out_shardings: of its result on the devices of the params, a tree; None: XLA's choice.
     """
 
     def program(params: Any) -> Any:
         copied = jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), params)
         return copied if layout is None else layout(copied)
 
-    return jax.jit(program)
+    return jax.jit(program, out_shardings=out_shardings)
 
 
 class MemoryTransport:
@@ -77,23 +85,22 @@ class MemoryTransport:
 
     Args:
         dtype: rollout dtype.
-        shardings: one per searcher; None where trainer and searchers share devices, so that the
-            copy made by the publish program is the only one.
+        shardings: for each searcher a tree of shardings in the readers' layout, or one; None where
+            the publish program leaves the weights where the searcher wants them.
         layout: what readers want the tree to look like (the decoder wants layers apart); None: as
             the trainer has it.
-        to_host: takes what the publish program returns on a mesh over several hosts to arrays of
-            this host alone, which can then go to its searchers' devices; None: they are already.
+        published: a tree of shardings on the trainer's devices, in which the publish program
+            leaves its copy; None: XLA's choice.
     """
 
     def __init__(
         self,
         dtype: jnp.dtype,
-        shardings: Sequence[jax.sharding.Sharding | None],
+        shardings: Sequence[Any],
         layout: Layout | None = None,
-        to_host: Callable[[Any], Any] | None = None,
+        published: Any = None,
     ) -> None:
-        self._program = make_publish_program(dtype, layout)
-        self._to_host = to_host
+        self._program = make_publish_program(dtype, layout, published)
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
@@ -104,24 +111,24 @@ class MemoryTransport:
         Raises:
             ValueError: when the tree differs from the version before.
         """
-        copied = self._program(params)
-        self.put(version, copied if self._to_host is None else self._to_host(copied))
+        self.put(version, self._program(params))
 
     def put(self, version: int, params: Any) -> None:
         """Swap in params that already are a copy in the rollout dtype and the readers' layout."""
-        by_sharding: dict[Any, Any] = {}
-        for sharding in self._shardings:
-            if sharding not in by_sharding:
-                by_sharding[sharding] = (
-                    params if sharding is None else jax.device_put(params, sharding)
-                )
+        delivered: list[Any] = []
+        for i, wanted in enumerate(self._shardings):
+            first = self._shardings.index(wanted)  # searchers on the same devices share one copy
+            if first < i:
+                delivered.append(delivered[first])
+            else:
+                delivered.append(params if wanted is None else hand_over(params, wanted))
         # A searcher must never adopt arrays that are still being computed: its thread would wait
         # on the device inside a round, where nobody counts the wait.
-        jax.block_until_ready(list(by_sharding.values()))
+        jax.block_until_ready(delivered)
         with self._lock:
             if self._published is not None:
                 check_same_tree(self._published[0].params, params)
-            self._published = [Published(version, by_sharding[s]) for s in self._shardings]
+            self._published = [Published(version, x) for x in delivered]
 
     def latest(self, reader: int) -> Published | None:
         """Newest version on that reader's devices."""
@@ -147,7 +154,7 @@ class CheckpointTransport:
     Args:
         workdir: the run's directory.
         keep: versions kept on disk, at least 2 (one may be being read while one is written).
-        dtype, shardings, layout: as MemoryTransport; files have the trainer's layout.
+        dtype, shardings, layout, published: as MemoryTransport; files have the trainer's layout.
     """
 
     def __init__(
@@ -156,15 +163,17 @@ class CheckpointTransport:
         *,
         keep: int,
         dtype: jnp.dtype,
-        shardings: Sequence[jax.sharding.Sharding | None],
+        shardings: Sequence[Any],
         layout: Layout | None = None,
+        published: Any = None,
     ) -> None:
         self._folder = epath.Path(workdir) / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marker = epath.Path(workdir) / "versions.json"
         self._keep = keep
         self._program = make_publish_program(dtype)
-        self._layout = jax.jit(layout) if layout is not None else lambda params: params
+        # With a layout only: without one the copy that was restored already is what readers want.
+        self._layout = jax.jit(layout, out_shardings=published) if layout else lambda params: params
         self._mailbox = MemoryTransport(dtype, shardings)
         self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())

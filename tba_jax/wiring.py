@@ -14,18 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
-from tba_jax.config import Config, ConfigError, validate_devices
+from tba_jax.config import Config, ConfigError
 from tba_jax.data import PromptStream
-from tba_jax.decoding.engine import SamplingSettings
-from tba_jax.logprobs import response_mask, token_logprobs
+from tba_jax.decoding.engine import Decoder
+from tba_jax.device_rules import validate_devices
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
-from tba_jax.models import hf_weights, transformer
+from tba_jax.models import families, hf_weights
+from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
 from tba_jax.parts import (
@@ -33,77 +34,36 @@ from tba_jax.parts import (
     make_decoder,
     make_evaluator,
     make_optimizer_from,
+    make_publication,
+    make_reference_program_from,
+    make_rewards,
+    make_step_shardings,
     model_path,
+    place_run,
+    reference_shardings,
+    sampling_settings,
+    searcher_shardings,
     step_settings,
 )
+from tba_jax.reference import Reference
 from tba_jax.repartition import repartition
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rewards.pool import RewardPool
 from tba_jax.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.searcher import Searcher
 from tba_jax.step_plan import Planner
 from tba_jax.tasks import get_task
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.train_step import TrainState, init_state, make_train_step
+from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
 from tba_jax.trajectory import Batch, length_buckets
-from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, Transport
+from tba_jax.weight_sync import (
+    CheckpointTransport,
+    MemoryTransport,
+    Transport,
+    make_publish_program,
+)
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
-
-
-def _score_reference(
-    params: Any,
-    tokens: Array,
-    prompt_lengths: Array,
-    response_lengths: Array,
-    *,
-    response_bucket: int,
-    config: TransformerConfig,
-    temperature: float,
-    compute_dtype: str,
-    chunk_tokens: int,
-    eos_ids: tuple[int, ...],
-    mask_eos: bool,
-) -> Array:
-    token_values = token_logprobs(
-        params,
-        tokens,
-        prompt_lengths,
-        response_lengths,
-        response_bucket=response_bucket,
-        config=config,
-        temperature=temperature,
-        compute_dtype=jnp.dtype(compute_dtype),
-        chunk_tokens=chunk_tokens,
-    )
-    mask = response_mask(
-        tokens[..., -response_bucket:], response_lengths, eos_ids=eos_ids, mask_eos=mask_eos
-    )
-    return jnp.sum(token_values * mask, axis=-1)
-
-
-class _Reference:
-    """Reference scorer on one searcher device; the jitted program is shared between searchers."""
-
-    def __init__(self, program: Callable[..., Array], params: Any) -> None:
-        self._program = program
-        self._params = params
-
-    def __call__(
-        self,
-        tokens: np.ndarray,
-        prompt_lengths: np.ndarray,
-        response_lengths: np.ndarray,
-        response_bucket: int,
-    ) -> Array:
-        return self._program(
-            self._params,
-            tokens,
-            prompt_lengths,
-            response_lengths,
-            response_bucket=response_bucket,
-        )
 
 
 def build(
@@ -131,24 +91,11 @@ def build(
         CheckpointError: the newest checkpoint is not readable.
     """
     folder = Path(workdir).absolute()
-    devices = jax.local_devices()
     num_hosts = cluster.num_processes
-    validate_devices(config, len(devices), num_hosts)
-    if config.placement == "pod":
-        placement = sharding.place_pod(
-            jax.devices(),
-            process_id=cluster.process_id,
-            num_trainer_devices=config.num_trainer_devices,
-            num_searchers=config.num_searchers,
-        )
-    else:
-        placement = sharding.place(
-            config.placement,
-            devices,
-            num_trainer_devices=config.num_trainer_devices,
-            num_searchers=config.num_searchers,
-        )
-    mine = len(placement.searcher_devices)
+    validate_devices(config, len(jax.local_devices()), num_hosts)
+    # Only a pod spans processes; with one process these are the same devices.
+    placement = place_run(config, jax.devices(), cluster.process_id)
+    mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
     task = get_task(config.task.name, config.task.data_path)
@@ -164,78 +111,56 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = RewardPool(
-        config.task.reward or task.reward,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-    )
-    progress.phase("loading the model")
-    tokenizer = Tokenizer.load(hf_weights.resolve(model_path(config)))
-    param_dtype = jnp.dtype(config.model.param_dtype)
-    model_config, params, _ = hf_weights.load(model_path(config), param_dtype=param_dtype)
+    rewards = make_rewards(config, task)
+    folder_of_model = hf_weights.resolve(model_path(config))
+    tokenizer = Tokenizer.load(folder_of_model)
+    model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
+    optimizer, schedule = make_optimizer_from(config)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
     response_buckets = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)
-
-    reference_program = jax.jit(
-        functools.partial(
-            _score_reference,
-            config=model_config,
-            temperature=config.search.sampling_temperature,
-            compute_dtype=config.model.compute_dtype,
-            chunk_tokens=config.batch.logprob_chunk_tokens,
-            eos_ids=tokenizer.eos_ids,
-            mask_eos=config.objective.mask_eos,
-        ),
-        static_argnames=("response_bucket",),
-    )
-    references: dict[Any, _Reference] = {}
-    if config.reference.placement == "searcher":
-        for device in placement.searcher_devices:
-            if device not in references:
-                where = jax.sharding.SingleDeviceSharding(device)
-                references[device] = _Reference(reference_program, sharding.copy_to(params, where))
-
-    optimizer, schedule = make_optimizer_from(config)
     checkpoints = Checkpoints(
         str(folder / "checkpoints"),
         keep=config.checkpoint.keep,
         timeout_s=config.checkpoint.timeout_s,
     )
-    host_states = None
     # Read once: a host that looked a moment later might see another one.
     newest = cluster.broadcast_json(checkpoints.latest_step())
-    keep_reference = config.reference.placement == "trainer"
-    where = placement.replicated_sharding
-    if newest is None and num_hosts > 1:
-        make = functools.partial(init_state, optimizer=optimizer, keep_reference=keep_reference)
-        state = jax.jit(make, out_shardings=where)(sharding.to_mesh(params, where))
-    elif newest is None:
-        state = init_state(
-            sharding.copy_to(params, where), optimizer, keep_reference=keep_reference
+    is_new = newest is None
+    references: dict[Any, Reference] = {}
+    params, host_states = None, None
+    if is_new or config.reference.placement == "searcher":
+        progress.phase("loading the model")
+        _, params, _ = hf_weights.load(
+            folder_of_model,
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=shardings.state.params,
         )
-        state = jax.device_put(state, where)
+    if config.reference.placement == "searcher":
+        references = _references(config, model_config, tokenizer.eos_ids, placement, params)
+    if is_new:
+        state = make_init_state(optimizer, shardings)(params)
     else:
+        del params
         progress.phase("restoring the newest checkpoint")
-        target = abstract_state(config, model_config, where)
+        target = abstract_state(config, model_config, placement.trainer_mesh)
         _, state, host_states = checkpoints.restore(target, newest)
         state = TrainState(*state) if not isinstance(state, TrainState) else state
-    del params
 
     rollout_dtype = jnp.dtype(config.model.rollout_dtype)
-    shardings = placement.publication_shardings()
-    layout = functools.partial(transformer.unstack_layers, config=model_config)
+    wanted = [searcher_shardings(model_config, mesh) for mesh in placement.searcher_meshes]
+    layout, published = make_publication(config, model_config, placement.publication_mesh)
     transport: Transport
     if config.sync.transport == "memory":
-        to_host = sharding.host_part if num_hosts > 1 else None
-        transport = MemoryTransport(rollout_dtype, shardings, layout, to_host)
+        transport = MemoryTransport(rollout_dtype, wanted, layout, published)
     else:
         transport = CheckpointTransport(
             str(folder),
             keep=config.sync.keep,
             dtype=rollout_dtype,
-            shardings=shardings,
+            shardings=wanted,
             layout=layout,
+            published=published,
         )
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
@@ -250,7 +175,7 @@ def build(
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
     metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
-    decoder = make_decoder(config, model_config, tokenizer)
+    decoders = _decoders(config, model_config, tokenizer, placement)
     streams = [
         PromptStream(
             task,
@@ -271,20 +196,18 @@ def build(
             index=first_searcher + i,
             reader=i,
             stream=streams[i],
-            decoder=decoder,
+            decoder=decoders[placement.searcher_meshes[i]],
             transport=transport,
             outbox=outboxes[i],
             rewards=rewards,
-            reference=references.get(placement.searcher_devices[i]),
+            reference=references.get(placement.searcher_meshes[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
             first_kind=first_kind,
             key=root_key,
             prompts_per_round=config.search.prompts_per_round,
             samples_per_prompt=config.search.samples_per_prompt,
-            settings=SamplingSettings(
-                config.search.max_new_tokens, temperature=config.search.sampling_temperature
-            ),
+            settings=sampling_settings(config),
             num_slots=config.search.num_slots or None,
             in_flight=config.search.swap == "in_flight",
             prompt_buckets=prompt_buckets,
@@ -294,22 +217,25 @@ def build(
         )
         for i in range(mine)
     ]
-    evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
+    # Searcher 0 runs it, on the weights that it has.
+    evaluator = make_evaluator(
+        config, task, tokenizer, decoders[placement.searcher_meshes[0]], rewards
+    )
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
 
     def place_batch(batch: Batch) -> Batch:
         if num_hosts == 1:
-            return jax.device_put(batch, placement.batch_sharding)
+            return jax.device_put(batch, shardings.batch)
         # This host's rows; the others bring theirs.
-        make = functools.partial(jax.make_array_from_process_local_data, placement.batch_sharding)
+        make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
         return jax.tree.map(make, batch)
 
     trainer = Trainer(
         state=state,
         train_step=make_train_step(
-            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids)
+            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
         ),
         buffer=buffer,
         outboxes=outboxes,
@@ -347,7 +273,9 @@ def build(
         transport=transport,
         rewards=rewards,
         evaluator=evaluator,
-        decoder=decoder,
+        decoder=decoders[placement.searcher_meshes[0]],
+        placement=placement,
+        model_config=model_config,
         checkpoints=checkpoints,
         metrics=MultiWriter([*([metrics_log] if metrics_log else []), progress, *extra_writers]),
         progress=progress,
@@ -369,3 +297,40 @@ def build(
         )
     forget_after(run, trainer.step_index)
     return run
+
+
+def _references(
+    config: Config,
+    model_config: TransformerConfig,
+    eos_ids: tuple[int, ...],
+    placement: sharding.Placement,
+    params: Any,
+) -> dict[Mesh, Reference]:
+    """A reference scorer for each set of searcher devices, with parameters of its own."""
+    shardings = param_shardings(model_config, placement.publication_mesh)
+    # A copy, because the train state will be made of `params` and then donated.
+    copied = make_publish_program(jnp.dtype(config.model.param_dtype), None, shardings)(params)
+    programs: dict[Any, Callable[..., Array]] = {}
+    references = {}
+    for mesh in dict.fromkeys(placement.searcher_meshes):
+        key = mesh if mesh.size > 1 else None  # one program serves any one device
+        if key not in programs:
+            programs[key] = make_reference_program_from(config, model_config, eos_ids, mesh)
+        own = sharding.hand_over(copied, reference_shardings(model_config, mesh))
+        references[mesh] = Reference(programs[key], own)
+    return references
+
+
+def _decoders(
+    config: Config,
+    model_config: TransformerConfig,
+    tokenizer: Tokenizer,
+    placement: sharding.Placement,
+) -> dict[Mesh, Decoder]:
+    """The decoder of each set of searcher devices; one serves all that have one device each."""
+    decoders: dict[Any, Decoder] = {}
+    for mesh in placement.searcher_meshes:
+        key = mesh if mesh.size > 1 else None
+        if key not in decoders:
+            decoders[key] = make_decoder(config, model_config, tokenizer, mesh)
+    return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}

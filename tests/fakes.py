@@ -2,7 +2,17 @@
 """Fakes at the edges of the system, for tests."""
 
 
-def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=True, report=True):
+def fake_workdir(
+    path,
+    *,
+    num_steps=120,
+    made_steps=None,
+    evals=True,
+    schedule=True,
+    report=True,
+    metric="pass_at_1",
+    changes=(),
+):
     """A work directory as a run of two searchers leaves it; texts hold HTML on purpose.
 
     Args:
@@ -12,6 +22,8 @@ def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=T
         evals: whether evaluations were logged.
         schedule: whether schedule.jsonl was written.
         report: whether report.json was written.
+        metric: the headline metric.
+        changes: further config fields.
     """
     import json
     from pathlib import Path
@@ -33,7 +45,8 @@ def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=T
                 {
                     "step": step,
                     "time_s": round(now, 3),
-                    "eval/pass_at_1": round((212 + 226 * progress(step)) / 512, 6),
+                    "eval/metric": metric,
+                    f"eval/{metric}": round((212 + 226 * progress(step)) / 512, 6),
                     "eval/n": 512,
                     "eval/kind_share": round(0.38 + 0.58 * progress(step), 4),
                     "eval/response_length_mean": round(11.2 + 19 * progress(step), 3),
@@ -121,8 +134,9 @@ def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=T
     generated = 128 * sum(event["event"] == "round" for event in events)
     config = {"name": "math/arithmetic", "seed": 0, "driver": "async", "num_steps": num_steps}
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "versions.json").write_text(json.dumps({"python": "3.12.1", "jax": "0.12.0"}))
+    config |= dict(changes)
+    versions = {"python": "3.12.1", "jax": "0.12.0"}
+    (path / "config.json").write_text(json.dumps({"config": config, "versions": versions}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     if schedule:
         (path / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -131,7 +145,7 @@ def fake_workdir(path, *, num_steps=120, made_steps=None, evals=True, schedule=T
     measured = [
         {name.removeprefix("eval/"): value for name, value in line.items() if "eval/" in name}
         for line in metrics
-        if "eval/pass_at_1" in line
+        if "eval/n" in line
     ]
     worked = "3+9=12, 12-4=8, 8+7=15, 15-6=9. So the answer is 9."
     samples = [

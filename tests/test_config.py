@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax import config as config_lib
-from tba_jax.config import ConfigError, default_config, validate, validate_devices
+from tba_jax.config import ConfigError, default_config, validate
+from tba_jax.device_rules import validate_devices
 
 ROOT = Path(__file__).parents[1]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -120,6 +121,8 @@ def test_no_field_is_dead():
         ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
+        ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
     ],
 )
@@ -140,8 +143,18 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
             4,
             "num_searchers = 4: placement=split leaves 3 devices",
         ),
-        ({"num_trainer_devices": 3}, 2, "this process sees 2 devices"),
-        ({"num_trainer_devices": 3}, 3, "must divide by the 3 trainer devices"),
+        ({"mesh.fsdp": 4}, 2, "mesh wants 4 devices, and this process sees 2"),
+        ({"mesh.fsdp": 2, "placement": "split"}, 2, "needs a device for searchers"),
+        (
+            {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
+            4,
+            "leaves 2 devices for searchers of 3 each. Set --config.search.num_devices=2",
+        ),
+        (
+            {"mesh.fsdp": 4, "search.num_devices": 3},
+            4,
+            "share the trainer's 4 devices must divide them. Set --config.search.num_devices=1",
+        ),
     ],
 )
 def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):

@@ -474,10 +474,10 @@ def test_blocks_are_written_in_place():
             return [s.data.unsafe_buffer_pointer() for s in filling._array.addressable_shards]
 
         start = pointers()
-        filling.put((1, slice(None), 0), np.ones((48, 64), np.float32).T)
+        filling.put(np.ones((2, 48, 64), np.float32).transpose(2, 0, 1), layer=1)
         assert pointers() == start
-        local, order = filling._local, (0, 3, 1, 2)
-        block = np.ones((len(start) * 1, 48, 64 // len(start), 1), np.float32)
+        local, order = filling._local, (0, 2, 3, 1)
+        block = np.ones((len(start) * 1, 2, 48, 64 // len(start)), np.float32)
         program = placing._write.lower(
             filling._array, block, np.zeros(4, np.int32), order=order, local=local
         ).compile()
@@ -485,7 +485,7 @@ def test_blocks_are_written_in_place():
         assert memory.alias_size_in_bytes == spec.size * 4 // len(start)
         assert memory.temp_size_in_bytes == 0
         array = filling.finish()
-        assert array.sum() == 64 * 48
+        assert array.sum() == 64 * 2 * 48
         # What comes out can be donated in its turn: nothing else holds it.
         array = jax.jit(lambda x: x + 1, donate_argnums=0)(array)
         assert [s.data.unsafe_buffer_pointer() for s in array.addressable_shards] == start
@@ -513,7 +513,7 @@ def test_the_host_holds_two_blocks(tmp_path, monkeypatch):
     np.ones((1024, 1024), np.float16).tofile(tmp_path / "file")
     filling = placing.Filling("leaf", spec, None)
     piece = np.memmap(tmp_path / "file", np.float16, mode="r", shape=(1024, 1024)).T
-    filling.put((0,), piece)  # compiles
+    filling.put(piece, layer=0)  # compiles
     events, last = [], [None]
     wait, write = jax.block_until_ready, placing._write
 
@@ -529,7 +529,7 @@ def test_the_host_holds_two_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", spy_wait)
     monkeypatch.setattr(placing, "_write", spy_write)
     tracemalloc.start()
-    filling.put((1,), piece)
+    filling.put(piece, layer=1)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     # Writes may run behind their caller: the last one is waited for before the next.

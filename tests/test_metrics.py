@@ -216,6 +216,16 @@ def test_evaluations_notes_and_phases_are_printed_at_once():
     ]
 
 
+def test_another_headline_is_labelled_and_formatted():
+    clock = FakeClock()
+    display, stream = plain_display(clock, metric="win_rate")
+    display.write(0, {"eval/win_rate": 0.5, "eval/pass_at_1": 0.1})
+    display, other = plain_display(clock, metric="reward_mean")
+    display.write(0, {"eval/reward_mean": -1.25})
+    assert stream.getvalue() == "[0:00] step 0/100  win rate 50.0%\n"
+    assert other.getvalue() == "[0:00] step 0/100  reward mean -1.250\n"
+
+
 def test_resumed_display_remembers_where_it_started():
     clock = FakeClock()
     display, stream = plain_display(clock)

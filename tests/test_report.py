@@ -110,7 +110,27 @@ def test_samples_are_marked_right_and_wrong(full):
     marks = re.findall(r'class="mark (\w+)"', full[1])
     assert marks == ["wrong", "right", "right", "right", "wrong", "wrong", "none", "right"]
     assert "1 right before training, 3 after" in Page(full[1]).text
-    assert "reward 0.50" in report_page._mark(0.5)
+    assert "reward 0.50" in report_page._mark(0.5, is_graded=True)
+    assert "reward 1.00" in report_page._mark(1.0, is_graded=False)
+
+
+def test_another_headline_is_named_and_decoding_told(tmp_path):
+    sampled = {"eval.temperature": 0.7, "eval.num_samples": 4}
+    page = built(tmp_path / "win", metric="win_rate", changes=sampled).text
+    told = json.loads((tmp_path / "win" / "report.json").read_text())["eval"]
+    before, after = (100 * told[when]["win_rate"] for when in ("before", "after"))
+    assert f"win rate {before:.1f} % → {after:.1f} % in" in page
+    assert "4 responses each at temperature 0.7. 40 steps" in page
+    assert re.search(r"mean reward 0\.\d\d before training, 0\.\d\d after\.", page)
+    assert "pass@1" not in page and "✓" not in page and "Accuracy" not in page
+    page = built(tmp_path / "reward", metric="reward_mean").text
+    assert "reward mean 0.4" in page and "greedy decoding" in page and "points" not in page
+
+
+def test_config_of_a_run_is_read(tmp_path):
+    fake_workdir(tmp_path, num_steps=40, made_steps=25)
+    run = report.load_run(tmp_path)
+    assert (run.num_steps, run.is_finished, run.versions["jax"]) == (40, False, "0.12.0")
 
 
 def test_ledger_adds_up_or_says_so(full, tmp_path):

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[1]
 def report(seed, before, after, wall=60.0):
     return {
         "seed": seed,
-        "eval": {"before": {"pass_at_1": before}, "after": {"pass_at_1": after, "n": 1024}},
+        "eval": {
+            "before": {"metric": "pass_at_1", "pass_at_1": before},
+            "after": {"metric": "pass_at_1", "pass_at_1": after, "n": 1024},
+        },
         "wall_s": wall,
         "time_to_first_step_s": 8.0,
         "idle_s": {"trainer": 1.0, "searchers": [2.0, 3.0]},
@@ -46,11 +49,14 @@ def test_table_pairs_seeds_with_the_first_variant():
 
 
 @pytest.mark.parametrize(
-    ("name", "variant"), [(n, v) for n, variants in study.STUDIES.items() for v in variants]
+    ("name", "variant"),
+    [(name, v) for name, chosen in study.STUDIES.items() for v in chosen.variants],
 )
 def test_overrides_of_every_study_make_a_valid_config(name, variant):
-    config = runpy.run_path(str(ROOT / "configs" / "math.py"))["get_config"]()
-    for override in study.STUDIES[name][variant]:
+    chosen = study.STUDIES[name]
+    path, *preset = chosen.config.split(":")
+    config = runpy.run_path(str(ROOT / path))["get_config"](*preset)
+    for override in chosen.variants[variant]:
         field, value = override.split("=")
         *sections, leaf = field.split(".")
         section = config
@@ -58,6 +64,20 @@ def test_overrides_of_every_study_make_a_valid_config(name, variant):
             section = section[part]
         section[leaf] = type(section[leaf])(value)
     validate(config)
+
+
+def test_table_of_a_metric_that_is_no_share_has_no_percent():
+    def reward(value):
+        return {"metric": "reward_mean", "reward_mean": value, "n": 8}
+
+    results = {
+        "tb": [{**report(0, 0, 0), "eval": {"before": reward(-1.0), "after": reward(2.5)}}],
+        "rloo": [{**report(0, 0, 0), "eval": {"before": reward(-1.0), "after": reward(2.25)}}],
+    }
+    lines = study.table("any", results).splitlines()
+    assert "reward mean before" in lines[0]
+    assert lines[2].startswith("| tb | 1 | -1.000 | 2.500 | +3.500 (+3.500) | –")
+    assert "| -0.250 ± nan |" in lines[3]
 
 
 def test_unknown_study_and_bad_seeds_are_refused(capsys):

@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax import sharding
 from tba_jax.train_step import (
     StepSettings,
     init_state,
@@ -64,28 +62,11 @@ def sgd_step(settings):
     return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
 
 
-def run_step(batch, settings=SETTINGS, *, params=None, place=None):
+def run_step(batch, settings=SETTINGS, *, params=None):
     optimizer, step = sgd_step(settings)
     params = random_params(CONFIG) if params is None else params
     state = init_state(params, optimizer, keep_reference=False)
-    if place is not None:
-        state = jax.device_put(state, place.replicated_sharding)
-        batch = jax.device_put(batch, place.batch_sharding)
     return step(state, batch)
-
-
-def test_sharded_step_equals_the_single_device_step():
-    expected, expected_metrics = run_step(make_batch())
-    place = sharding.place("shared", jax.local_devices(), num_trainer_devices=4, num_searchers=1)
-    got, metrics = run_step(make_batch(), place=place)
-    assert len(got.params["embed"].sharding.device_set) == 4
-    jax.tree.map(
-        # float32 sums in another order
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
-        jax.device_get(got.params),
-        jax.device_get(expected.params),
-    )
-    np.testing.assert_allclose(metrics["train/loss"], expected_metrics["train/loss"], rtol=1e-5)
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
@@ -225,21 +206,3 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
     np.testing.assert_allclose(
         second_update(0.1 * one, -0.2 * one, 0.5), second_update(0.1 * one, -0.2 * one, 0.0)
     )
-
-
-@pytest.mark.parametrize(
-    ("placement", "expected"),
-    [("shared", [0, 1, 0]), ("split", [2, 3, 4]), ("auto", [2, 3, 4])],
-)
-def test_placements(placement, expected):
-    devices = jax.local_devices()
-    place = sharding.place(placement, devices, num_trainer_devices=2, num_searchers=3)
-    assert [devices.index(d) for d in place.searcher_devices] == expected
-    assert list(place.trainer_mesh.devices) == devices[:2]
-
-
-def test_auto_placement_shares_where_devices_are_short():
-    devices = jax.local_devices()[:1]
-    place = sharding.place("auto", devices, num_trainer_devices=1, num_searchers=2)
-    assert place.searcher_devices == (devices[0], devices[0])
-    assert place.publication_shardings() == [None, None]

@@ -12,17 +12,24 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, hf_weights, safetensors_file
+from tba_jax.models import attention, hf_weights
+from tba_jax.models.hf_tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
 
+# Buffers of old checkpoints, and the pooler of the pretraining task: read by nothing here.
+_SPARE = (
+    "embeddings.position_ids",
+    "embeddings.token_type_ids",
+    "pooler.dense.weight",
+    "pooler.dense.bias",
+)
 _ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
 # transformers' own defaults, for fields that old config.json files leave out.
 _DEFAULTS = {
@@ -77,31 +84,6 @@ class EncoderConfig:
         return self.num_positions - (0 if self.pad_id is None else self.pad_id + 1)
 
 
-class _Tensor(NamedTuple):
-    """Where a Hugging Face tensor lies in our tree.
-
-    Attributes:
-        leaf: name in params (layer >= 0: in params["layers"]).
-        layer: layer index, or -1.
-        part: index into the axis of the fused query/key/value matrix, or None.
-        shape: the Hugging Face shape.
-        is_linear: a matrix [out, in], transposed here to [in, out...].
-    """
-
-    leaf: str
-    layer: int
-    part: int | None
-    shape: tuple[int, ...]
-    is_linear: bool
-
-    def write(self, leaf: np.ndarray, theirs: np.ndarray) -> None:
-        """Fill this tensor's part of our leaf, in the dtype of the leaf."""
-        out = leaf if self.layer < 0 else leaf[self.layer]
-        if self.part is not None:
-            out = out[:, self.part] if self.is_linear else out[self.part]
-        out[...] = (theirs.T if self.is_linear else theirs).reshape(out.shape)
-
-
 def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     """Our architecture for the contents of a Hugging Face config.json.
 
@@ -153,7 +135,7 @@ def load(
     """(architecture, parameters) of a Hugging Face encoder, on the default device.
 
     Args:
-        path_or_hub_id: a folder with config.json and model.safetensors, or a hub id.
+        path_or_hub_id: a folder with config.json and safetensors, or a hub id.
         param_dtype: storage dtype; the checkpoint's is converted.
 
     Raises:
@@ -162,31 +144,14 @@ def load(
     """
     folder = hf_weights.resolve(path_or_hub_id)
     config = encoder_config(hf_weights.load_config(folder))
-    file = folder / "model.safetensors"
-    if not file.is_file():
-        raise ValueError(
-            f"{folder}: no model.safetensors there. Pickled weights (*.bin, *.pt) can run code "
-            "when opened and are refused, and an encoder in several files is not read: convert it "
-            "to one model.safetensors"
-        )
-    found, tensors = safetensors_file.entries(file), _tensors(config)
-    problems = _differences(found, tensors)
-    if problems:
-        raise ValueError(
-            f"{folder}: the weights do not fit config.json:\n  "
-            + "\n  ".join(problems)
-            + "\nUse the config.json that belongs to these weights"
-        )
-    mapped = safetensors_file.map_file(file)
-
-    def leaf(path: Any, spec: jax.ShapeDtypeStruct) -> Array:
-        host = np.empty(spec.shape, spec.dtype)
-        for name, tensor in tensors.items():
-            if tensor.leaf == path[-1].key:
-                tensor.write(host, safetensors_file.view(mapped, found[name]))
-        return jnp.asarray(host)
-
-    return config, jax.tree_util.tree_map_with_path(leaf, abstract_params(config, param_dtype))
+    params = hf_weights.read(
+        folder,
+        _tensors(config),
+        abstract_params(config, param_dtype),
+        family="roberta" if config.labels else "bert",
+        is_spare=lambda name: name.endswith(_SPARE),
+    )
+    return config, params
 
 
 def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
@@ -207,8 +172,8 @@ def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Pa
     if n:
         ends |= {"head": (d, d), "head_bias": (d,), "logits": (d, n), "logits_bias": (n,)}
     layer = {
-        "qkv": (d, 3, h, e),
-        "qkv_bias": (3, h, e),
+        **{name: (d, h, e) for name in "qkv"},
+        **{f"{name}_bias": (h, e) for name in "qkv"},
         "o": (h, e, d),
         "o_bias": (d,),
         "up": (d, f),
@@ -314,7 +279,7 @@ def encode(
     )
 
     def layer(x: Array, p: Params) -> tuple[Array, None]:
-        q, k, v = jnp.moveaxis(_linear(p, "qkv", x), 2, 0)
+        q, k, v = (_linear(p, name, x) for name in "qkv")
         out = attention.attend(q[..., None, :], k, v, bias)[..., 0, :]
         x = _layer_norm(p, "attn_norm", x + _linear(p, "o", out, num_in=2), config)
         y = jax.nn.gelu(_linear(p, "up", x), approximate=False)
@@ -360,69 +325,43 @@ def _layer_norm(
     return (y * jnp.broadcast_to(weight, y.shape) + jnp.broadcast_to(bias, y.shape)).astype(x.dtype)
 
 
-def _tensors(config: EncoderConfig) -> dict[str, _Tensor]:
+def _tensors(config: EncoderConfig) -> dict[str, HFTensor]:
     """Hugging Face tensor name -> place in our tree."""
-    d, f, n = config.hidden_size, config.mlp_size, len(config.labels)
+    d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
+    heads = (h, d // h)
     prefix = "roberta." if n else ""  # a model with a head keeps its trunk under that name
-    out: dict[str, _Tensor] = {}
+    out: dict[str, HFTensor] = {}
 
     def table(name: str, leaf: str, rows: int) -> None:
-        out[f"{prefix}embeddings.{name}.weight"] = _Tensor(leaf, -1, None, (rows, d), False)
+        out[f"{prefix}embeddings.{name}.weight"] = plain(leaf, -1, (rows, d))
 
-    def linear(
-        name: str, leaf: str, shape: tuple[int, int], layer: int = -1, part: int | None = None
+    def dense(
+        name: str, leaf: str, ins: tuple[int, ...], outs: tuple[int, ...], layer: int = -1
     ) -> None:
-        out[name + ".weight"] = _Tensor(leaf, layer, part, shape, True)
-        out[name + ".bias"] = _Tensor(leaf + "_bias", layer, part, shape[:1], False)
+        out[name + ".weight"] = linear(leaf, layer, ins, outs)
+        out[name + ".bias"] = split_vector(leaf + "_bias", layer, outs)
 
     def norm(name: str, leaf: str, layer: int = -1) -> None:
-        out[name + ".LayerNorm.weight"] = _Tensor(leaf, layer, None, (d,), False)
-        out[name + ".LayerNorm.bias"] = _Tensor(leaf + "_bias", layer, None, (d,), False)
+        out[name + ".LayerNorm.weight"] = plain(leaf, layer, (d,))
+        out[name + ".LayerNorm.bias"] = plain(leaf + "_bias", layer, (d,))
 
     table("word_embeddings", "embed", config.vocab_size)
     table("position_embeddings", "positions", config.num_positions)
     table("token_type_embeddings", "token_types", config.num_token_types)
     norm(f"{prefix}embeddings", "embed_norm")
     if n:
-        linear("classifier.dense", "head", (d, d))
-        linear("classifier.out_proj", "logits", (n, d))
+        dense("classifier.dense", "head", (d,), (d,))
+        dense("classifier.out_proj", "logits", (d,), (n,))
     for i in range(config.num_layers):
         layer = f"{prefix}encoder.layer.{i}."
-        for part, name in enumerate(("query", "key", "value")):
-            linear(f"{layer}attention.self.{name}", "qkv", (d, d), i, part)
-        linear(f"{layer}attention.output.dense", "o", (d, d), i)
+        for leaf, name in (("q", "query"), ("k", "key"), ("v", "value")):
+            dense(f"{layer}attention.self.{name}", leaf, (d,), heads, i)
+        dense(f"{layer}attention.output.dense", "o", heads, (d,), i)
         norm(f"{layer}attention.output", "attn_norm", i)
-        linear(f"{layer}intermediate.dense", "up", (f, d), i)
-        linear(f"{layer}output.dense", "down", (d, f), i)
+        dense(f"{layer}intermediate.dense", "up", (d,), (f,), i)
+        dense(f"{layer}output.dense", "down", (f,), (d,), i)
         norm(f"{layer}output", "mlp_norm", i)
     return out
-
-
-def _differences(
-    found: Mapping[str, safetensors_file.Entry], tensors: Mapping[str, _Tensor]
-) -> list[str]:
-    """One line per kind of disagreement between the file and the architecture."""
-    # Buffers of old checkpoints, and the pooler of the pretraining task: read by nothing here.
-    spare = ("embeddings.position_ids", "embeddings.token_type_ids", "pooler.dense.weight")
-    unexpected = [
-        name
-        for name in found.keys() - tensors.keys()
-        if not name.endswith((*spare, "pooler.dense.bias"))
-    ]
-    both = found.keys() & tensors.keys()
-    kinds = {
-        "missing": tensors.keys() - found.keys(),
-        "unexpected": unexpected,
-        "misshaped": [
-            f"{x} (got {list(found[x].shape)}, wanted {list(tensors[x].shape)})"
-            for x in both
-            if found[x].shape != tensors[x].shape
-        ],
-        f"of a dtype other than {', '.join(safetensors_file.DTYPES)}": [
-            f"{x} ({found[x].dtype})" for x in both if found[x].dtype not in safetensors_file.DTYPES
-        ],
-    }
-    return [f"{kind}: {', '.join(sorted(names))}" for kind, names in kinds.items() if names]
 
 
 def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:

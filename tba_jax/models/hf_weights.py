@@ -7,11 +7,12 @@ not know architectures or tensor names (`families` and `hf_names` do), reads no 
 code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
 """
 
+import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from jaxtyping import Array, Int32
 
 from tba_jax.models import hf_names, safetensors_file
 from tba_jax.models.families import transformer_config
-from tba_jax.models.hf_names import HFTensor
+from tba_jax.models.hf_tensors import HFTensor
 from tba_jax.models.placing import Filling
 from tba_jax.models.safetensors_file import Entry
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
@@ -68,8 +69,43 @@ def load(
     folder = resolve(path_or_hub_id)
     hf_config = load_config(folder)
     config = transformer_config(hf_config)
-    sources = _sources(folder, hf_names.tensors(config), config)
-    abstract = abstract_params(config, param_dtype)
+    params = read(
+        folder,
+        hf_names.tensors(config),
+        abstract_params(config, param_dtype),
+        shardings=shardings,
+        family=config.family,
+        aliases=functools.partial(hf_names.aliases, config=config),
+        is_spare=functools.partial(hf_names.is_spare, config=config),
+    )
+    return config, params, hf_config
+
+
+def read(
+    folder: Path,
+    tensors: Mapping[str, HFTensor],
+    abstract: Params,
+    *,
+    shardings: Params | None = None,
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
+    is_spare: Callable[[str], bool] = lambda name: False,
+) -> Params:
+    """The parameters of a folder, whatever their architecture.
+
+    Args:
+        folder: holds safetensors.
+        tensors: what must be there, by name.
+        abstract: the tree to fill, with the leaves of layers under "layers".
+        shardings: as in `load`.
+        family: how errors call the architecture.
+        aliases: other names of a tensor.
+        is_spare: whether a tensor that is not in `tensors` may be there.
+
+    Raises:
+        ValueError: as `load`, as far as it concerns weights.
+    """
+    sources = _sources(folder, tensors, family, aliases, is_spare)
 
     def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Filling:
         return Filling(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
@@ -81,13 +117,12 @@ def load(
     for entry, tensor in sorted(sources, key=lambda x: (x[0].path, x[0].start)):
         if mapped[0] != entry.path:
             mapped = entry.path, safetensors_file.map_file(entry.path)
-        is_in_layer = tensor.layer >= 0
-        tree = leaves["layers"] if is_in_layer else leaves
-        layer = (tensor.layer,) if is_in_layer else ()
+        tree = leaves["layers"] if tensor.layer >= 0 else leaves
+        layer = tensor.layer if tensor.layer >= 0 else None
         arrays = tensor.split(safetensors_file.view(mapped[1], entry))
         for leaf, array in zip(tensor.leaves, arrays, strict=True):
-            tree[leaf].put(layer, array)
-    return config, jax.tree.map(lambda leaf: leaf.finish(), leaves), hf_config
+            tree[leaf].put(array, layer)
+    return jax.tree.map(lambda leaf: leaf.finish(), leaves)
 
 
 def save(
@@ -183,7 +218,11 @@ def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
 
 
 def _sources(
-    folder: Path, tensors: Mapping[str, HFTensor], config: TransformerConfig
+    folder: Path,
+    tensors: Mapping[str, HFTensor],
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]],
+    is_spare: Callable[[str], bool],
 ) -> list[tuple[Entry, HFTensor]]:
     """Where each tensor of the architecture lies.
 
@@ -192,9 +231,9 @@ def _sources(
     """
     found, lost = _entries(folder)
     missing, misshaped, unreadable, out = [], [], [], []
-    unexpected = {name for name in found if not hf_names.is_spare(name, config)}
+    unexpected = {name for name in found if not is_spare(name)}
     for name, tensor in tensors.items():
-        names = (name, *hf_names.aliases(name, config))
+        names = (name, *aliases(name))
         there = next((x for x in names if x in found), None)
         if there is None:
             if not any(x in lost for x in names):
@@ -220,7 +259,7 @@ def _sources(
     ]
     if problems:
         raise ValueError(
-            f"{folder}: the weights do not fit config.json ({config.family}):\n  "
+            f"{folder}: the weights do not fit config.json ({family}):\n  "
             + "\n  ".join(problems)
             + "\nUse the config.json that belongs to these weights, or download them again"
         )

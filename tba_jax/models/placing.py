@@ -64,26 +64,28 @@ class Filling:
             self._local = NamedSharding(mesh, PartitionSpec("device"))
             self._array = _zeros(self._side_by_side(self._shard_shape), self.dtype, self._local)
 
-    def put(self, index: tuple[int | slice, ...], piece: np.ndarray) -> None:
-        """Write one piece.
+    def put(self, piece: np.ndarray, layer: int | None = None) -> None:
+        """Write one piece: a layer, which is an index into the first axis, or the whole array.
 
         Args:
-            index: what it fills, as a basic index; axes beyond its length are filled whole.
-            piece: its values, in the shape of array[index] and any float dtype. It may be a view
-                of a mapped file, of which only what devices of this process need is read.
+            piece: its values, in any float dtype. It may be a view of a mapped file, of which only
+                what devices of this process need is read.
+            layer: which layer.
 
         Raises:
-            ValueError: the sharding divides an axis of which the piece fills a part.
+            ValueError: the sharding divides the axis of layers.
         """
         if self._array is None:  # all of it belongs to other processes
             return
-        starts, view = self._align(index, piece)
-        for axis, length in enumerate(self.shape):
-            if self._shard_shape[axis] < length != view.shape[axis]:
+        starts = np.zeros(len(self.shape), int)
+        view = piece
+        if layer is not None:
+            if self._shard_shape[0] < self.shape[0]:
                 raise ValueError(
-                    f"{self.name}: the sharding divides axis {axis} of {list(self.shape)}, which "
-                    "several tensors of a checkpoint fill together. Shard another axis"
+                    f"{self.name}: the sharding divides axis 0 of {list(self.shape)}, the layers, "
+                    "which are filled one by one. Shard another axis"
                 )
+            starts[0], view = layer, piece[None]
         size = np.minimum(view.shape, self._shard_shape)
         # Blocks are cut along the axis that is slowest in the file and keep the file's order of
         # axes: the host reads and copies long runs, the device transposes.
@@ -118,19 +120,6 @@ class Filling:
         return jax.make_array_from_single_device_arrays(
             self.shape, self.sharding, [by_device[d] for d in self._devices], dtype=self.dtype
         )
-
-    def _align(
-        self, index: tuple[int | slice, ...], piece: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(first position on each axis within a shard, the piece with every axis of the array)."""
-        starts, single = np.zeros(len(self.shape), int), []
-        for axis, part in enumerate(index):
-            if isinstance(part, slice):
-                starts[axis] = part.indices(self.shape[axis])[0]
-            else:
-                starts[axis] = part
-                single.append(axis)
-        return starts, np.expand_dims(piece, tuple(single))
 
     def _block(
         self, view: np.ndarray, shift: np.ndarray, size: np.ndarray, order: tuple[int, ...]

@@ -311,6 +311,7 @@ def apply(
     config: TransformerConfig,
     compute_dtype: Any,
     remat: bool = False,
+    sharding: Any = None,
 ) -> Float[Array, "b s d"]:
     """Hidden states after the final norm; a position attends to the valid ones up to itself.
 
@@ -326,6 +327,8 @@ def apply(
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
         remat: recompute each layer in the backward pass instead of keeping its activations.
+        sharding: on a mesh, a `shardings.ComputeSharding`; it gathers the layers, and `params` come
+            with their ends gathered.
     """
     angles = rotary(positions, config)
     visible = attention.causal(mask)
@@ -334,9 +337,15 @@ def apply(
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
             return attention.attend_causal(q, k, v, visible), None
 
-        return run_layer(layer_params, x, angles, attend, config=config)
+        if sharding is None:
+            return run_layer(layer_params, x, angles, attend, config=config)
+        layer_params = sharding.layer(layer_params, compute_dtype)
+        x, _ = run_layer(layer_params, x, angles, attend, config=config)
+        return sharding.rows(x), None
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
+    if sharding is not None:
+        x = sharding.rows(x)
     x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
     return final_norm(params, x, config=config)
 

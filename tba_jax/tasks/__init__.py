@@ -20,10 +20,13 @@ class Task(Protocol):
     Attributes:
         name: its name in the registry.
         reward: "package.module:function", the reward used unless the config names another.
+        metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
+            "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
 
     name: str
     reward: str
+    metric: str
 
     @property
     def response_kinds(self) -> tuple[str, ...]:
@@ -43,7 +46,10 @@ class Task(Protocol):
         ...
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a held-out problem, and the columns its reward needs."""
+        """Prompt text of a held-out problem, and the columns its reward needs.
+
+        A column `answer`, where there is one, is shown beside the responses in the report.
+        """
         ...
 
     def response_kind(self, text: str) -> str | None:

@@ -133,11 +133,13 @@ class Arithmetic:
         name: its name in the registry.
         response_kinds: what `response_kind` returns.
         reward: the function that grades a response.
+        metric: the headline of its evaluation.
     """
 
     name = "arithmetic"
     response_kinds = ("worked", "hasty")
     reward = "tba_jax.rewards.numeric:arithmetic_reward"
+    metric = "pass_at_1"
 
     def train_size(self) -> int:
         """Number of training prompts."""

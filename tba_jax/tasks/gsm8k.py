@@ -23,6 +23,7 @@ class GSM8K(RowTask):
 
     name = "gsm8k"
     reward = "tba_jax.rewards.numeric:gsm8k_reward"
+    metric = "pass_at_1"
     # marked: ends in "#### number", as the training solutions do; unmarked: some other number
     response_kinds = ("marked", "unmarked", "no_number")
 

@@ -26,6 +26,7 @@ class HendrycksMath(RowTask):
 
     name = "math"
     reward = "tba_jax.rewards.math_answers:math_reward"
+    metric = "pass_at_1"
     response_kinds = ("boxed", "unboxed")
 
     columns = ("problem", "solution")

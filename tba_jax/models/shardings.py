@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transformer on a mesh: where its parameters lie, and where they are while a program computes.
+
+Parameters are stored divided over `fsdp` and `model`. A program gathers those of one layer over
+`fsdp` when it reaches that layer, in the dtype it computes in, and gives their gradient back
+divided; the division over `model` stays through every matrix product. It knows the axes of the
+models and the table of `sharding`, not what is computed with them. The invariant it owns: no more
+than one layer, and the tables at both ends, are ever whole over `fsdp`.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from tba_jax.models import transformer
+from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
+
+
+def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
+    """Shardings of the parameters as they are stored, layers stacked.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
+
+
+class ComputeSharding:
+    """How a forward and backward pass uses parameters that are divided over a mesh.
+
+    Attributes:
+        vocab_shards: into how many parts devices divide the vocabulary of the output table.
+    """
+
+    def __init__(self, config: TransformerConfig, mesh: Mesh) -> None:
+        """Raises ValueError when the mesh does not divide the model."""
+        stored = param_shardings(config, mesh)
+        self._layers = {
+            name: NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
+            for name, sharding in stored["layers"].items()
+        }
+        self._ends = {name: x for name, x in stored.items() if name != "layers"}
+        rows = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+        self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
+        axis = AXIS_RULES["vocab"].mesh_axis
+        parts = mesh.shape.get(axis, 1)
+        self.vocab_shards = parts if config.vocab_size % parts == 0 else 1
+
+    def layer(self, params: Params, compute_dtype: Any) -> Params:
+        """The parameters of one layer, gathered over fsdp."""
+        return _gather_all(params, self._layers, compute_dtype)
+
+    def ends(self, params: Params, compute_dtype: Any) -> Params:
+        """The tree with everything but the layers gathered over fsdp."""
+        return {**params, **_gather_all(params, self._ends, compute_dtype)}
+
+    def rows(self, x: Array) -> Array:
+        """Activations [b ...], rows where their prompts are, whatever the weights would ask for."""
+        return jax.lax.with_sharding_constraint(x, self._rows)
+
+
+def _gather_all(params: Params, stored: Params, compute_dtype: Any) -> Params:
+    def gather(name: str, sharding: NamedSharding) -> Array:
+        x = params[name]
+        # Half the bytes travel when matrices are cast first; vectors are used in float32.
+        is_vector = "norm" in name or "bias" in name
+        return _gather(x if is_vector else x.astype(compute_dtype), sharding)
+
+    return {name: gather(name, sharding) for name, sharding in stored.items()}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: Array, stored: NamedSharding) -> Array:
+    """x without its division over fsdp; the gradient is divided again."""
+    axis = AXIS_RULES["embed"].mesh_axis
+    spec = PartitionSpec(*(None if name == axis else name for name in stored.spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(stored.mesh, spec))
+
+
+def _gather_fwd(x: Array, stored: NamedSharding) -> tuple[Array, None]:
+    return _gather(x, stored), None
+
+
+def _gather_bwd(stored: NamedSharding, _: None, cotangent: Array) -> tuple[Array]:
+    # Transposing the constraint would ask for a whole gradient on every device: an all-reduce.
+    return (jax.lax.with_sharding_constraint(cotangent, stored),)
+
+
+_gather.defvjp(_gather_fwd, _gather_bwd)
