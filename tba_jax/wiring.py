@@ -95,6 +95,14 @@ def build(
     validate_devices(config, len(jax.local_devices()), num_hosts)
     # Only a pod spans processes; with one process these are the same devices.
     placement = place_run(config, jax.devices(), cluster.process_id)
+    trains = {d.process_index for d in placement.trainer_mesh.devices.flat}
+    if config.placement == "pod" and len(trains) < num_hosts:
+        raise ConfigError(
+            f"config.mesh: a trainer of {placement.trainer_mesh.size} devices gets {len(trains)} "
+            f"whole hosts of {num_hosts} on these chips, and hosts that only search would have to "
+            "send their responses away. Let the mesh have all devices; searchers then take turns "
+            "with the trainer."
+        )
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
