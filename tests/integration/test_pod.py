@@ -119,9 +119,10 @@ def test_two_processes_make_the_losses_of_one(cache, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cache, tmp_path):
     workdir = tmp_path / "run"
-    code, out, err = run_pod(2, workdir, "num_cpu_devices=2", "num_searchers=2", cache=cache)
+    code, out, err = run_pod(2, workdir, "num_cpu_devices=4", "num_searchers=2", cache=cache)
     assert code == 0, err
     assert out.count("Report: ") == 1 and sorted(losses(workdir)) == list(range(1, 9))
     final = report(workdir)
