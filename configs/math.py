@@ -26,7 +26,7 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        "batch": {"num_prompts": 16, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
+        "batch": {"num_prompts": 16, "num_length_buckets": 1},
         "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05},
         "optimizer": {"learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 5},
         "search": {
@@ -54,7 +54,9 @@ PRESETS = {
             "compute_dtype": "bfloat16",
             "rollout_dtype": "bfloat16",
         },
-        "batch": {"num_prompts": 7},
+        # Prompts and responses are far shorter than their limits, so most of a padded row would be
+        # padding; eight rows at a time bound the attention scores (1 GiB of a layer, 32 heads).
+        "batch": {"num_prompts": 7, "packed_length": 1024, "micro_batch_rows": 8},
         "objective": {
             "group_size": 20,
             "beta": 0.014,
@@ -97,7 +99,8 @@ PRESETS = {
             "compute_dtype": "bfloat16",
             "rollout_dtype": "bfloat16",
         },
-        "batch": {"num_prompts": 32},
+        # One group per trainer device at a time.
+        "batch": {"num_prompts": 32, "micro_batch_rows": 64},
         "objective": {"group_size": 16, "beta": 0.005, "beta_final": 0.005},
         "optimizer": {
             "learning_rate": 1e-6,

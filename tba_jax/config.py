@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration schema: every field, its default and its meaning, and `validate`.
+"""The configuration schema: every field, its default and its meaning.
 
 Presets in `configs/` hold only differences from `default_config()`. Sections are named after the
 part that consumes them and become its keyword arguments at the wiring in `main`; no part below
@@ -8,8 +8,7 @@ any device is touched.
 """
 
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
@@ -19,7 +18,7 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "gsm8k", "math")
+TASKS = ("arithmetic", "custom", "gsm8k", "math")
 LONG_PROMPTS = ("refuse", "skip")
 OBJECTIVES = ("tb", "rloo")
 LOSS_SCALES = ("advantage", "paper")
@@ -33,6 +32,8 @@ SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "dots", "layers")
+OPTIMIZERS = ("adamw", "adafactor")
 
 
 class ConfigError(ValueError):
@@ -57,24 +58,32 @@ def default_config() -> Config:
     config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
     config.task = ConfigDict()
-    config.task.name = "arithmetic"  # one of TASKS
-    config.task.data_path = ""  # folder with train.jsonl and test.jsonl; empty: the task's source
-    config.task.reward = ""  # package.module:function; empty: the task's own reward
+    config.task.name = "arithmetic"  # one of TASKS, or reasoning_gym:DATASET
+    # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
+    # task custom also one .jsonl or .parquet file, and then no test split is needed.
+    config.task.data_path = ""  # empty: the task's own source
+    # Reward: package.module:function or path/to/file.py:function, or several with commas between.
+    config.task.reward = ""  # several: their weighted sum; empty: the task's own
+    config.task.reward_weights = ()  # one per function of task.reward; empty: 1 for each
     config.task.max_prompt_tokens = 32  # what happens to longer prompts: task.long_prompts
     config.task.long_prompts = "refuse"  # refuse: stop and name the row; skip: count and go on
+    # Where task custom has no test split, so many rows are split off the training rows.
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
     config.model.path = ""  # HF folder or hub id; empty: the embedded start model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
-    config.model.remat = True  # recompute layers in the backward pass: less memory (CPU: faster)
+    config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
     config.batch.num_length_buckets = 3  # padded lengths that training and decode compile for
-    config.batch.logprob_chunk_tokens = 1024  # tokens whose float32 logits exist at a time
+    config.batch.micro_batch_rows = 0  # rows per micro-batch, gradients are summed; 0: all
+    config.batch.packed_length = 0  # tokens of rows that hold several responses; 0: one each
+    # Over all devices; a block is of the vocabulary.
+    config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
     config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
@@ -88,6 +97,7 @@ def default_config() -> Config:
     config.objective.mask_eos = False  # leave EOS out of log pi, as the official GSM8K code does
 
     config.optimizer = ConfigDict()
+    config.optimizer.name = "adamw"  # adamw; adafactor: little state, no use for b1, b2 and eps
     config.optimizer.learning_rate = 1e-4  # peak
     config.optimizer.schedule = "constant"  # one of LR_SCHEDULES
     config.optimizer.warmup_steps = 0  # linear from 0
@@ -98,6 +108,7 @@ def default_config() -> Config:
     config.optimizer.eps = 1e-8  # AdamW: added to the root of the squared gradient's mean
     config.optimizer.weight_decay = 0.0  # on matrices, not on norms and biases
     config.optimizer.clip_norm = 1.0  # global gradient norm; 0: no clipping
+    config.optimizer.max_nonfinite_steps = 3  # skipped steps in a row that end the run
 
     config.reference = ConfigDict()
     config.reference.placement = "searcher"  # where log pi_ref is scored; trainer: at use
@@ -113,7 +124,7 @@ def default_config() -> Config:
     config.search.swap = "round"  # newer weights: round: at its start; in_flight: between chunks
     config.search.sampling_temperature = 1.0  # also divides policy and reference logits
     config.search.top_p = 1.0  # draw from the likeliest tokens of this total probability; 1: all
-    config.search.min_new_tokens = 0  # a response cannot end before it has as many tokens
+    config.search.min_new_tokens = 0  # tokens before the one that ends a response
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
     config.search.initial_fill = 0  # responses generated before the first step
@@ -164,27 +175,6 @@ def default_config() -> Config:
     config.log.watchdog_s = 1800.0  # async: nothing ended for this long: dump stacks, stop
     config.lock()
     return config
-
-
-def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    """Refuse a value: field, value, rule, remedy.
-
-    Raises:
-        ConfigError: unless `ok`.
-    """
-    if not ok:
-        raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
-
-
-def _one_of(config: Config, field: str, allowed: Sequence[str]) -> None:
-    value = get_field(config, field)
-    need(
-        value in allowed,
-        field,
-        value,
-        f"must be one of {', '.join(allowed)}",
-        f"Set --config.{field}={allowed[0]} for the default behaviour.",
-    )
 
 
 def get_field(config: Mapping[str, Any], field: str) -> Any:
@@ -246,269 +236,3 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         if before != after:
             lines.append(f"{field}: {before!r} -> {after!r}")
     return lines
-
-
-def validate(config: Config) -> None:
-    """Check ranges, choices and combinations; touches no device and writes nothing.
-
-    Raises:
-        ConfigError: field, value, rule, remedy of the first violation.
-    """
-    for field, allowed in (
-        ("driver", DRIVERS),
-        ("placement", PLACEMENTS),
-        ("task.name", TASKS),
-        ("task.long_prompts", LONG_PROMPTS),
-        ("objective.name", OBJECTIVES),
-        ("objective.scale", LOSS_SCALES),
-        ("objective.beta_schedule", BETA_SCHEDULES),
-        ("optimizer.schedule", LR_SCHEDULES),
-        ("replay.pace", PACES),
-        ("replay.evict", EVICTIONS),
-        ("search.ownership", OWNERSHIPS),
-        ("search.cache_dtype", ("", *DTYPES)),
-        ("search.swap", SWAPS),
-        ("sync.transport", TRANSPORTS),
-        ("reference.placement", REFERENCE_PLACEMENTS),
-        ("model.param_dtype", DTYPES),
-        ("model.compute_dtype", DTYPES),
-        ("model.rollout_dtype", DTYPES),
-    ):
-        _one_of(config, field, allowed)
-    for field, least in (
-        ("num_steps", 1),
-        ("sync_period", 1),
-        ("num_searchers", 1),
-        ("num_cpu_devices", 1),
-        ("mesh.data", 1),
-        ("mesh.fsdp", 1),
-        ("mesh.model", 1),
-        ("task.max_prompt_tokens", 1),
-        ("task.num_eval_prompts", 0),
-        ("batch.num_prompts", 1),
-        ("batch.num_length_buckets", 1),
-        ("batch.logprob_chunk_tokens", 1),
-        ("objective.group_size", 2),
-        ("objective.beta_steps", 0),
-        ("objective.beta_jump_step", 0),
-        ("optimizer.warmup_steps", 0),
-        ("optimizer.stable_steps", 0),
-        ("optimizer.decay_steps", 0),
-        ("optimizer.weight_decay", 0.0),
-        ("optimizer.clip_norm", 0.0),
-        ("reference.reset_period", 0),
-        ("search.samples_per_prompt", 1),
-        ("search.prompts_per_round", 1),
-        ("search.max_new_tokens", 1),
-        ("search.num_devices", 1),
-        ("search.num_slots", 0),
-        ("search.min_new_tokens", 0),
-        ("search.outbox_bytes", 1),
-        ("search.initial_fill", 0),
-        ("search.exact_lag", 0),
-        ("replay.fresh_window", 1),
-        ("replay.capacity_per_prompt", 1),
-        ("replay.max_bytes", 1),
-        ("replay.max_age", 0),
-        ("replay.max_reuse", 0),
-        ("replay.max_staleness", 0),
-        ("sync.keep", 2),
-        ("reward.num_workers", 1),
-        ("checkpoint.period", 0),
-        ("checkpoint.keep", 1),
-        ("checkpoint.timeout_s", 1),
-        ("pod.heartbeat_s", 2),
-        ("eval.period", 0),
-        ("eval.max_new_tokens", 1),
-        ("eval.num_slots", 1),
-        ("eval.num_samples", 1),
-        ("eval.temperature", 0.0),
-        ("eval.num_report_samples", 0),
-        ("log.period", 1),
-    ):
-        value = get_field(config, field)
-        need(value >= least, field, value, f"must be at least {least}", "Raise it.")
-    for field in (
-        "objective.beta",
-        "objective.beta_final",
-        "optimizer.learning_rate",
-        "optimizer.eps",
-        "search.sampling_temperature",
-        "replay.priority_temperature",
-        "reward.timeout_s",
-        "log.watchdog_s",
-    ):
-        value = get_field(config, field)
-        need(value > 0, field, value, "must be positive", "Give a value above 0.")
-    for field in (
-        "replay.recency_prob",
-        "replay.uniform_mix",
-        "reward.max_failure_rate",
-        "optimizer.b1",
-        "optimizer.b2",
-    ):
-        value = get_field(config, field)
-        need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
-    _validate_combinations(config)
-
-
-def _validate_combinations(config: Config) -> None:
-    k = config.objective.group_size
-    need(
-        config.search.samples_per_prompt >= k,
-        "search.samples_per_prompt",
-        config.search.samples_per_prompt,
-        f"a group needs K = objective.group_size = {k} responses, so S must be at least K",
-        f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
-    )
-    need(
-        config.replay.capacity_per_prompt >= k,
-        "replay.capacity_per_prompt",
-        config.replay.capacity_per_prompt,
-        f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
-        f"Set --config.replay.capacity_per_prompt={k} or more.",
-    )
-    need(
-        0 < config.search.top_p <= 1,
-        "search.top_p",
-        config.search.top_p,
-        "must lie in (0, 1]",
-        "Set --config.search.top_p=1.0 to draw from every token.",
-    )
-    need(
-        config.search.min_new_tokens <= config.search.max_new_tokens,
-        "search.min_new_tokens",
-        config.search.min_new_tokens,
-        f"is above search.max_new_tokens = {config.search.max_new_tokens}",
-        "Lower it.",
-    )
-    batch_parts = config.mesh.data * config.mesh.fsdp
-    rows = config.batch.num_prompts
-    need(
-        rows % batch_parts == 0,
-        "batch.num_prompts",
-        rows,
-        f"must divide by mesh.data x mesh.fsdp = {batch_parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-rows // batch_parts) * batch_parts}.",
-    )
-    if config.objective.beta_schedule == "constant":
-        need(
-            config.objective.beta_final == config.objective.beta
-            or config.objective.beta_steps == 0,
-            "objective.beta_final",
-            config.objective.beta_final,
-            "a constant beta does not move",
-            "Set --config.objective.beta_schedule=linear.",
-        )
-    else:
-        need(
-            config.objective.beta_steps >= 1,
-            "objective.beta_steps",
-            config.objective.beta_steps,
-            f"objective.beta_schedule={config.objective.beta_schedule} needs a length",
-            "Give the number of steps.",
-        )
-    if config.optimizer.schedule == "wsd":
-        need(
-            config.optimizer.decay_steps >= 1,
-            "optimizer.decay_steps",
-            config.optimizer.decay_steps,
-            "optimizer.schedule=wsd needs a decay horizon",
-            "Give the number of steps.",
-        )
-    if config.eval.num_samples > 1:
-        need(
-            config.eval.temperature > 0,
-            "eval.num_samples",
-            config.eval.num_samples,
-            "greedy responses to a prompt are all the same",
-            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
-        )
-    if config.search.exact_lag:
-        need(
-            config.driver == "sync",
-            "search.exact_lag",
-            config.search.exact_lag,
-            "an exact lag exists only in the synchronous driver",
-            "Set --config.driver=sync.",
-        )
-    if config.search.swap == "in_flight":
-        need(
-            config.driver == "async" and config.objective.name == "tb",
-            "search.swap",
-            config.search.swap,
-            "only the asynchronous driver publishes during a round, and only an objective that "
-            "needs no behaviour policy permits a response of several versions",
-            "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
-        )
-    if config.reference.reset_period:
-        need(
-            config.reference.placement == "trainer",
-            "reference.reset_period",
-            config.reference.reset_period,
-            "a reference that moves must be scored at use",
-            "Set --config.reference.placement=trainer.",
-        )
-    if config.replay.max_staleness:
-        need(
-            config.replay.pace == "trainer",
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            "bounding the staleness of fresh slots makes the trainer wait",
-            "Set --config.replay.pace=trainer.",
-        )
-        need(
-            config.replay.max_staleness >= config.sync_period - 1,
-            "replay.max_staleness",
-            config.replay.max_staleness,
-            f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so the trainer would wait for ever",
-            "Lower sync_period or raise it.",
-        )
-    if config.replay.max_reuse:
-        need(
-            config.replay.pace == "trainer",
-            "replay.max_reuse",
-            config.replay.max_reuse,
-            "when every response is used up the trainer must wait for new ones",
-            "Set --config.replay.pace=trainer.",
-        )
-    if config.driver == "sync":
-        need(
-            config.search.initial_fill == 0,
-            "search.initial_fill",
-            config.search.initial_fill,
-            "the synchronous driver searches exactly what the next steps need",
-            "Set --config.search.initial_fill=0.",
-        )
-        need(
-            config.replay.pace == "off",
-            "replay.pace",
-            config.replay.pace,
-            "the synchronous driver has nobody to wait for",
-            "Set --config.replay.pace=off.",
-        )
-    if config.placement == "pod":
-        need(
-            config.sync.transport == "memory",
-            "sync.transport",
-            config.sync.transport,
-            "in a pod every host takes its weights from the trainer's mesh",
-            "Set --config.sync.transport=memory.",
-        )
-    if config.task.data_path:
-        need(
-            os.path.isdir(config.task.data_path) or "://" in config.task.data_path,
-            "task.data_path",
-            config.task.data_path,
-            "is not a folder",
-            "Give a folder that holds train.jsonl and test.jsonl.",
-        )
-    reward = config.task.reward
-    need(
-        not reward or (reward.count(":") == 1 and all(reward.split(":"))),
-        "task.reward",
-        reward,
-        "must read package.module:function",
-        "For example --config.task.reward=my_rewards:length_reward.",
-    )

@@ -10,7 +10,7 @@ Prompts are tokenized when they are taken, so that starting costs nothing. Grain
 the first stream is made, for the sake of commands that need none.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -29,6 +29,10 @@ class Encoder(Protocol):
         """int32 [s]."""
         ...
 
+    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Chat messages as text."""
+        ...
+
 
 def _prompt(
     task: Task,
@@ -40,7 +44,8 @@ def _prompt(
 ) -> Prompt | None:
     """The prompt, or None for one that is skipped because it is too long."""
     problem = task.train_problem if split == "train" else task.eval_problem
-    text, columns = problem(index)
+    content, columns = problem(index)
+    text = content if isinstance(content, str) else tokenizer.format_chat(content)
     tokens = tokenizer.encode(text, add_bos=True)
     if len(tokens) > max_prompt_tokens:
         if long_prompts == "skip":

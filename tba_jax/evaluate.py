@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.command_line import override
-from tba_jax.config import Config, validate
+from tba_jax.config import Config
+from tba_jax.config_rules import validate
 from tba_jax.metrics import format_metric, metric_label
 
 
@@ -39,9 +40,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         make_decoder,
         make_evaluator,
         make_rewards,
+        make_task,
         reading_mesh,
     )
-    from tba_jax.tasks import get_task
     from tba_jax.tokenizer import Tokenizer
 
     devices = jax.local_devices()
@@ -51,7 +52,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"search.num_devices = {num}, and there are {len(devices)} devices; give "
             f"--config.search.num_devices={len(devices)}"
         )
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     rewards = make_rewards(config, task)
     try:
         tokenizer = Tokenizer.load(folder)

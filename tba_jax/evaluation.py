@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.source import RewardSource, part_means
 from tba_jax.trajectory import Prompt
 
 
@@ -47,9 +47,9 @@ class Evaluation(NamedTuple):
     Attributes:
         metric: name of the headline, a key of `values`.
         values: metric name -> value. `reward_mean` is the mean of the rewards that could be
-            computed. Where the headline is `pass_at_1`: that, the mean reward with what could not
-            be graded counted as 0 (share right where rewards are 0 or 1), and pass_at_2, 4, ... up
-            to the samples per prompt.
+            computed, `reward_part_NAME` that of one of several rewards. Where the headline is
+            `pass_at_1`: that, the mean reward with what could not be graded counted as 0 (share
+            right where rewards are 0 or 1), and pass_at_2, 4, ... up to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
         num_failed: responses whose reward could not be computed.
@@ -166,11 +166,12 @@ class Evaluator:
             settings=self._settings,
             num_slots=self._num_slots,
         )
-        texts, rewards = self._grade(decoded)
+        texts, rewards, parts = self._grade(decoded)
         flat_rewards = [r for row in rewards for r in row]
         known = [r for r in flat_rewards if r is not None]
         values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
+        values.update(parts)
         responses = Responses(params, self.prompts, decoded, texts, rewards)
         for measure in self._metrics:
             values.update({name: float(value) for name, value in measure(responses).items()})
@@ -195,8 +196,10 @@ class Evaluator:
             rewards=[row[0] for row in rewards],
         )
 
-    def _grade(self, decoded: Decoded) -> tuple[list[list[str]], list[list[float | None]]]:
-        """Texts and rewards, by prompt and sample."""
+    def _grade(
+        self, decoded: Decoded
+    ) -> tuple[list[list[str]], list[list[float | None]], dict[str, float]]:
+        """Texts and rewards, by prompt and sample; means of the parts of the rewards."""
         n = self._num_samples
         at = list(np.ndindex(len(self.prompts), n))
         responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
@@ -213,4 +216,8 @@ class Evaluator:
         )
         rewards = list(scores.rewards)
         starts = range(0, len(at), n)
-        return [texts[i : i + n] for i in starts], [rewards[i : i + n] for i in starts]
+        return (
+            [texts[i : i + n] for i in starts],
+            [rewards[i : i + n] for i in starts],
+            part_means(scores.parts),
+        )

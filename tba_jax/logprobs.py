@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.fused_logprobs import fused_logprobs
 from tba_jax.models.shardings import ComputeSharding
-from tba_jax.models.transformer import TransformerConfig, apply
+from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
 def response_mask(
@@ -52,7 +52,7 @@ def token_logprobs(
     temperature: float,
     compute_dtype: Any = jnp.float32,
     chunk_tokens: int = 8192,
-    remat: bool = False,
+    remat: Remat = "none",
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
@@ -67,7 +67,7 @@ def token_logprobs(
         temperature: the sampling temperature; divides the logits.
         compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
         chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
+        remat: what the backward pass computes again.
         sharding: how parameters that are divided over a mesh are used; None: on one device.
 
     Raises:
@@ -76,11 +76,7 @@ def token_logprobs(
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
     """
-    if config.num_labels:
-        raise ValueError(
-            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
-            "language model"
-        )
+    _refuse_classifier(config)
     p, k, s = tokens.shape
     t = response_bucket
     rows = tokens.reshape(p * k, s)
@@ -105,7 +101,7 @@ def token_logprobs(
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = fused_logprobs(
         hidden.astype(compute_dtype),
-        params["embed"] if config.tie_embeddings else params["unembed"],
+        _output_table(params, config),
         rows[:, s - t :],
         temperature=temperature,
         chunk_tokens=chunk_tokens,
@@ -113,3 +109,68 @@ def token_logprobs(
     )
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
     return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+
+
+def packed_token_logprobs(
+    params: Any,
+    tokens: Int[Array, "n s"],
+    segments: Int[Array, "n s"],
+    positions: Int[Array, "n s"],
+    *,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: Any = jnp.float32,
+    chunk_tokens: int = 8192,
+    remat: Remat = "none",
+    sharding: ComputeSharding | None = None,
+) -> Float[Array, "n s"]:
+    """log pi of every token given those before it in its own sequence, float32.
+
+    0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
+    differs from row to row, and cutting them out would cost a gather.
+
+    Args:
+        params: model parameters; gradients flow here.
+        tokens: rows of several sequences, as `PackedBatch.tokens`.
+        segments: the sequence of each position, 0 at padding.
+        positions: position in the sequence.
+        config, temperature, compute_dtype, chunk_tokens, remat, sharding: as `token_logprobs`.
+
+    Raises:
+        ValueError: as `token_logprobs`.
+    """
+    _refuse_classifier(config)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
+    hidden = apply(
+        params,
+        tokens,
+        positions,
+        segments > 0,
+        config=config,
+        compute_dtype=compute_dtype,
+        segments=segments,
+        remat=remat,
+        sharding=sharding,
+    )
+    logprobs = fused_logprobs(
+        hidden[:, :-1].astype(compute_dtype),
+        _output_table(params, config),
+        tokens[:, 1:],
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
+    )
+    return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+
+
+def _refuse_classifier(config: TransformerConfig) -> None:
+    if config.num_labels:
+        raise ValueError(
+            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
+            "language model"
+        )
+
+
+def _output_table(params: Any, config: TransformerConfig) -> Float[Array, "v d"]:
+    return params["embed"] if config.tie_embeddings else params["unembed"]

@@ -25,6 +25,7 @@ from ml_collections import config_flags
 from tba_jax import config as config_lib
 from tba_jax.command_line import parse_flags, versions
 from tba_jax.config import Config
+from tba_jax.config_rules import validate
 
 if TYPE_CHECKING:
     from tba_jax.cluster import Cluster
@@ -200,14 +201,14 @@ def run_config(
 
     from tba_jax import drivers
     from tba_jax.metrics import ProgressDisplay, read_jsonl
+    from tba_jax.parts import make_task
     from tba_jax.run import RunClock
     from tba_jax.run_report import host_counts, write_report_json
     from tba_jax.schedule_replay import drive_schedule
-    from tba_jax.tasks import get_task
     from tba_jax.wiring import build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     progress = ProgressDisplay(
         config.num_steps,
         title=workdir.name,
@@ -309,7 +310,7 @@ def main(argv: Sequence[str]) -> int:
     config = _CONFIG.value
     if config is None:
         raise UserError("no --config given; try --config=configs/math.py")
-    config_lib.validate(config)
+    validate(config)
     workdir = Path(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))

@@ -16,26 +16,25 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 
 from tba_jax.config import Config
+from tba_jax.config_rules import trainer_mesh
 from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder, SamplingSettings
-from tba_jax.device_rules import trainer_mesh
 from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
-from tba_jax.tasks import Task
+from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
     StepSettings,
     StepShardings,
     TrainState,
     init_state,
-    learning_rate_schedule,
-    make_optimizer,
     step_shardings,
 )
 from tba_jax.trajectory import length_buckets
@@ -65,6 +64,7 @@ def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
         reference_reset_period=config.reference.reset_period,
         compute_dtype=config.model.compute_dtype,
         logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
     )
 
@@ -81,6 +81,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         num_steps=config.num_steps,
     )
     optimizer = make_optimizer(
+        o.name,
         schedule,
         b1=o.b1,
         b2=o.b2,
@@ -279,6 +280,17 @@ def sampling_settings(config: Config) -> SamplingSettings:
     )
 
 
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    return get_task(
+        config.task.name, config.task.data_path, num_held_out=config.task.num_eval_prompts
+    )
+
+
 def make_rewards(config: Config, task: Task) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -290,6 +302,8 @@ def make_rewards(config: Config, task: Task) -> RewardSource:
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
+        weights=config.task.reward_weights,
+        columns=tuple(task.eval_problem(0)[1]),
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
 from tba_jax.outbox import Outbox
-from tba_jax.rewards.source import RewardSource, ScoreResult
+from tba_jax.rewards.source import PART_PREFIX, RewardSource, ScoreResult, part_means
 from tba_jax.rounds import RoundCommit
 from tba_jax.trajectory import (
     Group,
@@ -221,7 +221,7 @@ class Searcher:
                     "reward_s": scored_at - decoded_at,
                     "reference_s": end - scored_at,
                     "tokens": num_tokens,
-                    "reward_mean": float(np.mean(known)) if known else float("nan"),
+                    "reward_mean": _mean_known(known),
                     "response_length_mean": float(decoded.lengths.mean()),
                     "unique_fraction": len(
                         {
@@ -231,6 +231,7 @@ class Searcher:
                     )
                     / len(responses),
                     "kind_share": sum(kind == self._first_kind for kind in kinds) / len(kinds),
+                    **part_means(scores.parts),
                 },
             )
         )
@@ -338,6 +339,13 @@ def _logged(
     return ask
 
 
+def _mean_known(values: Sequence[float]) -> float:
+    """Mean of what is not nan; nan where nothing is."""
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    return float(known.mean()) if known.size else float("nan")
+
+
 def summarise_rounds(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Search metrics over the rounds merged at one sync; {} when there were none."""
     if not summaries:
@@ -345,6 +353,7 @@ def summarise_rounds(summaries: Sequence[Mapping[str, float]]) -> dict[str, floa
     tokens = sum(s["tokens"] for s in summaries)
     busy = sum(s["end_s"] - s["start_s"] for s in summaries)
     out = {"search/rounds": float(len(summaries)), "search/tokens_per_s": tokens / max(busy, 1e-9)}
-    for name in ("reward_mean", "response_length_mean", "kind_share", "unique_fraction"):
-        out[f"search/{name}"] = float(np.nanmean([s[name] for s in summaries]))
+    parts = [name for name in summaries[0] if name.startswith(PART_PREFIX)]
+    for name in ("reward_mean", "response_length_mean", "kind_share", "unique_fraction", *parts):
+        out[f"search/{name}"] = _mean_known([s[name] for s in summaries])
     return out

@@ -152,13 +152,14 @@ class Tokenizer:
         ]
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The messages in the model's chat template, ending where the assistant begins.
+        """The messages in the model's chat template, ending where the assistant begins or goes on.
 
         Where the template writes the beginning-of-sequence token, the text has it; `encode` gives
         that one id and no second one.
 
         Args:
-            messages: each with "role" and "content".
+            messages: each with "role" and "content"; a last one of the assistant's is the beginning
+                of the response.
 
         Raises:
             ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
@@ -178,8 +179,12 @@ class Tokenizer:
         try:
             from jinja2 import TemplateError
 
+            begun = messages[-1]["role"] == "assistant"
             return self._tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True
+                [dict(m) for m in messages],
+                tokenize=False,
+                add_generation_prompt=not begun,
+                continue_final_message=begun,
             )
         except ImportError as error:
             raise ValueError("chat templates need jinja2; pip install jinja2") from error

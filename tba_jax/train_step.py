@@ -1,49 +1,55 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step: train state, optimiser, schedules, and one jitted update of the policy.
+"""The train step: train state, and one jitted update of the policy.
 
 State and batch in, state and metrics out. It does not know where batches come from or what happens
 between two steps; its argument is donated, so whoever holds the old state must not use it again.
+The invariant it owns: how rows are cut into micro-batches, and whether they are padded or packed,
+changes neither gradient nor metrics beyond rounding.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tba_jax import objectives
-from tba_jax.logprobs import response_mask, token_logprobs
+from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.shardings import ComputeSharding, param_shardings
-from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
 from tba_jax.sharding import BATCH_AXES, shardings_like
-from tba_jax.trajectory import Batch
+from tba_jax.trajectory import Batch, PackedBatch
 
 
 class TrainState(NamedTuple):
     """Everything a train step reads and writes on the device.
 
     Attributes:
-        step: int32, optimiser updates done.
+        step: int32, train steps done, skipped ones included.
         params: policy parameters.
         opt_state: optax state.
         reference_params: reference parameters where the trainer scores them, else None.
+        skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
+        skipped_in_a_row: int32, how many of the last steps were skipped.
     """
 
     step: Array
     params: Any
     opt_state: Any
     reference_params: Any
+    skipped_steps: Array
+    skipped_in_a_row: Array
 
 
 class StepSettings(NamedTuple):
     """The static part of a train step (hashable): objective, schedules, masks, dtypes."""
 
-    objective: str
-    scale: str
+    objective: Literal["tb", "rloo"]
+    scale: Literal["advantage", "paper"]
     beta: float
     beta_schedule: str
     beta_final: float
@@ -55,71 +61,30 @@ class StepSettings(NamedTuple):
     reference_reset_period: int
     compute_dtype: str
     logprob_chunk_tokens: int
-    remat: bool
+    micro_batch_rows: int
+    remat: Remat
 
 
-def learning_rate_schedule(
-    *,
-    schedule: str,
-    learning_rate: float,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    num_steps: int,
-) -> optax.Schedule:
-    """Learning rate as a function of the step.
+class _Rows(NamedTuple):
+    """A batch as rows that can be scored in any number at a time, padded or packed.
 
-    constant; linear and cosine: to 0; wsd: stable, then, cosine decay to 0 over `decay_steps`
-    (a horizon beyond the last step leaves the rate above 0, as in the paper's Figure 1 run).
-
-    References:
-        TBA, arXiv:2503.18929, appendix B.1.
+    Attributes:
+        inputs: arrays of n rows each, what `score` reads.
+        score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
+        counted: bool [n t], the tokens that count in log pi(y|x).
+        behavior: [n t], log-probs of the sampler.
+        is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
+        sums: [n t] -> [p k], sum over each response.
+        rows_per_prompt: K where the rows of a prompt lie side by side, 0 where they do not.
     """
 
-    def warmup(step: Any) -> Any:
-        # From one part in warmup_steps, not from 0, which would waste the first batch.
-        return learning_rate * (step + 1) / max(1, warmup_steps)
-
-    left = max(1, num_steps - warmup_steps)
-    if schedule == "constant":
-        after: optax.Schedule = optax.constant_schedule(learning_rate)
-    elif schedule == "linear":
-        after = optax.linear_schedule(learning_rate, 0.0, decay_steps or left)
-    elif schedule == "cosine":
-        after = optax.cosine_decay_schedule(learning_rate, decay_steps or left)
-    else:
-        after = optax.join_schedules(
-            [
-                optax.constant_schedule(learning_rate),
-                optax.cosine_decay_schedule(learning_rate, decay_steps),
-            ],
-            [stable_steps],
-        )
-    return optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
-
-
-def make_optimizer(
-    schedule: optax.Schedule,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
-) -> optax.GradientTransformation:
-    """AdamW, after clipping by global norm where `clip_norm` > 0; decay on matrices only."""
-
-    def is_matrix(params: Any) -> Any:
-        # Stacked layers add a leading axis, so norm scales and biases have two axes and their names
-        # tell them apart.
-        def decide(path: Any, x: Array) -> bool:
-            name = jax.tree_util.keystr(path)
-            return x.ndim >= 2 and not any(word in name for word in ("norm", "bias"))
-
-        return jax.tree_util.tree_map_with_path(decide, params)
-
-    adamw = optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_matrix)
-    return optax.chain(optax.clip_by_global_norm(clip_norm), adamw) if clip_norm else adamw
+    inputs: Any
+    score: Callable[[Any, Any], Float[Array, "m t"]]
+    counted: Array
+    behavior: Array
+    is_current: Array
+    sums: Callable[[Array], Float[Array, "p k"]]
+    rows_per_prompt: int
 
 
 class StepShardings(NamedTuple):
@@ -189,7 +154,9 @@ def init_state(
 ) -> TrainState:
     """Fresh state at step 0; the reference, where kept, is a copy of the policy."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    return TrainState(jnp.int32(0), params, optimizer.init(params), reference)
+    return TrainState(
+        jnp.int32(0), params, optimizer.init(params), reference, jnp.int32(0), jnp.int32(0)
+    )
 
 
 def make_train_step(
@@ -198,44 +165,37 @@ def make_train_step(
     schedule: optax.Schedule,
     settings: StepSettings,
     shardings: StepShardings | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+) -> Callable[[TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]]:
     """The jitted train step; its state argument is donated.
+
+    With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
+    many rows. Where these hold whole groups, each is scored once. Where a group is spread over
+    several, all rows are scored without gradient first: the gradient of the objective by each
+    token's log-prob (for TB its centred residual) needs the whole group, and once it is known the
+    rows are independent. A row is then scored twice; the gradient is the same.
+
+    A micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
+    devices stay where they are if the rows (or groups) of a micro-batch divide over them too.
+
+    A step whose loss or gradient is not finite changes nothing but its counters.
 
     Args:
         config: the architecture.
-        optimizer, schedule: from `make_optimizer`.
+        optimizer, schedule: of the parameters.
         settings: objective, schedules, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
-        (state, batch) -> (state, metrics): metrics are float32 scalars.
+        (state, batch) -> (state, metrics): metrics are float32 scalars. It raises ValueError for a
+        batch whose rows the micro-batches do not divide.
     """
-    compute_dtype = jnp.dtype(settings.compute_dtype)
     compute = None if shardings is None else shardings.compute
 
-    def logprobs(params: Any, batch: Batch) -> Float[Array, "p k t"]:
-        return token_logprobs(
-            params,
-            batch.tokens,
-            batch.prompt_lengths,
-            batch.response_lengths,
-            response_bucket=batch.behavior_token_logprobs.shape[-1],
-            config=config,
-            temperature=settings.temperature,
-            compute_dtype=compute_dtype,
-            chunk_tokens=settings.logprob_chunk_tokens,
-            remat=settings.remat,
-            sharding=compute,
-        )
-
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        t = batch.behavior_token_logprobs.shape[-1]
-        mask = response_mask(
-            batch.tokens[..., -t:],
-            batch.response_lengths,
-            eos_ids=settings.eos_ids,
-            mask_eos=settings.mask_eos,
-        )
+    def train_step(
+        state: TrainState, batch: Batch | PackedBatch
+    ) -> tuple[TrainState, dict[str, Array]]:
+        rows = _rows(batch, state.step, config, settings, compute)
+        num_micro_batches = _num_micro_batches(rows, settings)
         beta = objectives.beta_at(
             state.step,
             schedule=settings.beta_schedule,
@@ -247,42 +207,50 @@ def make_train_step(
         if state.reference_params is None:
             reference_logprob = batch.reference_logprob
         else:
-            reference_logprob = jnp.sum(logprobs(state.reference_params, batch) * mask, axis=-1)
+            scored = _score_all(rows, state.reference_params, num_micro_batches)
+            reference_logprob = rows.sums(scored * rows.counted)
 
-        def loss_fn(params: Any) -> tuple[Array, tuple[objectives.Loss, Array]]:
-            policy_token_logprobs = logprobs(params, batch)
-            policy_logprob = jnp.sum(policy_token_logprobs * mask, axis=-1)
+        def objective(policy: Array, reference: Array, rewards: Array) -> objectives.Loss:
             if settings.objective == "tb":
-                loss = objectives.tb_loss(
-                    policy_logprob,
-                    reference_logprob,
-                    batch.rewards,
-                    beta=beta,
-                    scale="paper" if settings.scale == "paper" else "advantage",
+                return objectives.tb_loss(
+                    policy, reference, rewards, beta=beta, scale=settings.scale
                 )
-            else:
-                loss = objectives.rloo_loss(
-                    policy_logprob, reference_logprob, batch.rewards, beta=beta
-                )
-            return loss.loss, (loss, policy_token_logprobs)
+            return objectives.rloo_loss(policy, reference, rewards, beta=beta)
 
-        (_, (loss, policy_token_logprobs)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            state.params
+        policy_token_logprobs, grads = _gradients(
+            rows, state.params, objective, (reference_logprob, batch.rewards), num_micro_batches
         )
+        counted = rows.sums(policy_token_logprobs * rows.counted)
+        loss = objective(counted, reference_logprob, batch.rewards)
+        grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
+        is_finite = jnp.isfinite(loss.loss) & jnp.isfinite(grad_norm)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        # Chosen leaf by leaf: a branch would keep the old state from being updated in place.
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_finite, new, old),
+            (params, opt_state),
+            (state.params, state.opt_state),
+        )
         step = state.step + 1
         reference = state.reference_params
         if reference is not None and settings.reference_reset_period:
             reset = step % settings.reference_reset_period == 0
             reference = jax.tree.map(lambda r, p: jnp.where(reset, p, r), reference, params)
+        skipped = (~is_finite).astype(jnp.int32)
+        new_state = TrainState(
+            step,
+            params,
+            opt_state,
+            reference,
+            state.skipped_steps + skipped,
+            (state.skipped_in_a_row + 1) * skipped,
+        )
 
-        policy_logprob = jnp.sum(policy_token_logprobs, axis=-1)
-        behavior_logprob = jnp.sum(batch.behavior_token_logprobs, axis=-1)
-        off_policy = objectives.off_policy_stats(policy_logprob, behavior_logprob)
-        counted = jnp.sum(policy_token_logprobs * mask, axis=-1)
+        off_policy = objectives.off_policy_stats(
+            rows.sums(policy_token_logprobs), rows.sums(rows.behavior)
+        )
         num_tokens = jnp.sum(batch.response_lengths)
-        grad_norm = optax.tree.norm(grads)
         metrics = {
             "train/loss": loss.loss,
             "train/tb_loss": loss.tb_loss,
@@ -293,7 +261,8 @@ def make_train_step(
             "train/reward_mean": jnp.mean(batch.rewards),
             "train/reward_std": jnp.mean(jnp.std(batch.rewards, axis=1)),
             "train/grad_norm": grad_norm,
-            "train/lr": schedule(state.step),
+            # A skipped step does not move the optimiser along its schedule.
+            "train/lr": schedule(state.step - state.skipped_steps),
             "train/beta": beta,
             "train/kl_reference": jnp.mean(counted - reference_logprob),
             "train/nll_per_token": -jnp.sum(policy_token_logprobs) / num_tokens,
@@ -303,16 +272,15 @@ def make_train_step(
             "train/log_ratio_p05": off_policy.log_ratio_p05,
             "train/log_ratio_p50": off_policy.log_ratio_p50,
             "train/log_ratio_p95": off_policy.log_ratio_p95,
-            "train/nonfinite": (~(jnp.isfinite(loss.loss) & jnp.isfinite(grad_norm))).astype(
-                jnp.int32
-            ),
+            "train/skipped_steps": new_state.skipped_steps,
+            "train/skipped_in_a_row": new_state.skipped_in_a_row,
             # Largest |trainer - sampler| log-prob per token over rows drawn by this very version;
             # nan when the batch holds none. Anything above rounding means two definitions.
-            "train/sampler_gap": _gap_at_staleness_0(
-                policy_token_logprobs, batch.behavior_token_logprobs, batch.versions, state.step
+            "train/sampler_gap": _largest_gap(
+                policy_token_logprobs, rows.behavior, rows.is_current
             ),
         }
-        return TrainState(step, params, opt_state, reference), metrics
+        return new_state, metrics
 
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
@@ -324,9 +292,181 @@ def make_train_step(
     )
 
 
-def _gap_at_staleness_0(
-    policy: Float[Array, "p k t"], behavior: Float[Array, "p k t"], versions: Array, step: Array
+def _rows(
+    batch: Batch | PackedBatch,
+    step: Array,
+    config: TransformerConfig,
+    settings: StepSettings,
+    sharding: ComputeSharding | None,
+) -> _Rows:
+    scoring: Any = {
+        "config": config,
+        "temperature": settings.temperature,
+        "compute_dtype": jnp.dtype(settings.compute_dtype),
+        "chunk_tokens": settings.logprob_chunk_tokens,
+        "remat": settings.remat,
+        "sharding": sharding,
+    }
+    if isinstance(batch, PackedBatch):
+        return _packed_rows(batch, step, scoring, settings)
+    return _padded_rows(batch, step, scoring, settings)
+
+
+def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+    p, k, t = batch.behavior_token_logprobs.shape
+    mask = response_mask(
+        batch.tokens[..., -t:],
+        batch.response_lengths,
+        eos_ids=settings.eos_ids,
+        mask_eos=settings.mask_eos,
+    )
+
+    def flat(x: Array) -> Array:
+        return x.reshape(p * k, *x.shape[2:])
+
+    def score(params: Any, inputs: tuple[Array, Array, Array]) -> Float[Array, "m t"]:
+        # To the log-probs every row is a prompt of its own.
+        one_each = (x[:, None] for x in inputs)
+        return token_logprobs(params, *one_each, response_bucket=t, **scoring)[:, 0]
+
+    return _Rows(
+        inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
+        score=score,
+        counted=flat(mask),
+        behavior=flat(batch.behavior_token_logprobs),
+        is_current=flat(batch.versions == step)[:, None],
+        sums=lambda values: jnp.sum(values, axis=-1).reshape(-1, k),
+        rows_per_prompt=k,
+    )
+
+
+def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+    shape = batch.rewards.shape
+    sequence = jnp.maximum(batch.segments - 1, 0)
+    prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
+    is_response = (batch.segments > 0) & (batch.positions >= prompt_lengths)
+    counted = is_response
+    if settings.mask_eos:
+        counted = counted & ~jnp.isin(batch.tokens, jnp.array(settings.eos_ids, jnp.int32))
+
+    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m s"]:
+        *rows, is_response = inputs
+        return jnp.where(is_response, packed_token_logprobs(params, *rows, **scoring), 0.0)
+
+    def sums(values: Array) -> Float[Array, "p k"]:
+        of_sequences = jax.ops.segment_sum(
+            values.reshape(-1), batch.segments.reshape(-1), num_segments=batch.rewards.size + 1
+        )
+        return of_sequences[1:].reshape(shape)
+
+    return _Rows(
+        inputs=(batch.tokens, batch.segments, batch.positions, is_response),
+        score=score,
+        counted=counted,
+        behavior=batch.behavior_token_logprobs,
+        is_current=is_response & (batch.versions == step).reshape(-1)[sequence],
+        sums=sums,
+        rows_per_prompt=0,
+    )
+
+
+def _num_micro_batches(rows: _Rows, settings: StepSettings) -> int:
+    num_rows, wanted = rows.counted.shape[0], settings.micro_batch_rows
+    if wanted and num_rows % wanted:
+        raise ValueError(
+            f"a batch of {num_rows} rows cannot be cut into micro-batches of {wanted}; make "
+            "config.batch.micro_batch_rows a divisor of the rows of a batch"
+        )
+    return num_rows // wanted if wanted else 1
+
+
+_Objective = Callable[[Array, Array, Array], objectives.Loss]
+
+
+def _gradients(
+    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, Array], num: int
+) -> tuple[Float[Array, "n t"], Any]:
+    """(token log-probs of all rows, gradients of the objective by the parameters).
+
+    Args:
+        rows: the batch.
+        params: of the policy.
+        objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
+        groups: what else the objective reads of the groups, [p k] each.
+        num: micro-batches.
+    """
+
+    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, Array]) -> Array:
+        """Gradient of the objective by each token's log-prob."""
+
+        def loss(x: Array) -> Array:
+            return objective(rows.sums(x * counted), *groups).loss
+
+        return jax.grad(loss)(token_logprobs)
+
+    def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
+        return jax.vjp(lambda p: rows.score(p, inputs), params)
+
+    if num == 1:
+        token_logprobs, pull = pull_of(rows.inputs)
+        return token_logprobs, pull(weigh(token_logprobs, rows.counted, groups))[0]
+
+    def add(total: Any, pull: Callable[[Array], tuple[Any]], weights: Array) -> Any:
+        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, pull(weights)[0])
+
+    num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
+    first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    if size and num_rows // num % size == 0:
+
+        def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
+            inputs, counted, groups = xs
+            token_logprobs, pull = pull_of(inputs)
+            # The mean of a micro-batch is over num times fewer prompts.
+            weights = weigh(token_logprobs, counted, groups) / num
+            return add(total, pull, weights), token_logprobs
+
+        xs = _cut((rows.inputs, rows.counted), num, size), _cut(groups, num, 1)
+        total, scored = jax.lax.scan(one_pass, first, (*xs[0], xs[1]))
+        token_logprobs = _joined(scored, size)
+    else:
+
+        def second_pass(total: Any, xs: Any) -> tuple[Any, None]:
+            inputs, weights = xs
+            _, pull = pull_of(inputs)
+            return add(total, pull, weights), None
+
+        token_logprobs = _score_all(rows, params, num)
+        weights = weigh(token_logprobs, rows.counted, groups)
+        total, _ = jax.lax.scan(second_pass, first, _cut((rows.inputs, weights), num, 1))
+    return token_logprobs, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
+
+
+def _score_all(rows: _Rows, params: Any, num: int) -> Float[Array, "n t"]:
+    """Token log-probs of all rows, by as many micro-batches."""
+    if num == 1:
+        return rows.score(params, rows.inputs)
+    scored = jax.lax.map(lambda inputs: rows.score(params, inputs), _cut(rows.inputs, num, 1))
+    return _joined(scored, 1)
+
+
+def _cut(tree: Any, num: int, size: int) -> Any:
+    """[n ...] as [num n/num ...]: micro-batch i has unit i of every `num` units of `size` rows."""
+
+    def cut(x: Array) -> Array:
+        x = x.reshape(-1, num, size, *x.shape[1:])
+        return jnp.swapaxes(x, 0, 1).reshape(num, -1, *x.shape[3:])
+
+    return jax.tree.map(cut, tree)
+
+
+def _joined(x: Float[Array, "num m t"], size: int) -> Float[Array, "n t"]:
+    """The inverse of `_cut`."""
+    num, _, t = x.shape
+    return jnp.swapaxes(x.reshape(num, -1, size, t), 0, 1).reshape(-1, t)
+
+
+def _largest_gap(
+    policy: Float[Array, "n t"], behavior: Float[Array, "n t"], is_current: Bool[Array, "n t"]
 ) -> Float[Array, ""]:
-    current = (versions == step)[..., None]
-    gap = jnp.max(jnp.where(current, jnp.abs(policy - behavior), -jnp.inf))
+    gap = jnp.max(jnp.where(is_current, jnp.abs(policy - behavior), -jnp.inf))
     return jnp.where(gap >= 0, gap, jnp.nan)

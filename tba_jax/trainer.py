@@ -19,12 +19,20 @@ from tba_jax.outbox import Outbox
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.step_plan import Offer, Planner, StepPlan
 from tba_jax.train_step import TrainState
-from tba_jax.trajectory import Batch, Draw, bucket_length, longest, pack_batch
+from tba_jax.trajectory import (
+    Batch,
+    Draw,
+    PackedBatch,
+    bucket_length,
+    longest,
+    pack_batch,
+    pack_rows,
+)
 from tba_jax.weight_sync import Transport
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient is not finite; the message has the step and the last metrics."""
+    """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
 
 
 class Trainer:
@@ -40,6 +48,9 @@ class Trainer:
         num_prompts, group_size: p and K of a batch; p over all hosts.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
+        packed_length: tokens of rows that hold several responses; 0: one response a row.
+        row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
+        max_nonfinite_steps: skipped steps in a row that end the run.
         place_batch: puts this host's rows on the trainer's devices.
         log_event: schedule log.
         clock: seconds since the run began.
@@ -49,7 +60,9 @@ class Trainer:
         self,
         *,
         state: TrainState,
-        train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]],
+        train_step: Callable[
+            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
+        ],
         buffer: ReplayBuffer,
         outboxes: Sequence[Outbox],
         transport: Transport,
@@ -59,7 +72,10 @@ class Trainer:
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
-        place_batch: Callable[[Batch], Batch],
+        packed_length: int,
+        row_buckets: Sequence[int],
+        max_nonfinite_steps: int,
+        place_batch: Callable[[Batch | PackedBatch], Batch | PackedBatch],
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -81,6 +97,9 @@ class Trainer:
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
+        self._packed_length = packed_length
+        self._row_buckets = tuple(row_buckets)
+        self._max_nonfinite_steps = max_nonfinite_steps
         self._place_batch = place_batch
         self._log_event = log_event
         self._clock = clock
@@ -185,7 +204,7 @@ class Trainer:
             Host metrics of the step; those of the data are of this host's rows.
 
         Raises:
-            NonFiniteError: loss or gradient is nan or infinite.
+            NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
         """
         start = self._clock()
         self.plan = self._planner.plan(self.step_index, self._offer(wants_stop))
@@ -197,22 +216,19 @@ class Trainer:
         self._waiting_since = None
         self.wait_s += waited
         draws = self._draw()
-        prompt_bucket, response_bucket = self._buckets(draws)
-        batch = pack_batch(
-            draws,
-            prompt_buckets=(prompt_bucket,),
-            response_buckets=(response_bucket,),
-            pad_id=self._pad_id,
-        )
+        batch = self._pack(draws)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, self._place_batch(batch))
         # One transfer for all scalars; it is also what waits for the step.
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         end = self._clock()
-        if values.pop("train/nonfinite"):
+        in_a_row = int(values.pop("train/skipped_in_a_row"))
+        if in_a_row >= self._max_nonfinite_steps:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']} are not both finite; last metrics: {values}. Lower "
+                f"{values['train/grad_norm']} are not both finite, for the {in_a_row}. time in a "
+                "row (config.optimizer.max_nonfinite_steps = "
+                f"{self._max_nonfinite_steps}); last metrics: {values}. Lower "
                 "config.optimizer.learning_rate or raise config.objective.beta, and begin again in "
                 "another --workdir: the policy of the newest checkpoint may be spoilt already"
             )
@@ -227,7 +243,7 @@ class Trainer:
                 "end_s": end,
                 "wait_s": waited,
                 "trajectory_ids": [list(d.trajectory_ids) for d in draws],
-                "bucket": [prompt_bucket, response_bucket],
+                "bucket": _bucket(batch),
             }
         )
         values.update(
@@ -241,6 +257,22 @@ class Trainer:
             }
         )
         return values
+
+    def _pack(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
+        if self._packed_length:
+            return pack_rows(
+                draws,
+                row_length=self._packed_length,
+                row_buckets=self._row_buckets,
+                pad_id=self._pad_id,
+            )
+        prompt_bucket, response_bucket = self._buckets(draws)
+        return pack_batch(
+            draws,
+            prompt_buckets=(prompt_bucket,),
+            response_buckets=(response_bucket,),
+            pad_id=self._pad_id,
+        )
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])
@@ -259,5 +291,13 @@ class Trainer:
         }
 
 
-def _real_share(batch: Batch) -> float:
+def _bucket(batch: Batch | PackedBatch) -> list[int]:
+    """Which compiled shape it took: [prompt, response] tokens, or [rows, tokens] of packed ones."""
+    if isinstance(batch, PackedBatch):
+        return list(batch.tokens.shape)
+    response = batch.behavior_token_logprobs.shape[-1]
+    return [batch.tokens.shape[-1] - response, response]
+
+
+def _real_share(batch: Batch | PackedBatch) -> float:
     return float((batch.prompt_lengths + batch.response_lengths).sum() / batch.tokens.size)

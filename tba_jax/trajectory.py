@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The immutable carriers that flow between the rooms: Prompt, Trajectory, Group, Draw, Batch.
+"""The immutable carriers that flow between the rooms, from Prompt to Batch and PackedBatch.
 
 No logic beyond stacking and padding. This module knows nothing of jax, models, tokenizers or
 configs; every array in it is a host (numpy) array. It owns one invariant: the group axis (the K
@@ -44,7 +44,8 @@ class Trajectory:
         prompt_id: the prompt this is a response to.
         response_tokens: int32 [t], unpadded, the end-of-sequence token included when one was drawn.
         reward: raw reward r(x, y), not divided by beta.
-        reward_parts: named summands of the reward (empty when there is only one).
+        reward_parts: what each of several rewards gave, by name, before weights; nan for one that
+            does not apply (empty when there is only one).
         behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
             where the trainer scores the reference itself.
@@ -128,6 +129,35 @@ class Batch(NamedTuple):
     rewards: HostOrDeviceArray
     reference_logprob: HostOrDeviceArray
     behavior_token_logprobs: HostOrDeviceArray
+    versions: HostOrDeviceArray
+
+
+class PackedBatch(NamedTuple):
+    """The same p prompts with K responses each, in rows that hold several sequences.
+
+    A sequence is a prompt and one of its responses. Sequence i * K + j + 1 is response j to prompt
+    i; sequences lie side by side in a row, whole, and padding (sequence 0) is behind them.
+
+    Attributes:
+        tokens: int32 [n s].
+        segments: int32 [n s], the sequence of each position.
+        positions: int32 [n s], position in the sequence.
+        behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
+        prompt_lengths: int32 [p k], tokens of the prompt.
+        response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
+        rewards: float32 [p k].
+        reference_logprob: float32 [p k], summed; nan where the trainer scores it.
+        versions: int32 [p k], `version_min` of each trajectory.
+    """
+
+    tokens: HostOrDeviceArray
+    segments: HostOrDeviceArray
+    positions: HostOrDeviceArray
+    behavior_token_logprobs: HostOrDeviceArray
+    prompt_lengths: HostOrDeviceArray
+    response_lengths: HostOrDeviceArray
+    rewards: HostOrDeviceArray
+    reference_logprob: HostOrDeviceArray
     versions: HostOrDeviceArray
 
 
@@ -219,4 +249,80 @@ def pack_batch(
             versions[i, j] = y.version_min
     return Batch(
         tokens, prompt_lengths, response_lengths, rewards, reference_logprob, behavior, versions
+    )
+
+
+def row_buckets(max_rows: int, multiple: int) -> tuple[int, ...]:
+    """Numbers of packed rows to compile for, ascending: steps of about an eighth, up to `max_rows`.
+
+    Args:
+        max_rows: at least this many rows fit the largest; one per response always suffices.
+        multiple: of what each is one (devices, micro-batches).
+
+    Example: row_buckets(16, 2) == (2, 4, 6, 8, 10, 12, 14, 16).
+    """
+    most = -(-max_rows // multiple)
+    buckets = [1]
+    while buckets[-1] < most:
+        buckets.append(min(most, max(buckets[-1] + 1, buckets[-1] * 9 // 8)))
+    return tuple(n * multiple for n in buckets)
+
+
+def pack_rows(
+    draws: Sequence[Draw], *, row_length: int, row_buckets: Sequence[int], pad_id: int
+) -> PackedBatch:
+    """Put p draws of K responses into as few rows as first-fit decreasing finds.
+
+    Args:
+        draws: p draws, all with the same number K of trajectories.
+        row_length: tokens of a row.
+        row_buckets: ascending numbers of rows; the smallest that holds them is filled up with
+            rows of padding.
+        pad_id: token id written at padding.
+
+    Raises:
+        ValueError: a prompt with its response is longer than a row, or there are too many rows.
+    """
+    p, k = len(draws), len(draws[0].trajectories)
+    sequences = [(d.prompt.tokens, y) for d in draws for y in d.trajectories]
+    lengths = [len(x) + len(y.response_tokens) for x, y in sequences]
+    if max(lengths) > row_length:
+        raise ValueError(
+            f"a prompt with its response has {max(lengths)} tokens and does not fit a row of "
+            f"{row_length}; raise config.batch.packed_length"
+        )
+    used: list[int] = []
+    places = {}
+    for i in sorted(range(p * k), key=lambda i: -lengths[i]):  # stable: equal lengths keep order
+        row = next((r for r, n in enumerate(used) if n + lengths[i] <= row_length), len(used))
+        if row == len(used):
+            used.append(0)
+        places[i] = row, used[row]
+        used[row] += lengths[i]
+    shape = bucket_length(len(used), row_buckets), row_length
+    tokens = np.full(shape, pad_id, np.int32)
+    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    behavior = np.zeros(shape, np.float32)
+    for i, (row, start) in places.items():
+        x, y = sequences[i]
+        middle, end = start + len(x), start + lengths[i]
+        tokens[row, start:middle] = x
+        tokens[row, middle:end] = y.response_tokens
+        segments[row, start:end] = i + 1
+        positions[row, start:end] = np.arange(lengths[i])
+        behavior[row, middle:end] = y.behavior_token_logprobs
+
+    def of_each(values: Sequence[float], dtype: Any) -> np.ndarray:
+        return np.array(values, dtype).reshape(p, k)
+
+    return PackedBatch(
+        tokens,
+        segments,
+        positions,
+        behavior,
+        prompt_lengths=of_each([len(x) for x, _ in sequences], np.int32),
+        response_lengths=of_each([len(y.response_tokens) for _, y in sequences], np.int32),
+        rewards=of_each([y.reward for _, y in sequences], np.float32),
+        reference_logprob=of_each([y.reference_logprob for _, y in sequences], np.float32),
+        versions=of_each([y.version_min for _, y in sequences], np.int32),
     )

@@ -74,8 +74,9 @@ def make_publish_program(
     """
 
     def program(params: Any) -> Any:
-        copied = jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), params)
-        return copied if layout is None else layout(copied)
+        # Cast last: layers cut out of a cast stack would need the whole stack in both dtypes.
+        arranged = params if layout is None else layout(params)
+        return jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), arranged)
 
     return jax.jit(program, out_shardings=out_shardings)
 

@@ -21,9 +21,9 @@ from tba_jax import sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
 from tba_jax.config import Config, ConfigError
+from tba_jax.config_rules import validate_devices
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
-from tba_jax.device_rules import validate_devices
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.models import families, hf_weights
 from tba_jax.models.shardings import param_shardings
@@ -38,6 +38,7 @@ from tba_jax.parts import (
     make_reference_program_from,
     make_rewards,
     make_step_shardings,
+    make_task,
     model_path,
     place_run,
     reference_shardings,
@@ -51,11 +52,10 @@ from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.searcher import Searcher
 from tba_jax.step_plan import Planner
-from tba_jax.tasks import get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, length_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -106,7 +106,7 @@ def build(
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
-    task = get_task(config.task.name, config.task.data_path)
+    task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     if (
@@ -233,7 +233,7 @@ def build(
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
 
-    def place_batch(batch: Batch) -> Batch:
+    def place_batch(batch: Batch | PackedBatch) -> Batch | PackedBatch:
         if num_hosts == 1:
             return jax.device_put(batch, shardings.batch)
         # This host's rows; the others bring theirs.
@@ -263,6 +263,12 @@ def build(
         prompt_buckets=prompt_buckets,
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
+        packed_length=config.batch.packed_length,
+        row_buckets=row_buckets(
+            config.batch.num_prompts * config.objective.group_size,
+            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+        ),
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
         clock=clock,

@@ -59,6 +59,34 @@ def compiled(implementation):
     return jax.jit(run), jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
 
 
+@pytest.mark.parametrize("implementation", ["xla", "tpu_kernel"])
+def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
+    q, k, v = sequences()
+    index = np.arange(S)
+    segments = np.stack([1 + (index >= 2 + b) + (index >= S // 2) for b in range(B)])
+    segments[1, S // 2 + 3 :] = 0
+    segments[2] = 0
+    visible = np.tril(np.ones((S, S), bool))[None] & (segments[:, None] == segments[:, :, None])
+
+    @jax.jit
+    def run(q, k, v):
+        rows = attention.packed(jnp.asarray(segments, jnp.int32))
+        return attention.attend_causal(q, k, v, rows, implementation=implementation)
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.where(segments[:, :, None, None, None] > 0, run(q, k, v), 0) ** 2)
+
+    assert_close_where_valid(run(q, k, v), by_hand(q, k, v, visible), mask=segments > 0)
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, v)
+    assert all(np.isfinite(g).all() for g in grads)
+
+
+def test_cudnn_refuses_packed_rows():
+    rows = attention.packed(jnp.ones((B, S), jnp.int32))
+    with pytest.raises(ValueError, match="'cudnn' got packed rows; it knows no sequences"):
+        attention.attend_causal(*sequences(), rows, implementation="cudnn")
+
+
 @DTYPES
 def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype):
     q, k, v = sequences(dtype)
@@ -114,7 +142,7 @@ def cudnn_in_xla(monkeypatch):
         is_padding = index >= query_seq_lengths[:, None]
         return jnp.where(is_padding[:, :, None, None], jnp.nan, out)
 
-    monkeypatch.setattr(attention, "_choose", lambda implementation, q: "cudnn")
+    monkeypatch.setattr(attention, "_choose", lambda implementation, q, is_packed: "cudnn")
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
 
 
@@ -179,7 +207,9 @@ def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(monkeypatch, dtype, head_di
         client = Client
 
     monkeypatch.setattr(jax, "devices", lambda: [Device])
-    assert attention._choose("auto", jnp.zeros((1, 1, 1, 1, head_dim), dtype)) == chosen
+    q = jnp.zeros((1, 1, 1, 1, head_dim), dtype)
+    assert attention._choose("auto", q, is_packed=False) == chosen
+    assert attention._choose("auto", q, is_packed=True) == "xla"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax import config as config_lib
-from tba_jax.config import ConfigError, default_config, validate
-from tba_jax.device_rules import validate_devices
+from tba_jax.config import ConfigError, default_config
+from tba_jax.config_rules import validate, validate_devices
 
 ROOT = Path(__file__).parents[1]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -95,6 +95,17 @@ def test_no_field_is_dead():
         ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
         ({"objective.group_size": 32}, "S must be at least K"),
         (
+            {"batch.micro_batch_rows": 7},
+            "must divide the 256 rows of a batch .* Take one of 1, 2, 4, .*multiples of 16",
+        ),
+        (
+            {"batch.packed_length": 79},
+            "must hold a prompt with its response, up to 80 tokens .*packed_length=80 or more",
+        ),
+        ({"model.remat": "all"}, "config.model.remat = 'all': must be one of none, dots, layers"),
+        ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
+        ({"optimizer.max_nonfinite_steps": 0}, "must be at least 1"),
+        (
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
             "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",
         ),
@@ -111,7 +122,20 @@ def test_no_field_is_dead():
         ({"objective.beta_final": 0.1, "objective.beta_steps": 5}, "a constant beta does not move"),
         ({"objective.beta_schedule": "linear"}, "objective.beta_steps = 0"),
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
-        ({"task.data_path": "/no/such/folder"}, "is not a folder"),
+        ({"task.data_path": "/no/such/folder"}, "there is no such folder or file"),
+        ({"task.data_path": __file__}, "neither a folder, nor a .jsonl or .parquet file"),
+        ({"task.name": "gsm9k"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
+        ({"task.name": "reasoning_gym:"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
+        ({"task.name": "custom"}, "task.data_path = '': task custom has no data of its own"),
+        (
+            {"task.name": "custom", "task.data_path": "hf://openai/gsm8k:main"},
+            "task.reward = '': task custom has no reward of its own",
+        ),
+        ({"task.reward": "a:f,b"}, "must read package.module:function or path/to/file.py:function"),
+        (
+            {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
+            "task.reward_weights = .1.0,.: task.reward names 2 functions",
+        ),
         ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
         ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
@@ -235,3 +259,41 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     shown = json.loads(done.stdout)
     assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 20)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch.micro_batch_rows": 16}, "1 groups per micro-batch .*fsdp = 2.*rows=32"),
+        ({"batch.micro_batch_rows": 1}, "1 rows per micro-batch .*fsdp = 2.*rows=2 or a multiple"),
+        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "3 rows .*fsdp = 2.*rows=2"),
+        ({"batch.micro_batch_rows": 32}, None),
+        ({"batch.micro_batch_rows": 2}, None),
+        ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
+    ],
+)
+def test_micro_batches_divide_over_the_trainer(changes, message):
+    config = default_config()
+    config.mesh.fsdp = 2
+    config.update_from_flattened_dict(changes)
+    if message is None:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 3}, r"num_prompts = 16: must divide by .* = 3.*num_prompts=18"),
+        ({"mesh.fsdp": 2, "model.remat": "none"}, "model.remat=layers"),
+        ({"search.top_p": 0.0}, r"top_p = 0.0: must lie in \(0, 1\]"),
+        ({"search.min_new_tokens": 49}, "is above search.max_new_tokens = 48"),
+    ],
+)
+def test_meshes_and_sampling_that_cannot_work(changes, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)

@@ -4,6 +4,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -19,8 +20,10 @@ def write(folder, split, *lines):
 
 
 def test_registry_is_what_the_config_allows():
-    assert [get_task(name, "").name for name in config.TASKS] == list(config.TASKS)
-    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, gsm8k, math"):
+    sources = {"custom": "rows.jsonl"}
+    names = [get_task(name, sources.get(name, "")).name for name in config.TASKS]
+    assert names == list(config.TASKS)
+    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, custom, gsm8k"):
         get_task("gsm9k", "")
     with pytest.raises(ValueError, match="task arithmetic makes its own problems"):
         get_task("arithmetic", "/data")
@@ -64,6 +67,21 @@ def test_math_rows(tmp_path):
     assert task.response_kind("so 2") == "unboxed"
 
 
+def test_problems_of_math_500_are_never_trained_on(monkeypatch):
+    rows = {
+        "nlile/hendrycks-MATH-benchmark": ["a", "b", "c"],
+        "HuggingFaceH4/MATH-500": ["b", "d"],
+    }
+
+    def load_dataset(name, configuration, split):
+        return [{"problem": problem, "solution": "s", "level": 1} for problem in rows[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    task = get_task("math", "")
+    assert (task.train_size(), task.eval_size()) == (2, 2)
+    assert ["\na\n" in task.train_problem(0)[0], "\nc\n" in task.train_problem(1)[0]] == [True] * 2
+
+
 GOOD = '{"question": "q", "answer": "#### 1"}'
 
 
@@ -71,7 +89,7 @@ GOOD = '{"question": "q", "answer": "#### 1"}'
     ("line", "message"),
     [
         ("not json", r"train\.jsonl, line 3: not JSON \(.*\); got 'not json'"),
-        ('["q", "a"]', r"line 3: want an object with question, answer; got \['q', 'a'\]"),
+        ('["q", "a"]', r"line 3: want an object with named columns; got \['q', 'a'\]"),
         ('{"question": "q"}', r"line 3: want text under 'answer'; got keys \['question'\]"),
         ('{"question": "q", "answer": 1}', "line 3: want text under 'answer'; got answer = 1"),
     ],
@@ -100,7 +118,7 @@ def test_hub_without_its_package_names_the_extra(monkeypatch):
 
 def test_tasks_and_rewards_import_nothing_heavy():
     script = (
-        "import sys, tba_jax.data, tba_jax.rewards.pool, tba_jax.rewards.math_answers;"
+        "import sys, tba_jax.data, tba_jax.rewards.pool, tba_jax.tasks;"
         "heavy = {'jax', 'flax', 'grain', 'transformers', 'datasets', 'math_verify', 'sympy'};"
         "print(sorted(heavy & set(sys.modules)))"
     )

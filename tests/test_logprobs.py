@@ -2,6 +2,7 @@
 """Token log-probs: one definition, chunked, equal to the naive form and to the decoder's."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder, SamplingSettings
-from tba_jax.logprobs import response_mask, token_logprobs
+from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models import transformer
 from tba_jax.trajectory import left_pad
 
@@ -120,8 +121,8 @@ def test_remat_changes_no_gradient(params, decoded):
     jax.tree.map(
         # the same float32 operations in another order; values of order 1 to 10
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
-        grad(True),
-        grad(False),
+        grad("layers"),
+        grad("none"),
     )
 
 
@@ -220,6 +221,83 @@ def test_padding_content_and_bucket_change_nothing(params, decoded):
         plain,
         atol=2e-5,
     )
+
+
+def packed(tokens, prompt_lengths, response_lengths, row_length=20):
+    """(tokens, segments, positions) of the responses, as many in a row as fit, in order."""
+    rows = [[]]
+    sequences = {}
+    for i in range(2):
+        for j in range(3):
+            n, m = prompt_lengths[i, j], response_lengths[i, j]
+            sequence = tokens[i, j, 8 - n : 8 + m]
+            if sum(map(len, rows[-1])) + n + m > row_length:
+                rows.append([])
+            sequences[i, j] = len(rows) - 1, sum(map(len, rows[-1])), n, m
+            rows[-1].append(sequence)
+    out = np.zeros((3, len(rows), row_length), np.int32)
+    number = 0
+    for row, members in enumerate(rows):
+        start = 0
+        for sequence in members:
+            number, end = number + 1, start + len(sequence)
+            out[:, row, start:end] = sequence, [number] * len(sequence), range(len(sequence))
+            start = end
+    return out, sequences
+
+
+# Rotated positions; a learned table.
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, family):
+    tokens, prompt_lengths, out = decoded
+    config = tiny_config(family=family)
+    params = random_params(config)
+    rows, places = packed(tokens, prompt_lengths, out.lengths)
+    assert rows.shape[1] < 6  # something is packed
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def total_packed(params):
+        logprobs = packed_token_logprobs(
+            params, *rows, config=config, temperature=0.7, chunk_tokens=16
+        )
+        picked = jnp.stack(
+            [
+                jnp.pad(logprobs[row, start + n : start + n + m], (0, 6 - m))
+                for row, start, n, m in places.values()
+            ]
+        ).reshape(2, 3, 6)
+        return jnp.sum(picked**2), picked
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def total(params):
+        logprobs = score(params, tokens, prompt_lengths, out.lengths, config=config)
+        return jnp.sum(logprobs**2), logprobs
+
+    (_, expected), expected_grad = total(params)
+    (_, got), grad = total_packed(params)
+    # float32 forward passes with other shapes and so other orders of sums
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    jax.tree.map(
+        # gradients of a sum over 36 tokens, of order 1 to 100
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
+        grad,
+        expected_grad,
+    )
+
+
+def test_packed_sequences_do_not_see_one_another(params, decoded):
+    tokens, prompt_lengths, out = decoded
+    (rows, segments, positions), _ = packed(tokens, prompt_lengths, out.lengths)
+    score_rows = functools.partial(packed_token_logprobs, config=CONFIG, temperature=0.7)
+    plain = np.asarray(score_rows(params, rows, segments, positions))
+    assert np.all(plain[positions == 0] == 0)
+    others = np.where((segments == 1) | (segments == 3), rows, 11)
+    changed = np.asarray(score_rows(params, others, segments, positions))
+    same = (segments == 1) | (segments == 3)
+    np.testing.assert_array_equal(changed[same], plain[same])
+    assert (changed[segments == 2] != plain[segments == 2]).any()
 
 
 def test_mask_eos_leaves_only_the_stop_decision_out():

@@ -12,24 +12,21 @@ import pytest
 from fakes import random_params, tiny_config
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from test_train_step import SETTINGS, make_batch
+from test_train_step import SETTINGS as PLAIN
+from test_train_step import make_batch, one_prompt_each, packed
 
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import abstract_params
+from tba_jax.optimizers import make_optimizer
 from tba_jax.sharding import MESH_AXES, shardings_like
-from tba_jax.train_step import (
-    init_state,
-    make_init_state,
-    make_optimizer,
-    make_train_step,
-    step_shardings,
-)
+from tba_jax.train_step import init_state, make_init_state, make_train_step, step_shardings
 
 # Every axis divides by 8, but for two key/value heads.
 CONFIG = tiny_config(
     qkv_bias=True, num_heads=8, head_dim=4, mlp_size=24, vocab_size=64, tie_embeddings=False
 )
+SETTINGS = PLAIN._replace(remat="layers")
 SCHEDULE = optax.constant_schedule(0.1)
 # Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
 # magnifies rounding.
@@ -87,6 +84,31 @@ def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
     assert shards == {CONFIG.num_layers * CONFIG.hidden_size * CONFIG.mlp_size // parts}
 
 
+# K = 4, over two parts of the batch: groups, parts of groups, packed rows.
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "is_packed"),
+    [(8, False), pytest.param(2, False, marks=pytest.mark.slow), (4, True)],
+)
+def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packed):
+    batch = one_prompt_each(make_batch(p=4))
+    state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
+    wanted, _ = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)(state, batch)
+    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows)
+    shardings, state, step = sharded((1, 2, 2), settings)
+    rows = jax.device_put(packed(batch) if is_packed else batch, shardings.batch)
+    program = step.lower(state, rows).compile()
+    got, _ = program(state, rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),  # as above
+        jax.device_get(got.params),
+        jax.device_get(wanted.params),
+    )
+    # Rows stay where they are: activations of length s and width d are summed over model only.
+    s, d = rows.tokens.shape[-1], CONFIG.hidden_size
+    moved = [x for op, x in collectives(program.as_text()) if op != "all-reduce"]
+    assert moved and not any(s in shape and d in shape for shape in moved)
+
+
 def collectives(text):
     """(operation, shape of its result) of a compiled program, in order."""
     found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-gather|all-to-all|all-reduce)\(", text)
@@ -118,16 +140,14 @@ def test_the_state_is_donated_whole():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_optimizer_state_lies_where_its_parameters_do(name):
-    if name == "adamw":
-        optimizer = make_optimizer(
-            SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-        )
-    else:
-        optimizer = optax.adafactor(0.1, min_dim_size_to_factor=8)
+    optimizer = make_optimizer(
+        name, SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
     mesh = make_mesh((1, 2, 4))
-    params = abstract_params(CONFIG)
+    config = CONFIG if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
+    params = abstract_params(config)
     state = jax.eval_shape(optimizer.init, params)
-    got = shardings_like(state, params, param_shardings(CONFIG, mesh), mesh)
+    got = shardings_like(state, params, param_shardings(config, mesh), mesh)
     by_path = {
         jax.tree_util.keystr(path): (x.shape, sharding.spec)
         for (path, x), sharding in zip(
@@ -138,7 +158,7 @@ def test_optimizer_state_lies_where_its_parameters_do(name):
     if name == "adamw":
         assert up == {((2, 16, 24), P(None, "fsdp", "model"))}
     else:  # factors of [l d f] without f and without d; and, factored, no second moment
-        assert up >= {((2, 16), P(None, "fsdp")), ((2, 24), P(None, "model")), ((1,), P())}
+        assert up >= {((2, 128), P(None, "fsdp")), ((2, 256), P(None, "model")), ((1,), P())}
 
 
 def test_a_mesh_that_does_not_divide_the_model_is_refused():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import study
-from tba_jax.config import validate
+from tba_jax.config_rules import validate
 
 ROOT = Path(__file__).parents[1]
 

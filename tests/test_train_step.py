@@ -2,21 +2,18 @@
 """The train step: schedules, equivalences and sharding."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax.train_step import (
-    StepSettings,
-    init_state,
-    learning_rate_schedule,
-    make_optimizer,
-    make_train_step,
-)
-from tba_jax.trajectory import Batch
+from tba_jax.optimizers import make_optimizer
+from tba_jax.train_step import StepSettings, init_state, make_train_step
+from tba_jax.trajectory import Batch, pack_rows
 
 CONFIG = tiny_config()
 SETTINGS = StepSettings(
@@ -33,8 +30,13 @@ SETTINGS = StepSettings(
     reference_reset_period=0,
     compute_dtype="float32",
     logprob_chunk_tokens=64,
-    remat=False,
+    micro_batch_rows=0,
+    remat="none",
 )
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def make_batch(p=4, k=4, prompt=4, t=6, seed=0):
@@ -67,6 +69,65 @@ def run_step(batch, settings=SETTINGS, *, params=None):
     params = random_params(CONFIG) if params is None else params
     state = init_state(params, optimizer, keep_reference=False)
     return step(state, batch)
+
+
+def assert_close_states(got, expected):
+    jax.tree.map(
+        # float32 sums in another order
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(got.params),
+        jax.device_get(expected.params),
+    )
+
+
+def assert_close_metrics(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        # Sums of 96 float32 log-probs of order 1; the sampler gap is a difference of two.
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# K = 4: whole groups, parts of groups, single rows, parts of several groups.
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_rows"),
+    [
+        ("tb", 8),
+        ("tb", 2),
+        ("rloo", 6),
+        slow("tb", 4),
+        slow("tb", 1),
+        slow("tb", 6),
+        slow("rloo", 8),
+        slow("rloo", 2),
+    ],
+)
+def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
+    batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
+    settings = SETTINGS._replace(objective=objective)
+    expected, expected_metrics = run_step(batch, settings)
+    got, metrics = run_step(batch, settings._replace(micro_batch_rows=micro_batch_rows))
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("micro_batch_rows", [2, slow(8)])
+def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
+    def two_steps(settings):
+        optimizer, step = sgd_step(settings)
+        state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
+        state, _ = step(state, make_batch())
+        return step(state, make_batch(seed=1))
+
+    expected, expected_metrics = two_steps(SETTINGS)
+    got, metrics = two_steps(SETTINGS._replace(micro_batch_rows=micro_batch_rows))
+    assert abs(float(expected_metrics["train/kl_reference"])) > 1e-4
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+def test_rows_that_micro_batches_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="16 rows cannot be cut into micro-batches of 3"):
+        run_step(make_batch(), SETTINGS._replace(micro_batch_rows=3))
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
@@ -133,76 +194,140 @@ def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
     np.testing.assert_allclose(rloo["train/grad_norm"], tb["train/grad_norm"] * 4 / 3, rtol=1e-4)
 
 
-def test_learning_rate_schedules():
-    def at(step, **changes):
-        arguments = {
-            "schedule": "constant",
-            "learning_rate": 1.0,
-            "warmup_steps": 0,
-            "stable_steps": 0,
-            "decay_steps": 0,
-            "num_steps": 100,
-        }
-        return float(learning_rate_schedule(**(arguments | changes))(step))
+def packed(batch, row_length=18, num_rows=12):
+    """The same responses as `PackedBatch`, by the function that the trainer uses."""
+    prompt = batch.tokens.shape[-1] - batch.behavior_token_logprobs.shape[-1]
 
-    assert at(99) == 1.0
-    np.testing.assert_allclose([at(s, schedule="linear") for s in (0, 50, 100)], [1, 0.5, 0])
-    np.testing.assert_allclose(at(50, schedule="cosine"), 0.5, rtol=1e-6)
-    np.testing.assert_allclose(
-        [at(s, schedule="linear", warmup_steps=4) for s in (0, 3, 4, 52)], [0.25, 1, 1, 0.5]
-    )
-
-
-def test_gsm8k_schedule_ends_at_half_the_peak():
-    # paper.md 3.1, Figure 1: 50 warm-up, 350 stable, cosine over 600, stopped at 700
-    schedule = learning_rate_schedule(
-        schedule="wsd",
-        learning_rate=1e-5,
-        warmup_steps=50,
-        stable_steps=350,
-        decay_steps=600,
-        num_steps=700,
-    )
-    got = [float(schedule(step)) for step in (49, 399, 700)]
-    np.testing.assert_allclose(got, [1e-5, 1e-5, 5e-6], rtol=1e-5)
-
-
-def test_weight_decay_spares_norms_and_clipping_bounds_the_norm():
-    params = random_params(CONFIG)
-    zero = jax.tree.map(jnp.zeros_like, params)
-    optimizer = make_optimizer(
-        optax.constant_schedule(1.0), b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1, clip_norm=0.0
-    )
-    updates, _ = optimizer.update(zero, optimizer.init(params), params)
-    assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
-    assert float(jnp.abs(updates["final_norm"]).max()) == 0.0
-    np.testing.assert_allclose(updates["layers"]["q"], -0.1 * params["layers"]["q"], rtol=1e-6)
-
-
-def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
-    # Adam forgets a gradient's scale within a step, so compare second steps: the first moment
-    # mixes both, and unclipped it would be dominated by the larger gradient.
-    params = {"w": jnp.ones((2, 2))}
-
-    def second_update(first, second, clip_norm):
-        optimizer = make_optimizer(
-            optax.constant_schedule(1.0),
-            b1=0.9,
-            b2=0.999,
-            eps=1e-8,
-            weight_decay=0.0,
-            clip_norm=clip_norm,
+    def trajectory(i, j):
+        n = batch.response_lengths[i, j]
+        return SimpleNamespace(
+            response_tokens=batch.tokens[i, j, prompt : prompt + n],
+            behavior_token_logprobs=batch.behavior_token_logprobs[i, j, :n],
+            reward=batch.rewards[i, j],
+            reference_logprob=batch.reference_logprob[i, j],
+            version_min=batch.versions[i, j],
         )
-        state = optimizer.init(params)
-        for gradient in (first, second):
-            updates, state = optimizer.update({"w": gradient}, state, params)
-        return updates["w"]
 
-    one = jnp.ones((2, 2))  # norm 2
-    np.testing.assert_allclose(
-        second_update(one, -1000 * one, 0.5), second_update(one, -one, 0.5), rtol=1e-5
+    p, k = batch.rewards.shape
+    draws = [
+        SimpleNamespace(
+            prompt=SimpleNamespace(tokens=batch.tokens[i, 0, :prompt]),
+            trajectories=[trajectory(i, j) for j in range(k)],
+        )
+        for i in range(p)
+    ]
+    return pack_rows(draws, row_length=row_length, row_buckets=(num_rows,), pad_id=0)
+
+
+def one_prompt_each(batch):
+    """Prompts are the same for all responses to them, as in what the trainer draws."""
+    tokens = np.array(batch.tokens)
+    tokens[:, :, :4] = tokens[:, :1, :4]
+    return batch._replace(tokens=tokens)
+
+
+# All at once; three and four micro-batches, some groups in several, which are scored twice.
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
+)
+def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
+    batch = one_prompt_each(make_batch())
+    rows = packed(batch)
+    assert rows.tokens.size < batch.tokens.size * 1.5 and (rows.segments[-1] == 0).all()
+    settings = SETTINGS._replace(objective=objective, mask_eos=True, eos_ids=(3, 7))
+    expected, expected_metrics = run_step(batch, settings)
+    got, metrics = run_step(rows, settings._replace(micro_batch_rows=micro_batch_rows))
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+def broken(batch):
+    rewards = np.array(batch.rewards)
+    rewards[0, 0] = np.nan
+    return batch._replace(rewards=rewards)
+
+
+def test_a_step_that_is_not_finite_changes_only_the_counters():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    optimizer = optax.adam(schedule)
+    step = make_train_step(CONFIG, optimizer, schedule, SETTINGS)
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
+    state, _ = step(state, make_batch())
+    before = jax.device_get(state)
+    for in_a_row in (1, 2):
+        state, metrics = step(state, broken(make_batch()))
+        assert not np.isfinite(metrics["train/loss"])
+        assert metrics["train/skipped_in_a_row"] == metrics["train/skipped_steps"] == in_a_row
+    after = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
+    assert (after.step, after.skipped_steps, after.skipped_in_a_row) == (3, 2, 2)
+    # The next update is the one the skipped steps would have been, at their learning rate.
+    expected, expected_metrics = step(jax.device_put(before), make_batch(seed=1))
+    got, metrics = step(state, make_batch(seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got.params, jax.device_get(expected.params))
+    assert metrics["train/lr"] == expected_metrics["train/lr"]
+    assert (metrics["train/skipped_steps"], metrics["train/skipped_in_a_row"]) == (2, 0)
+
+
+# Storage of parameters and optimiser, dtype of matmul inputs.
+@pytest.mark.parametrize(
+    ("param_dtype", "compute_dtype"),
+    [slow("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+@pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
+def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
+    schedule = optax.constant_schedule(3e-3)
+    optimizer = make_optimizer(
+        name, schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
     )
-    assert not np.allclose(second_update(one, -1000 * one, 0.0), second_update(one, -one, 0.0))
-    np.testing.assert_allclose(
-        second_update(0.1 * one, -0.2 * one, 0.5), second_update(0.1 * one, -0.2 * one, 0.0)
+    settings = SETTINGS._replace(compute_dtype=compute_dtype, micro_batch_rows=8)
+    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    params = jax.tree.map(lambda x: x.astype(param_dtype), random_params(CONFIG))
+    state = init_state(params, optimizer, keep_reference=False)
+    dtypes = jax.tree.map(lambda x: x.dtype, state)
+    assert all(x.dtype == param_dtype for x in jax.tree.leaves(state.params))
+    floats = [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert floats and all(x.dtype == param_dtype for x in floats)
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, make_batch())
+        losses.append(float(metrics["train/loss"]))
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+    assert all(value.dtype in (jnp.float32, jnp.int32) for value in metrics.values())
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False), slow(8, True)]
+)
+def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
+    schedule = optax.constant_schedule(1e-3)
+    optimizer = make_optimizer(
+        "adamw", schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
     )
+    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows, reference_reset_period=2)
+    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
+    memory = step.lower(state, make_batch()).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+def test_remat_and_micro_batches_take_less_memory():
+    config = tiny_config(num_layers=8)
+    optimizer = optax.sgd(0.1)
+    state = jax.eval_shape(
+        lambda: init_state(random_params(config), optimizer, keep_reference=False)
+    )
+
+    def temporaries(**changes):
+        settings = SETTINGS._replace(**changes)
+        step = make_train_step(config, optimizer, optax.constant_schedule(0.1), settings)
+        lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, layers = (temporaries(remat=name) for name in ("none", "dots", "layers"))
+    assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
+    # A quarter of the rows at a time, and a sum of gradients, small in this model.
+    assert temporaries(micro_batch_rows=8) < 0.4 * none

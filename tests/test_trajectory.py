@@ -12,6 +12,8 @@ from tba_jax.trajectory import (
     left_pad,
     length_buckets,
     pack_batch,
+    pack_rows,
+    row_buckets,
 )
 
 
@@ -33,9 +35,9 @@ def make_trajectory(tokens, *, reward=0.0, version=0, prompt_id=0) -> Trajectory
     )
 
 
-def test_pack_batch_places_every_value():
+def two_draws():
     prompts = [Prompt(i, "", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((0, 3), (1, 2))]
-    draws = [
+    return [
         Draw(
             prompts[0], (make_trajectory([7, 8], reward=1.0), make_trajectory([9])), True, (0, 1), 0
         ),
@@ -47,7 +49,10 @@ def test_pack_batch_places_every_value():
             0,
         ),
     ]
-    batch = pack_batch(draws, prompt_buckets=(4, 8), response_buckets=(4,), pad_id=0)
+
+
+def test_pack_batch_places_every_value():
+    batch = pack_batch(two_draws(), prompt_buckets=(4, 8), response_buckets=(4,), pad_id=0)
     assert batch.tokens.tolist() == [
         [[0, 1, 2, 3, 7, 8, 0, 0], [0, 1, 2, 3, 9, 0, 0, 0]],
         [[0, 0, 1, 2, 4, 0, 0, 0], [0, 0, 1, 2, 5, 6, 7, 0]],
@@ -74,3 +79,75 @@ def test_left_pad_of_an_empty_row():
         [9, 9, 9],
         [9, 1, 2],
     ]
+
+
+def test_pack_rows_places_every_value():
+    # Sequences of 5, 4, 3 and 5 tokens: the two of five fill rows with neither of the others.
+    batch = pack_rows(two_draws(), row_length=8, row_buckets=(2, 4), pad_id=9)
+    assert batch.tokens.tolist() == [
+        [1, 2, 3, 7, 8, 1, 2, 4],
+        [1, 2, 5, 6, 7, 9, 9, 9],
+        [1, 2, 3, 9, 9, 9, 9, 9],
+        [9, 9, 9, 9, 9, 9, 9, 9],
+    ]
+    assert batch.segments.tolist() == [
+        [1, 1, 1, 1, 1, 3, 3, 3],
+        [4, 4, 4, 4, 4, 0, 0, 0],
+        [2, 2, 2, 2, 0, 0, 0, 0],
+        [0] * 8,
+    ]
+    assert batch.positions.tolist() == [
+        [0, 1, 2, 3, 4, 0, 1, 2],
+        [0, 1, 2, 3, 4, 0, 0, 0],
+        [0, 1, 2, 3, 0, 0, 0, 0],
+        [0] * 8,
+    ]
+    assert batch.behavior_token_logprobs.tolist() == [
+        [0, 0, 0, -1, -2, 0, 0, -1],
+        [0, 0, -1, -2, -3, 0, 0, 0],
+        [0, 0, 0, -1, 0, 0, 0, 0],
+        [0] * 8,
+    ]
+    padded = pack_batch(two_draws(), prompt_buckets=(4,), response_buckets=(4,), pad_id=0)
+    for name in ("prompt_lengths", "response_lengths", "rewards", "reference_logprob", "versions"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
+        assert getattr(batch, name).dtype == getattr(padded, name).dtype
+
+
+def test_packed_rows_hold_all_tokens_with_little_padding():
+    rng = np.random.default_rng(0)
+    prompts = [Prompt(i, "", rng.integers(1, 9, 20).astype(np.int32), {}) for i in range(16)]
+    draws = [
+        Draw(
+            prompt,
+            tuple(make_trajectory(rng.integers(1, 9, rng.integers(5, 100))) for _ in range(8)),
+            True,
+            tuple(range(8)),
+            0,
+        )
+        for prompt in prompts
+    ]
+    batch = pack_rows(draws, row_length=128, row_buckets=row_buckets(128, 4), pad_id=0)
+    tokens = (batch.prompt_lengths + batch.response_lengths).sum()
+    assert (batch.segments > 0).sum() == tokens
+    assert np.bincount(batch.segments.ravel())[1:].tolist() == (
+        (batch.prompt_lengths + batch.response_lengths).ravel().tolist()
+    )
+    # Up to an eighth by the number of rows, and what first-fit decreasing leaves.
+    assert tokens / batch.tokens.size > 0.8
+    # Lengths are uniform, so every other token of padded rows is padding.
+    padded = pack_batch(draws, prompt_buckets=(20,), response_buckets=(99,), pad_id=0)
+    assert tokens / padded.tokens.size < 0.65
+
+
+def test_row_buckets():
+    assert row_buckets(16, 2) == (2, 4, 6, 8, 10, 12, 14, 16)
+    assert row_buckets(5, 3) == (3, 6)
+    buckets = row_buckets(512, 1)
+    assert buckets[-1] == 512 and len(buckets) < 50
+    assert all(b <= max(a + 1, a * 9 / 8) for a, b in zip(buckets, buckets[1:], strict=False))
+
+
+def test_packing_refuses_what_does_not_fit():
+    with pytest.raises(ValueError, match="has 5 tokens and does not fit a row of 4"):
+        pack_rows(two_draws(), row_length=4, row_buckets=(4,), pad_id=0)

@@ -64,14 +64,15 @@ def test_gradient_is_finite_for_a_fully_padded_row(params, tokens):
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(grads))
 
 
-def test_remat_changes_neither_values_nor_gradients(params, tokens):
+@pytest.mark.parametrize("remat", ["layers", "dots"])
+def test_remat_changes_neither_values_nor_gradients(params, tokens, remat):
     def loss(p, remat):
         return (run(p, tokens, remat=remat) ** 2).sum()
 
     value_and_grad = jax.jit(jax.value_and_grad(loss), static_argnums=1)
     for plain, again in zip(
-        jax.tree.leaves(value_and_grad(params, False)),
-        jax.tree.leaves(value_and_grad(params, True)),
+        jax.tree.leaves(value_and_grad(params, "none")),
+        jax.tree.leaves(value_and_grad(params, remat)),
         strict=True,
     ):
         np.testing.assert_allclose(again, plain, rtol=2e-4, atol=1e-5)

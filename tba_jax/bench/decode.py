@@ -25,10 +25,8 @@ import datetime
 import json
 import math
 import os
-import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -37,12 +35,11 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.bench import decode_peers
+from tba_jax.bench import decode_peers, processes
 
 _PROG = "python -m tba_jax.bench.decode"
 _VARIANTS = {"hf": ("dynamic", "static"), "tunix": ("sampler",)}
 _SHAPES = ("39m", "1.5b", "tiny")
-_TIMEOUT_S = 3600
 _QUEUE_STEP = 64
 
 
@@ -125,7 +122,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     peers = [name for name in args.peers.split(",") if name]
     workload = _workload(args)
     queued = _numbers(args.queued)
-    _check_peers(peers, args.peer_python)
+    processes.check_peers(
+        peers, {name: decode_peers.PACKAGES[name] for name in _VARIANTS}, args.peer_python
+    )
     base = {"dtype": args.dtype, "chunk_steps": args.chunk_steps, "num_slots": args.num_slots}
     eos_prob: dict[str, float] = {}
     if args.model is None:
@@ -166,7 +165,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "dtype": args.dtype,
         "workload": {"name": args.workload, **dataclasses.asdict(workload), **eos_prob},
         "repeats": args.repeats,
-        "hardware": _hardware(ours[0]),
+        "hardware": processes.hardware(ours[0]),
     }
 
 
@@ -207,34 +206,6 @@ def _numbers(text: str) -> list[int]:
             "such as 64,256,1024"
         )
     return numbers
-
-
-def _check_peers(peers: Sequence[str], python: str) -> None:
-    for name in peers:
-        if name not in _VARIANTS:
-            raise ValueError(
-                f"unknown peer {name!r} in --peers; known are {', '.join(_VARIANTS)}. Give some of "
-                "them, separated by commas, or leave --peers out"
-            )
-    for name in peers:
-        packages = decode_peers.PACKAGES[name]
-        code = (
-            "import importlib.util as u, sys; "
-            f"print(*[n for n in {packages} if u.find_spec(n) is None])"
-        )
-        try:
-            done = subprocess.run(
-                [python, "-c", code], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
-            )
-        except (OSError, subprocess.CalledProcessError) as error:
-            raise ValueError(
-                f"--peer_python={python} does not run: {error}. Give a Python interpreter"
-            ) from error
-        if done.stdout.strip():
-            raise ValueError(
-                f"peer {name} needs {', '.join(done.stdout.split())}, absent from {python}. "
-                "Install the extra `bench` (pip install 'tba_jax[bench]'), or give --peer_python"
-            )
 
 
 def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
@@ -280,23 +251,7 @@ def _run(
     command: Sequence[str] = (sys.executable, "-m", "tba_jax.bench.decode_engine"),
 ) -> dict[str, Any]:
     """Do one job in a fresh process; what it reports."""
-    path, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
-    result.unlink(missing_ok=True)
-    path.write_text(json.dumps({**job, "side": side, "result": str(result)}))
-    with log.open("w") as out:
-        try:
-            done = subprocess.run(
-                [*command, str(path)], stdout=out, stderr=out, env=env, timeout=_TIMEOUT_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise ValueError(
-                f"{side} took more than {_TIMEOUT_S} s. Give a smaller load, or fewer --peers"
-            ) from error
-    if done.returncode or not result.exists():
-        lines = log.read_text().strip().splitlines() or ["(it said nothing)"]
-        sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
-        raise ValueError(f"{side} failed with exit code {done.returncode}: {lines[-1]}")
-    report = json.loads(result.read_text())
+    report = processes.run_side(side, job, folder, env, command=command)
     for variant, run in report.get("runs", {}).items():
         run["tokens_per_s"] = sum(run["lengths"]) / run["wall_s"]
         figure = f"{run['tokens_per_s']:.1f} tokens/s"
@@ -381,18 +336,6 @@ def _length_figures(
         z = (found["mean"] - mean) / (deviation / math.sqrt(len(lengths)))
         found |= {"expected_mean": mean, "z": z}
     return found
-
-
-def _hardware(report: Mapping[str, Any]) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": names[0] if names else platform.processor(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "platform": report["platform"],
-        "device": report["device"],
-    }
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:

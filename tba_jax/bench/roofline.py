@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast decoding could be: the bytes and operations it needs over the rates of this machine.
+"""How fast it could be: the bytes and operations of a load over the rates of this machine.
 
-A model of decode steps and the two measurements it rests on. It does not know the engine, peers or
-workloads. The invariant it owns: only work that no decoder can avoid is counted (each step reads
-the weights once; each response reads its own live keys and values and no padding), so a share of
-the roofline is never flattered by waste.
+Models of decode and train steps, and the two measurements they rest on. It does not know engines,
+peers or workloads. The invariant it owns: only work that nobody can avoid is counted (a decode
+step reads the weights once; each response reads its own live keys and values and no padding; a
+train step computes nothing twice), so a share of the roofline is never flattered by waste.
 """
 
 import dataclasses
@@ -76,6 +76,22 @@ def decode_work(
         num_bytes=num_steps * step_entries(config) * itemsize + seen * cached,
         num_flops=float(lengths.sum()) * 2 * matrix_entries(config) + seen * attention,
     )
+
+
+def train_flops(
+    config: TransformerConfig, *, num_rows: int, prompt_tokens: int, response_tokens: int
+) -> float:
+    """Floating-point operations of the forward and backward pass over rows without padding.
+
+    6 per matrix entry and token; the output matrix for response tokens only; attention over
+    visible pairs only. What is computed again in the backward pass does not count.
+    """
+    tokens = prompt_tokens + response_tokens
+    table = config.vocab_size * config.hidden_size
+    inner = matrix_entries(config) - table
+    pairs = tokens * (tokens + 1) / 2
+    attention = 12 * config.num_layers * config.num_heads * config.head_dim
+    return num_rows * (6 * (inner * tokens + table * response_tokens) + attention * pairs)
 
 
 def matrix_entries(config: TransformerConfig) -> int:

@@ -35,10 +35,13 @@ class Visible(NamedTuple):
     Attributes:
         mask: bool [b s], the valid positions; side by side in each row.
         first: int32 [b], where they begin; None: at 0 in every row, known without looking.
+        segments: int32 [b s] where rows hold several sequences, which do not see one another: the
+            number of each position's sequence, 0 at padding; None: one sequence a row.
     """
 
     mask: Array
     first: Array | None
+    segments: Array | None = None
 
 
 def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visible:
@@ -49,6 +52,15 @@ def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visibl
         is_right_padded: no row has padding in front, which saves cuDNN a shift.
     """
     return Visible(mask, None if is_right_padded else jnp.argmax(mask, axis=1))
+
+
+def packed(segments: Int[Array, "b s"]) -> Visible:
+    """Causal attention within the sequences of rows that hold several.
+
+    Args:
+        segments: number of each position's sequence, side by side in a row; 0 at padding.
+    """
+    return Visible(segments > 0, None, segments)
 
 
 def attend_causal(
@@ -66,25 +78,26 @@ def attend_causal(
 
     Args:
         q, k, v: q and k rotated.
-        visible: from `causal`.
-        implementation: who computes it.
+        visible: from `causal` or `packed`.
+        implementation: who computes it; cuDNN knows no packed rows, which "auto" then gives to xla.
         sharding: on a mesh, of keys and values as a cache [b g s e]; tpu_kernel alone needs it.
 
     Raises:
         ValueError: an implementation that does not exist or cannot do this.
     """
-    chosen = _choose(implementation, q)
+    chosen = _choose(implementation, q, is_packed=visible.segments is not None)
     if chosen == "cudnn":
         return _attend_cudnn(q, k, v, visible)
     if chosen == "tpu_kernel":
         # Here, not above: only a TPU needs Pallas, and its import takes a third of a second.
         from tba_jax.models import attention_kernels
 
-        return attention_kernels.attend_causal(q, k, v, visible.mask, sharding)
-    return attend(q, k, v, causal_bias(visible.mask))
+        segments = visible.mask if visible.segments is None else visible.segments
+        return attention_kernels.attend_causal(q, k, v, segments, sharding)
+    return attend(q, k, v, causal_bias(visible.mask, visible.segments))
 
 
-def _choose(implementation: str, q: Array) -> str:
+def _choose(implementation: str, q: Array, *, is_packed: bool) -> str:
     """The implementation with "auto" resolved.
 
     Raises:
@@ -100,8 +113,13 @@ def _choose(implementation: str, q: Array) -> str:
     is_cuda = "cuda" in jax.devices()[0].client.platform_version.lower()
     # 128: what every supported GPU can do; from Hopper on it could be 256.
     fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    if is_cuda and fits:
+    if is_cuda and fits and not is_packed:
         return "cudnn"
+    if implementation == "cudnn" and is_packed:
+        raise ValueError(
+            "attention implementation 'cudnn' got packed rows; it knows no sequences within a row. "
+            "Use 'auto', which falls back to 'xla'"
+        )
     if implementation == "cudnn":
         raise ValueError(
             f"attention implementation 'cudnn' got {q.dtype} queries of head_dim {q.shape[-1]} on "
@@ -119,7 +137,7 @@ def _attend_cudnn(
 ) -> Float[Array, "b s g r e"]:
     """cuDNN knows causal masks and row lengths; any other mask costs it a dense bias."""
     b, s, g, r, e = q.shape
-    mask, first = visible
+    mask, first = visible.mask, visible.first
     valid = mask[:, :, None, None]
 
     def shifted(x: Array, by: Array) -> Array:
@@ -146,10 +164,19 @@ def _attend_cudnn(
     return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
 
 
-def causal_bias(mask: Bool[Array, "b s"]) -> Float32[Array, "b s s"]:
-    """0 where a query may look, MASKED elsewhere: the valid positions up to its own."""
+def causal_bias(
+    mask: Bool[Array, "b s"], segments: Int[Array, "b s"] | None = None
+) -> Float32[Array, "b s s"]:
+    """0 where a query may look, MASKED elsewhere: the valid positions up to its own.
+
+    Args:
+        mask: the valid positions.
+        segments: in packed rows, the sequence of each position; others are not looked at.
+    """
     index = jnp.arange(mask.shape[1])
     visible = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
+    if segments is not None:
+        visible = visible & (segments[:, None, :] == segments[:, :, None])
     return jnp.where(visible, 0.0, MASKED)
 
 

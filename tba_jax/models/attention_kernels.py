@@ -43,14 +43,14 @@ def attend_causal(
     q: Float[Array, "b s g r e"],
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
-    mask: Bool[Array, "b s"],
+    segments: Bool[Array, "b s"] | Int[Array, "b s"],
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
-    """Causal attention of rows padded on either side, by splash attention.
+    """Causal attention of rows padded on either side, or packed, by splash attention.
 
     Args:
         q, k, v: queries and keys rotated.
-        mask: which positions are valid.
+        segments: which positions are valid, or the number of each one's sequence, 0 at padding.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
     rows, heads = _axes(sharding)
@@ -64,7 +64,7 @@ def attend_causal(
             PartitionSpec(rows, None),
         ),
         PartitionSpec(rows, None, heads, None, None),
-    )(q, k, v, mask)
+    )(q, k, v, segments)
 
 
 def attend_history(
@@ -125,16 +125,16 @@ def _splash(
     q: Float[Array, "b s g r e"],
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
-    mask: Bool[Array, "b s"],
+    segments: Bool[Array, "b s"] | Int[Array, "b s"],
 ) -> Float[Array, "b s g r e"]:
     b, s, g, r, e = q.shape
     padding = -s % _LANES
     q = (q * e**-0.5).reshape(b, s, g * r, e)
-    # Heads in front; valid tokens and padding are segments that do not see one another.
+    # Heads in front. Padding is a segment too: segments do not see one another.
     q, k, v = (
         jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (q, k, v)
     )
-    segments = jnp.pad(mask.astype(jnp.int32), ((0, 0), (0, padding)))
+    segments = jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, padding)))
     size = s + padding
     block = next(n for n in (512, 256, _LANES) if size % n == 0)
 

@@ -52,41 +52,50 @@ class ComputeSharding:
 
     def layer(self, params: Params, compute_dtype: Any) -> Params:
         """The parameters of one layer, gathered over fsdp."""
-        return _gather_all(params, self._layers, compute_dtype)
+        return _gather_all(params, self._layers, compute_dtype, False)
 
     def ends(self, params: Params, compute_dtype: Any) -> Params:
         """The tree with everything but the layers gathered over fsdp."""
-        return {**params, **_gather_all(params, self._ends, compute_dtype)}
+        return {**params, **_gather_all(params, self._ends, compute_dtype, True)}
 
     def rows(self, x: Array) -> Array:
         """Activations [b ...], rows where their prompts are, whatever the weights would ask for."""
         return jax.lax.with_sharding_constraint(x, self._rows)
 
 
-def _gather_all(params: Params, stored: Params, compute_dtype: Any) -> Params:
+def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool) -> Params:
     def gather(name: str, sharding: NamedSharding) -> Array:
         x = params[name]
         # Half the bytes travel when matrices are cast first; vectors are used in float32.
         is_vector = "norm" in name or "bias" in name
-        return _gather(x if is_vector else x.astype(compute_dtype), sharding)
+        return _gather(x if is_vector else x.astype(compute_dtype), sharding, is_end)
 
     return {name: gather(name, sharding) for name, sharding in stored.items()}
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(x: Array, stored: NamedSharding) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
     """x without its division over fsdp; the gradient is divided again."""
+    return jax.lax.with_sharding_constraint(x, _gathered(stored))
+
+
+def _gathered(stored: NamedSharding) -> NamedSharding:
     axis = AXIS_RULES["embed"].mesh_axis
     spec = PartitionSpec(*(None if name == axis else name for name in stored.spec))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(stored.mesh, spec))
+    return NamedSharding(stored.mesh, spec)
 
 
-def _gather_fwd(x: Array, stored: NamedSharding) -> tuple[Array, None]:
-    return _gather(x, stored), None
+def _gather_fwd(x: Array, stored: NamedSharding, is_end: bool) -> tuple[Array, None]:
+    return _gather(x, stored, is_end), None
 
 
-def _gather_bwd(stored: NamedSharding, _: None, cotangent: Array) -> tuple[Array]:
-    # Transposing the constraint would ask for a whole gradient on every device: an all-reduce.
+def _gather_bwd(stored: NamedSharding, is_end: bool, _: None, cotangent: Array) -> tuple[Array]:
+    # The gradient of a lookup is a scatter: asked for a part of each row of the table, the
+    # partitioner would gather the activations of all devices. Of a product it makes the parts
+    # itself, where asking for a whole gradient first (the constraint's transpose) would be an
+    # all-reduce in every layer.
+    if is_end:
+        cotangent = jax.lax.with_sharding_constraint(cotangent, _gathered(stored))
     return (jax.lax.with_sharding_constraint(cotangent, stored),)
 
 

@@ -100,6 +100,14 @@ class TransformerConfig:
         return int(self.head_dim * self.rotary_fraction)
 
 
+Remat = Literal["none", "layers", "dots"]
+"""What is computed again in the backward pass instead of being kept.
+
+none: nothing.
+dots: all but the outputs of projections (attention scores, norms and activations come again).
+layers: whole layers; only what enters them is kept.
+"""
+
 Rope = rope.Rope | None  # None: learned positions, already in the residual stream
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
@@ -310,28 +318,37 @@ def apply(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    remat: bool = False,
+    segments: Int[Array, "b s"] | None = None,
+    remat: Remat = "none",
     sharding: Any = None,
 ) -> Float[Array, "b s d"]:
     """Hidden states after the final norm; a position attends to the valid ones up to itself.
 
-    Rows may be padded on either side; what comes out at a padded position is finite and
-    meaningless.
+    Rows may be padded on either side, or hold several sequences side by side (`segments`); what
+    comes out at a padded position is finite and meaningless.
 
     Args:
         params: from `init_params` or `hf_weights.load`.
         tokens: token ids.
-        positions: position of each token (a left-padded row starts at 0 after its padding).
+        positions: position of each token in its sequence (a left-padded row starts at 0 after its
+            padding, each sequence of a packed row at 0).
         mask: which tokens are valid.
         config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
-        remat: recompute each layer in the backward pass instead of keeping its activations.
+        segments: of packed rows, the number of each position's sequence, 0 where `mask` is False;
+            sequences do not see one another.
+        remat: what the backward pass computes again.
         sharding: on a mesh, a `shardings.ComputeSharding`; it gathers the layers, and `params` come
             with their ends gathered.
+
+    Raises:
+        ValueError: `remat` is not the name of a policy.
     """
+    if remat not in _REMAT:
+        raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
     angles = rotary(positions, config)
-    visible = attention.causal(mask)
+    visible = attention.causal(mask) if segments is None else attention.packed(segments)
 
     def layer(x: Array, layer_params: Params) -> tuple[Array, None]:
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
@@ -346,7 +363,7 @@ def apply(
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     if sharding is not None:
         x = sharding.rows(x)
-    x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, params["layers"])
+    x, _ = jax.lax.scan(_REMAT[remat](layer), x, params["layers"])
     return final_norm(params, x, config=config)
 
 
@@ -478,6 +495,13 @@ def _rms_norm(
     return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
+_REMAT: dict[str, Callable[..., Any]] = {
+    "none": lambda layer: layer,
+    "layers": jax.checkpoint,
+    "dots": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+}
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

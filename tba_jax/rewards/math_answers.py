@@ -1,32 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Reward for competition mathematics: the last \boxed{...} of a response, compared by math-verify.
 
-The package math-verify (extra `math`) is imported at the first call, in the reward process. Its own
-time limits are switched off: they turn a slow comparison into a silent "wrong", whereas the reward
-pool's deadline counts it. It does not know tasks or the pool. Invariant: a response without a boxed
-answer is wrong, whatever else it says.
+Only reward processes import this module: it needs the package math-verify (extra `math`), and
+importing that must be over before the clock of the first item starts. Its own time limits are
+switched off: they turn a slow comparison into a silent "wrong", whereas the reward pool's deadline
+counts it. It does not know tasks or the pool. Invariant: a response without a boxed answer is
+wrong, whatever else it says.
 """
 
 import logging
+import re
 from typing import Any
 
-_BOXED = "\\boxed{"
+try:
+    import math_verify
+except ImportError:
+    raise ImportError(
+        "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
+    ) from None
+
+from tba_jax.rewards.boxed import last_boxed
+
+# It warns, in every process, that its time limits are off.
+logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""The contents of the last \boxed{...} whose braces are balanced; None without one.
+# 2516_8: math-verify drops the base of a number.
+_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 
-    last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    """
-    end = len(text)
-    while (start := text.rfind(_BOXED, 0, end)) >= 0:
-        depth = 0
-        for i in range(start + len(_BOXED) - 1, len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len(_BOXED) : i]
-        end = start
-    return None
+
+def _parse(text: str) -> list[Any]:
+    # A full stop behind a number would make it unreadable.
+    text = text.strip().removesuffix(".")
+    return math_verify.parse(f"$\\boxed{{{text}}}$", parsing_timeout=0)
+
+
+def _have_same_base(gold: str, given: str) -> bool:
+    """False where both are written with a base and the bases differ."""
+    bases = [_BASE.search(text.strip()) for text in (gold, given)]
+    found = [base.group(1) for base in bases if base]
+    return len(found) < 2 or found[0] == found[1]
 
 
 def math_reward(
@@ -41,31 +54,20 @@ def math_reward(
         columns: not looked at.
 
     Raises:
-        ImportError: math-verify is not installed.
         ValueError: a gold answer that math-verify cannot read.
     """
-    try:
-        import math_verify
-    except ImportError:
-        raise ImportError(
-            "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
-        ) from None
-
-    # It warns, in every process, that its time limits are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-
-    def parse(text: str) -> list[Any]:
-        return math_verify.parse(f"${_BOXED}{text}}}$", parsing_timeout=0)
-
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
         boxed = last_boxed(gold)
-        right = parse(gold if boxed is None else boxed)
+        gold_text = gold if boxed is None else boxed
+        right = _parse(gold_text)
         if not right:
             raise ValueError(f"gold answer {gold!r:.200} is nothing that math-verify can read")
         given = last_boxed(completion)
-        is_right = given is not None and math_verify.verify(
-            right, parse(given), timeout_seconds=0, raise_on_error=True
+        is_right = (
+            given is not None
+            and _have_same_base(gold_text, given)
+            and math_verify.verify(right, _parse(given), timeout_seconds=0, raise_on_error=True)
         )
         rewards.append(float(is_right))
     return rewards

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RewardPool: runs a text reward in processes that can be killed, and accounts for every item.
+"""RewardPool: runs text rewards in processes that can be killed, and accounts for every item.
 
 A reward function is user code: it may hang, raise, crash its process or return nonsense. The pool
 gives each item a deadline that really ends it, and returns for every item either a finite number or
-a named reason why there is none. It does not know tasks, tokenizers or arrays, and its processes
-import neither jax nor transformers. Invariant: a failure is never a reward of 0, and a failing
-item costs no other item its reward.
+a named reason why there is none. Several functions share the processes; their weighted sum is the
+reward, and an item that one of them fails on has none. It does not know tasks or tokenizers, and
+its processes import neither jax nor transformers. Invariant: a failure is never a reward of 0, and
+a failing item costs no other item its reward.
 
 How: items travel in chunks, for throughput. A chunk that fails in any way is sent again item by
 item, which finds the culprit. Pebble stops a process at its deadline (SIGTERM, SIGKILL 3 s later)
@@ -13,18 +14,13 @@ and replaces it; when a process dies without a task pebble gives its whole pool 
 class starts another one and sends again what was under way.
 """
 
-import dataclasses
-import functools
-import importlib
 import math
 import multiprocessing
-import numbers
 import os
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -32,6 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
+from tba_jax.rewards.functions import (
+    Outcome,
+    load_error,
+    part_names,
+    preload,
+    score_chunk,
+    split_functions,
+    weighted_sum,
+)
 from tba_jax.rewards.source import ScoreResult
 
 REASONS = ("reward_timeout", "reward_error", "reward_crash", "reward_nan", "reward_none")
@@ -53,46 +58,11 @@ class RewardFailure(RuntimeError):
     """More items of a round failed than `max_failure_rate` allows."""
 
 
-class _Outcome(NamedTuple):
-    """What a process sends back; `malformed` says how the function broke its contract."""
-
-    rewards: list[float | None]
-    traceback: str
-    malformed: str
-    seconds: float
-
-
 # --- in the reward process ---------------------------------------------------------------------
 
 
-def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, str]:
-    """The call's value, or the traceback of what it raised as text.
-
-    Text, because an exception of a user's class may not survive the way back to the parent.
-    """
-    try:
-        return call(*args), ""
-    except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
-        # Without the frames of this module and of the import system: the user's are the news.
-        report = traceback.TracebackException.from_exception(error)
-        users = [
-            f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename
-        ]
-        report.stack = traceback.StackSummary.from_list(users)
-        return None, "".join(report.format() if users else report.format_exception_only())
-
-
-@functools.cache
-def _load(function: str) -> Callable[..., Any]:
-    module_name, _, name = function.partition(":")
-    target = functools.reduce(getattr, name.split("."), importlib.import_module(module_name))
-    if not callable(target):
-        raise TypeError(f"{function} is a {type(target).__name__}, not a function")
-    return target
-
-
-def _start_process(function: str, folder: str, parent: int) -> None:
-    """Make a new process ready: its import is over before the clock of its first task starts."""
+def _start_process(functions: Sequence[str], folder: str, parent: int) -> None:
+    """Make a new process ready: its imports are over before the clock of its first task starts."""
 
     def exit_with_parent() -> None:
         # A parent that was killed cannot stop a process that hangs in user code.
@@ -103,104 +73,124 @@ def _start_process(function: str, folder: str, parent: int) -> None:
     threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
     if folder not in sys.path:
         sys.path.append(folder)  # last: a user's file must not hide a module of the library
-    _attempt(_load, function)  # a failure is reported by the first task, which tries again
-
-
-def _load_error(function: str) -> str:
-    """Empty when the function can be used."""
-    return _attempt(_load, function)[1]
-
-
-def _score_chunk(
-    function: str, prompts: list[str], completions: list[str], columns: dict[str, list[Any]]
-) -> _Outcome:
-    start = time.perf_counter()
-
-    def outcome(
-        rewards: Sequence[float | None] = (), error: str = "", malformed: str = ""
-    ) -> _Outcome:
-        return _Outcome(list(rewards), error, malformed, time.perf_counter() - start)
-
-    def call() -> list[Any]:
-        return list(_load(function)(prompts=prompts, completions=completions, **columns))
-
-    values, error = _attempt(call)
-    if error:
-        return outcome(error=error)
-    if len(values) != len(completions):
-        return outcome(malformed=f"{len(values)} rewards for {len(completions)} completions")
-    for value in values:
-        if value is not None and not isinstance(value, numbers.Real):
-            return outcome(malformed=f"{value!r:.80}, a {type(value).__name__}, as a reward")
-    return outcome([None if value is None else float(value) for value in values])
+    preload(functions)
 
 
 # --- in the parent -----------------------------------------------------------------------------
 
 
 class _Task(NamedTuple):
-    """Items under way together, in which pool, since when."""
+    """Items under way together for one function, in which pool, since when."""
 
+    function: int
     items: range
     resends: int
     pool: ProcessPool
     sent_s: float
 
 
-@dataclasses.dataclass
 class _Call:
-    """The items of one `score` call and what is known about them so far."""
+    """The items of one `score` call and what is known about them so far, function by function."""
 
-    prompts: Sequence[str]
-    completions: Sequence[str]
-    columns: Mapping[str, Sequence[Any]]
-
-    def __post_init__(self) -> None:
-        n = len(self.completions)
-        for name, column in {"prompts": self.prompts, **self.columns}.items():
+    def __init__(
+        self,
+        functions: Sequence[str],
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        completion_ids: Sequence[np.ndarray],
+    ) -> None:
+        n = len(completions)
+        keywords = {name: column for name, column in columns.items() if name != "prompt"}
+        if len(completion_ids):
+            keywords["completion_ids"] = completion_ids
+        for name, column in {"prompts": prompts, **columns, **keywords}.items():
             if len(column) != n:
                 raise ValueError(f"{name} holds {len(column)} values for {n} completions")
-        self.rewards: list[float | None] = [None] * n
-        self.reasons: list[str | None] = [None] * n
+        self._prompts, self._completions = prompts, completions
+        self._keywords = keywords
+        self._chats: Sequence[Any] | None = columns.get("prompt")
+        self.values: list[list[float | None]] = [[None] * n for _ in functions]
+        self.reasons: list[list[str | None]] = [[None] * n for _ in functions]
         self.first_traceback = ""
 
-    def arguments(self, items: range) -> tuple[list[str], list[str], dict[str, list[Any]]]:
-        return (
-            [self.prompts[i] for i in items],
-            [self.completions[i] for i in items],
-            {name: [column[i] for i in items] for name, column in self.columns.items()},
-        )
+    def arguments(self, items: range) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+        """What the function gets for these items: texts, or chat messages where the data has them.
 
-    def accept(self, items: range, rewards: Sequence[float | None]) -> None:
+        As in TRL: a last message of the assistant's is the beginning of the completion.
+        """
+        keywords = {name: [column[i] for i in items] for name, column in self._keywords.items()}
+        if "completion_ids" in keywords:
+            keywords["completion_ids"] = [ids.tolist() for ids in keywords["completion_ids"]]
+        if self._chats is None:
+            prompts = [self._prompts[i] for i in items]
+            return prompts, [self._completions[i] for i in items], keywords
+        prompts, completions = [], []
+        for i in items:
+            messages, begun = self._chats[i], ""
+            if messages[-1]["role"] == "assistant":
+                *messages, last = messages
+                begun = last["content"]
+            prompts.append(messages)
+            completions.append([{"role": "assistant", "content": begun + self._completions[i]}])
+        return prompts, completions, keywords
+
+    def accept(self, function: int, items: range, rewards: Sequence[float | None]) -> None:
         for item, reward in zip(items, rewards, strict=True):
             if reward is None:
-                self.fail(item, "reward_none", "the function returned None")
+                self.fail(function, item, "reward_none", "the function returned None")
             elif not math.isfinite(reward):
-                self.fail(item, "reward_nan", f"the function returned {reward}")
+                self.fail(function, item, "reward_nan", f"the function returned {reward}")
             else:
-                self.rewards[item] = reward
+                self.values[function][item] = reward
 
-    def fail(self, item: int, reason: str, text: str) -> None:
-        self.reasons[item] = reason
+    def fail(self, function: int, item: int, reason: str, text: str) -> None:
+        self.reasons[function][item] = reason
         self.first_traceback = self.first_traceback or (
-            f"{text}\nprompt: {self.prompts[item]!r:.500}\n"
-            f"completion: {self.completions[item]!r:.500}"
+            f"{text}\nprompt: {self._prompts[item]!r:.500}\n"
+            f"completion: {self._completions[item]!r:.500}"
         )
 
-    def counts(self) -> dict[str, int]:
-        return {reason: self.reasons.count(reason) for reason in REASONS if reason in self.reasons}
+    def failures(self) -> list[str | None]:
+        """The reason for each item that has no reward. None of one function is none, of all is."""
+        if len(self.reasons) == 1:
+            return self.reasons[0]
+        failures: list[str | None] = []
+        for reasons in zip(*self.reasons, strict=True):
+            hard = [r for r in reasons if r not in (None, "reward_none")]
+            failures.append(hard[0] if hard else None if None in reasons else "reward_none")
+        return failures
+
+    def result(self, names: Sequence[str], weights: Sequence[float]) -> ScoreResult:
+        reasons = self.failures()
+        rewards = [
+            weighted_sum(values, weights) if reason is None else None
+            for reason, values in zip(reasons, zip(*self.values, strict=True), strict=True)
+        ]
+        parts: dict[str, list[float]] = {}
+        if len(names) > 1:
+            for name, values in zip(names, self.values, strict=True):
+                parts[name] = [math.nan if v is None else v for v in values]
+        # A function that does not apply to some items is no failure worth a traceback.
+        traceback = self.first_traceback if any(reasons) else ""
+        return ScoreResult(rewards, reasons, traceback, parts)
 
 
 class RewardPool:
-    """Processes that score responses with one reward function; safe to share between threads.
+    """Processes that score responses with reward functions; safe to share between threads.
 
-    Starting takes no time here: the processes import the function in the background, and `check`
+    Starting takes no time here: the processes import the functions in the background, and `check`
     or the first `score` waits for them.
 
     Args:
-        function: "package.module:function" with TRL's signature, `f(prompts, completions,
-            **columns) -> list[float | None]`. The module may lie in the working directory.
-        num_workers: processes.
+        function: "package.module:function" or "path/to/file.py:function" with TRL's signature,
+            `f(prompts, completions, **columns) -> list[float | None]`; or several with commas
+            between them, whose weighted sum is the reward. A module may lie in the working
+            directory.
+        num_workers: processes; each can run every function.
+        weights: one per function; empty: 1 for each.
+        columns: names of the data's columns, for `check` to compare with what functions need;
+            None: not known.
         timeout_s: seconds an item may take. The deadline is looked at every 0.1 s, and a process
             stuck in C code needs another 3 s to be killed. A process that ends itself with status
             0 in the middle of an item looks like one that hangs.
@@ -208,31 +198,41 @@ class RewardPool:
     """
 
     def __init__(
-        self, function: str, *, num_workers: int, timeout_s: float, max_failure_rate: float
+        self,
+        function: str,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        max_failure_rate: float,
+        weights: Sequence[float] = (),
+        columns: Collection[str] | None = None,
     ) -> None:
-        module_name, _, name = function.partition(":")
-        if not module_name or not name:
-            raise ValueError(
-                f"reward function {function!r}: want package.module:function, "
-                "for example tba_jax.rewards.numeric:gsm8k_reward"
-            )
         self.function = function
+        self._functions = split_functions(function)
+        self._names = part_names(self._functions)
+        self._weights = tuple(weights) or (1.0,) * len(self._functions)
+        if len(self._weights) != len(self._functions):
+            raise ValueError(
+                f"{len(self._weights)} weights {self._weights} for {len(self._functions)} reward "
+                f"functions {function}; want one each"
+            )
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._max_failure_rate = max_failure_rate
         self._lock = threading.Lock()
         self._closed = False
         self._ready = False
-        self._item_s: float | None = None  # measured seconds per item
+        # Measured seconds per item of each function.
+        self._item_s: list[float | None] = [None] * len(self._functions)
         self._progress_s = 0.0  # when a task of any thread last ended
         self._pool = self._new_pool()
-        self._warm_up = self._pool.schedule(_load_error, args=(function,))
+        self._warm_up = self._pool.schedule(load_error, args=(self._functions, columns))
 
     def _new_pool(self) -> ProcessPool:
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=_start_process,
-            initargs=(self.function, os.getcwd(), os.getpid()),
+            initargs=(self._functions, os.getcwd(), os.getpid()),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -240,7 +240,7 @@ class RewardPool:
         """Wait until the processes can run the function.
 
         Raises:
-            ValueError: the function cannot be imported; with the traceback.
+            ValueError: a function cannot be imported, or needs a column that the data lacks.
             TimeoutError: its import takes longer than `timeout_s`.
             RuntimeError: the process died while it was starting, or the pool was closed.
         """
@@ -260,13 +260,8 @@ class RewardPool:
                 f"the process for reward function {self.function} died while it was starting; see "
                 'standard error (a script that starts one needs `if __name__ == "__main__":`)'
             ) from None
-        if error:
-            *where, reason = error.rstrip().splitlines()
-            raise ValueError(
-                f"reward function {self.function!r} cannot be loaded: {reason}. Want "
-                f"package.module:function importable from {os.getcwd()} or the environment"
-                + (f"\n{error.rstrip()}" if where else "")
-            )
+        if error is not None:
+            raise ValueError("\n".join(filter(None, error)))
         self._ready = True
 
     def score(
@@ -283,8 +278,11 @@ class RewardPool:
         Args:
             prompts: prompt texts.
             completions: response texts, one per prompt.
-            columns: the function's keyword arguments, each with one value per prompt.
-            completion_ids, has_eos: as for every RewardSource; a text reward does not see them.
+            columns: keyword arguments for the functions that take them, each with one value per
+                prompt. A column `prompt` is none of them: it holds the chat messages of each
+                prompt, and the functions then get `prompts` and `completions` as message lists.
+            completion_ids: the tokens of the responses, for functions that take them as lists.
+            has_eos: as for every RewardSource; a text reward does not see it.
 
         Raises:
             RewardFailure: more than `max_failure_rate` of the items failed; with the first
@@ -293,40 +291,45 @@ class RewardPool:
                 is not a list of numbers or None, one per completion.
             RuntimeError: the pool was closed meanwhile.
         """
-        call = _Call(prompts, completions, columns)
+        call = _Call(self._functions, prompts, completions, columns, completion_ids)
         self.check()
         n = len(completions)
-        size = self._chunk_items(n)
-        pending: dict[futures.Future[_Outcome], _Task] = {}
+        pending: dict[futures.Future[Outcome], _Task] = {}
         try:
-            for start in range(0, n, size):
-                self._send(call, range(start, min(n, start + size)), pending)
+            for function in range(len(self._functions)):
+                size = self._chunk_items(function, n)
+                for start in range(0, n, size):
+                    self._send(call, function, range(start, min(n, start + size)), pending)
             while pending:
                 self._collect(call, pending)
-                num_failed = n - call.reasons.count(None)
+                failures = call.failures()
+                num_failed = n - failures.count(None)
                 if num_failed > self._max_failure_rate * n:
+                    counts = {r: failures.count(r) for r in REASONS if r in failures}
                     raise RewardFailure(
                         f"reward function {self.function} failed on {num_failed} of {n} items "
-                        f"{call.counts()}, above reward.max_failure_rate = "
+                        f"{counts}, above reward.max_failure_rate = "
                         f"{self._max_failure_rate}. First failure:\n{call.first_traceback}"
                     )
         finally:
             for future in pending:
                 future.cancel()
-        return ScoreResult(call.rewards, call.reasons, call.first_traceback)
+        return call.result(self._names, self._weights)
 
-    def _chunk_items(self, n: int) -> int:
+    def _chunk_items(self, function: int, n: int) -> int:
         share = -(-n // (self._num_workers * CHUNKS_PER_WORKER))
-        if self._item_s is None:
+        item_s = self._item_s[function]
+        if item_s is None:
             return max(1, min(share, FIRST_CHUNK_ITEMS))
-        fits = int(CHUNK_DEADLINE_SHARE * self._timeout_s / max(self._item_s, 1e-9))
+        fits = int(CHUNK_DEADLINE_SHARE * self._timeout_s / max(item_s, 1e-9))
         return max(1, min(share, fits))
 
     def _send(
         self,
         call: _Call,
+        function: int,
         items: range,
-        pending: "dict[futures.Future[_Outcome], _Task]",
+        pending: "dict[futures.Future[Outcome], _Task]",
         resends: int = 0,
     ) -> None:
         with self._lock:
@@ -336,13 +339,13 @@ class RewardPool:
                 self._dispose(self._pool)
                 self._pool = self._new_pool()
             future = self._pool.schedule(
-                _score_chunk,
-                args=(self.function, *call.arguments(items)),
+                score_chunk,
+                args=(self._functions[function], *call.arguments(items)),
                 timeout=self._timeout_s,
             )
-            pending[future] = _Task(items, resends, self._pool, time.monotonic())
+            pending[future] = _Task(function, items, resends, self._pool, time.monotonic())
 
-    def _collect(self, call: _Call, pending: "dict[futures.Future[_Outcome], _Task]") -> None:
+    def _collect(self, call: _Call, pending: "dict[futures.Future[Outcome], _Task]") -> None:
         """Wait a moment for tasks to end; note what they brought or send their items again."""
         ended, _ = futures.wait(pending, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
         if ended:
@@ -351,43 +354,44 @@ class RewardPool:
             ended = {future for future, task in pending.items() if self._is_lost(task)}
         for future in ended:
             task = pending.pop(future)
-            outcome, reason, text = self._outcome(future)
+            outcome, reason, text = self._outcome(future, task.function)
             if outcome is not None:
-                call.accept(task.items, outcome.rewards)
+                call.accept(task.function, task.items, outcome.rewards)
             elif reason == "resend" and task.resends < MAX_RESENDS:
-                self._send(call, task.items, pending, task.resends + 1)
+                self._send(call, task.function, task.items, pending, task.resends + 1)
             elif len(task.items) > 1:
                 for item in task.items:
-                    self._send(call, range(item, item + 1), pending)
+                    self._send(call, task.function, range(item, item + 1), pending)
             else:
-                call.fail(task.items[0], "reward_crash" if reason == "resend" else reason, text)
+                reason = "reward_crash" if reason == "resend" else reason
+                call.fail(task.function, task.items[0], reason, text)
 
-    def _outcome(self, future: "futures.Future[_Outcome]") -> tuple[_Outcome | None, str, str]:
+    def _outcome(
+        self, future: "futures.Future[Outcome]", function: int
+    ) -> tuple[Outcome | None, str, str]:
         """(outcome, reason, text) of a task; the reason "resend" blames the pool, not the items.
 
         Raises:
-            ValueError: the function broke its contract.
+            ValueError: the function can never succeed, or broke its contract.
         """
+        name = self._functions[function]
         if not future.done():
-            return None, "resend", f"the processes for {self.function} keep dying"
+            return None, "resend", f"the processes for {name} keep dying"
         error = future.exception(timeout=0)
         if isinstance(error, BrokenProcessPool):
-            return None, "resend", f"the processes for {self.function} keep dying"
+            return None, "resend", f"the processes for {name} keep dying"
         if isinstance(error, futures.TimeoutError):
-            text = f"{self.function} took longer than {self._timeout_s} s and was stopped"
+            text = f"{name} took longer than {self._timeout_s} s and was stopped"
             return None, "reward_timeout", text
         if isinstance(error, ProcessExpired):
-            return None, "reward_crash", f"the process for {self.function} died: {error}"
+            return None, "reward_crash", f"the process for {name} died: {error}"
         outcome = future.result(timeout=0)  # raises anything else: unpicklable arguments, ...
-        if outcome.malformed:
-            raise ValueError(
-                f"reward function {self.function} returned {outcome.malformed}; want a list with "
-                "one float or None per completion"
-            )
+        if outcome.unusable:
+            raise ValueError(f"reward function {name} {outcome.unusable}")
         if outcome.traceback:
             return None, "reward_error", outcome.traceback
-        item_s = outcome.seconds / len(outcome.rewards)
-        self._item_s = item_s if self._item_s is None else 0.5 * self._item_s + 0.5 * item_s
+        item_s, before = outcome.seconds / len(outcome.rewards), self._item_s[function]
+        self._item_s[function] = item_s if before is None else 0.5 * before + 0.5 * item_s
         return outcome, "", ""
 
     def _is_lost(self, task: _Task) -> bool:

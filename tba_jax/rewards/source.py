@@ -5,10 +5,14 @@
 This module knows neither. Invariant: a response without a reward has a named reason instead.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+# Metrics of single rewards among several: reward_part_NAME.
+PART_PREFIX = "reward_part_"
 
 
 class ScoreResult(NamedTuple):
@@ -18,14 +22,23 @@ class ScoreResult(NamedTuple):
         rewards: a finite number, or None where there is a reason.
         reasons: a named reason, or None where there is a reward.
         first_traceback: of the first failure; empty without one.
-        parts: named summands of the rewards, each with one value per item; nan where the item
-            has no reward. Empty where there is only one.
+        parts: what each of several rewards gave, by name, before weights, with one value per
+            item; nan where it gave none. Empty where there is only one.
     """
 
     rewards: list[float | None]
     reasons: list[str | None]
     first_traceback: str
     parts: Mapping[str, Sequence[float]] = {}
+
+
+def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Mean of each named part over the items it applies to, as metrics reward_part_NAME."""
+    means = {}
+    for name, values in parts.items():
+        known = [v for v in values if not math.isnan(v)]
+        means[f"{PART_PREFIX}{name}"] = float(np.mean(known)) if known else math.nan
+    return means
 
 
 class RewardSource(Protocol):

@@ -10,16 +10,24 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.tasks.custom import Custom, PromptContent
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
+from tba_jax.tasks.reasoning_gym import ReasoningGym
+
+REASONING_GYM_PREFIX = "reasoning_gym:"
 
 
 class Task(Protocol):
     """What a task offers. Problems are numbered from 0 in each split.
 
+    A prompt is a text, or a list of chat messages that become one by the model's chat template; the
+    messages are then the column `prompt` too, for the reward.
+
     Attributes:
         name: its name in the registry.
-        reward: "package.module:function", the reward used unless the config names another.
+        reward: "package.module:function", the reward used unless the config names another; empty
+            where the config must.
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -41,12 +49,12 @@ class Task(Protocol):
         """Number of held-out problems."""
         ...
 
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a training problem, and the columns its reward needs."""
+    def train_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
+        """Prompt of a training problem, and the columns its reward needs."""
         ...
 
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a held-out problem, and the columns its reward needs.
+    def eval_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
+        """Prompt of a held-out problem, and the columns its reward needs.
 
         A column `answer`, where there is one, is shown beside the responses in the report.
         """
@@ -57,7 +65,8 @@ class Task(Protocol):
         ...
 
 
-def _arithmetic(data_path: str) -> Task:
+def _arithmetic(data_path: str, num_held_out: int) -> Task:
+    del num_held_out  # it has a split of its own
     if data_path:
         raise ValueError(
             f"task.data_path = {data_path!r}, but task arithmetic makes its own problems; "
@@ -66,23 +75,30 @@ def _arithmetic(data_path: str) -> Task:
     return Arithmetic()
 
 
-_TASKS: dict[str, Callable[[str], Task]] = {
+_TASKS: dict[str, Callable[[str, int], Task]] = {
     "arithmetic": _arithmetic,
-    "gsm8k": GSM8K,
-    "math": HendrycksMath,
+    "custom": Custom,
+    "gsm8k": lambda data_path, _: GSM8K(data_path),
+    "math": lambda data_path, _: HendrycksMath(data_path),
 }
 
 
-def get_task(name: str, data_path: str) -> Task:
+def get_task(name: str, data_path: str, num_held_out: int = 0) -> Task:
     """The task of this name.
 
     Args:
-        name: one of the registry's.
-        data_path: folder with train.jsonl and test.jsonl; empty: the task's own source.
+        name: one of the registry's, or reasoning_gym:DATASET.
+        data_path: where its rows are (see `rows`); empty: the task's own source.
+        num_held_out: rows to hold out where the data has no test split; 0: such data is refused.
 
     Raises:
         ValueError: unknown name, or data that cannot be used.
     """
+    if name.startswith(REASONING_GYM_PREFIX):
+        return ReasoningGym(name.removeprefix(REASONING_GYM_PREFIX), data_path)
     if name not in _TASKS:
-        raise ValueError(f"task.name = {name!r}; want one of {', '.join(_TASKS)}")
-    return _TASKS[name](data_path)
+        raise ValueError(
+            f"task.name = {name!r}; want one of {', '.join(_TASKS)}, or "
+            f"{REASONING_GYM_PREFIX}DATASET"
+        )
+    return _TASKS[name](data_path, num_held_out)

@@ -28,7 +28,7 @@ class GSM8K(RowTask):
     response_kinds = ("marked", "unmarked", "no_number")
 
     columns = ("question", "answer")
-    hub = ("openai/gsm8k", "main")
+    hub = {"train": "hf://openai/gsm8k:main", "test": "hf://openai/gsm8k:main"}
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:

@@ -2,12 +2,13 @@
 """The `math` task: the competition problems of Hendrycks et al. (MATH), boxed answers.
 
 It does not know how grading works (`rewards.math_answers` does). Invariant: a problem's index is
-its row in the file.
+its row in the file; of the hub's rows those of MATH-500 are never trained on.
 """
 
+import functools
 from typing import Any
 
-from tba_jax.rewards.math_answers import last_boxed
+from tba_jax.rewards.boxed import last_boxed
 from tba_jax.tasks.rows import Row, RowTask
 
 PROMPT = (
@@ -30,7 +31,17 @@ class HendrycksMath(RowTask):
     response_kinds = ("boxed", "unboxed")
 
     columns = ("problem", "solution")
-    hub = ("nlile/hendrycks-MATH-benchmark", None)
+    # The 12,000 problems outside MATH-500, and MATH-500 itself.
+    hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "test": "hf://HuggingFaceH4/MATH-500"}
+
+    @functools.cached_property
+    def _train(self) -> list[Row]:
+        rows = super()._train
+        if self._data_path:
+            return rows
+        # Two data sets of two publishers: that they share no problem is not taken on trust.
+        held_out = {row["problem"] for row in self._eval}
+        return [row for row in rows if row["problem"] not in held_out]
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:

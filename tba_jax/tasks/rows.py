@@ -1,66 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of question-and-answer data sets, from a local JSONL folder or the Hugging Face hub.
+"""Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
-It does not know what the columns mean. Invariant: every row it returns has the wanted columns as
-text; anything else is an error that names the row.
+A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". This module does not know what the
+columns mean. Invariant: every row comes with the place it is from (file and line), so that whoever
+refuses it can name that.
 """
 
 import functools
+import glob
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 Split = Literal["train", "test"]
 Row = dict[str, str]
 
+HUB_PREFIX = "hf://"
+FILE_SUFFIXES = (".jsonl", ".parquet")
 
-def load_rows(
-    data_path: str, split: Split, columns: Sequence[str], *, hub: tuple[str, str | None]
-) -> list[Row]:
+
+def has_split(source: str, split: Split) -> bool:
+    """Whether the source has this split of its own; one file has none.
+
+    Raises:
+        ValueError: a data set of the hub that cannot be looked at.
+    """
+    if source.startswith(HUB_PREFIX):
+        name, configuration = _hub_name(source)
+        datasets = _datasets(source)
+        names = _asked(source, lambda: datasets.get_dataset_split_names(name, configuration))
+        return split in names
+    return os.path.isdir(source) and bool(_files(source, split))
+
+
+def read_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of every row of a split, in order; all rows where the source is one file.
+
+    Raises:
+        ValueError: no such data, or something in it that is no row: file, line, what was found.
+    """
+    if source.startswith(HUB_PREFIX):
+        yield from _hub_rows(source, split)
+        return
+    files = _files(source, split) if os.path.isdir(source) else [source]
+    if not files:
+        raise ValueError(
+            f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory); "
+            "task.data_path wants a folder with train.jsonl and test.jsonl, or .parquet files of "
+            "these names"
+        )
+    found = False
+    for path in files:
+        for item in _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path):
+            found = True
+            yield item
+    if not found:
+        raise ValueError(f"{files[0]} holds no rows; want one JSON object per line")
+
+
+def load_rows(source: str, split: Split, columns: Sequence[str]) -> list[Row]:
     """The rows of a split, with the wanted columns.
 
     Args:
-        data_path: folder with train.jsonl and test.jsonl; empty: the hub.
+        source: where they are.
         split: which of the two.
         columns: names that every row must have, as text.
-        hub: (data set, configuration) on the hub.
 
     Raises:
-        ValueError: no such file, or a row that is not usable: file, line and what was found.
+        ValueError: no such data, or a row that is not usable: file, line and what was found.
     """
-    if not data_path:
-        return _hub_rows(split, columns, hub)
-    path = os.path.join(data_path, f"{split}.jsonl")
-    try:
-        file = open(path, encoding="utf-8")
-    except OSError as error:
+    return [_checked(row, columns, where) for where, row in read_rows(source, split)]
+
+
+def _files(folder: str, split: Split) -> list[str]:
+    """The files of a split; [] without any.
+
+    Raises:
+        ValueError: two kinds of files for it.
+    """
+    stem = os.path.join(glob.escape(folder), split)
+    kinds = [sorted(glob.glob(stem + end)) for end in (*FILE_SUFFIXES, "-*.parquet")]
+    kinds = [files for files in kinds if files]
+    if len(kinds) > 1:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}); task.data_path wants a folder with "
-            "train.jsonl and test.jsonl"
-        ) from None
-    with file:
-        rows = [
-            _parse(line, columns, f"{path}, line {number}")
-            for number, line in enumerate(file, start=1)
-            if line.strip()
-        ]
-    if not rows:
-        raise ValueError(f"{path} holds no rows; want one JSON object per line")
-    return rows
+            f"{folder} has both {kinds[0][0]} and {kinds[1][0]}; leave one, so that it is clear "
+            f"which rows are the {split} split"
+        )
+    return kinds[0] if kinds else []
 
 
-def _parse(line: str, columns: Sequence[str], where: str) -> Row:
+def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}); got {line.strip()[:80]!r}") from None
-    return _checked(row, columns, where)
+        file = open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
+            except json.JSONDecodeError as error:
+                got = text.strip()[:80]
+                raise ValueError(f"{where}: not JSON ({error}); got {got!r}") from None
+            if not isinstance(row, dict):
+                raise ValueError(f"{where}: want an object with named columns; got {row!r:.80}")
+            yield where, row
 
 
-def _checked(row: object, columns: Sequence[str], where: str) -> Row:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: want an object with {', '.join(columns)}; got {row!r:.80}")
+def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ValueError(
+            f"reading {path} needs the package `pyarrow`: pip install 'tba_jax[hub]', or give "
+            "JSON lines"
+        ) from None
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{path} cannot be read as Parquet ({reason})") from None
+    for index, row in enumerate(table.to_pylist()):
+        yield f"{path}, row {index}", row
+
+
+def _hub_name(source: str) -> tuple[str, str | None]:
+    name, _, configuration = source.removeprefix(HUB_PREFIX).partition(":")
+    return name, configuration or None
+
+
+def _datasets(source: str) -> Any:
+    try:
+        import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
+    except ImportError:
+        raise ValueError(
+            f"reading {source.removeprefix(HUB_PREFIX)} from the Hugging Face hub needs the "
+            "package `datasets`: pip install 'tba_jax[hub]', or set task.data_path to a folder "
+            "with train.jsonl and test.jsonl"
+        ) from None
+    return datasets
+
+
+def _asked(source: str, question: Any) -> Any:
+    """The hub's answer; what it refuses becomes one line."""
+    try:
+        return question()
+    except (OSError, ValueError) as error:  # no connection, no such data set or configuration
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{source} cannot be read from the Hugging Face hub ({reason}); check name and "
+            "configuration (hf://NAME:CONFIGURATION), or set task.data_path to local files"
+        ) from None
+
+
+def _hub_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]:
+    name, configuration = _hub_name(source)
+    datasets = _datasets(source)
+    table = _asked(source, lambda: datasets.load_dataset(name, configuration, split=split))
+    for index, row in enumerate(table):
+        yield f"{name}, {split} row {index}", dict(row)
+
+
+def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:
     for column in columns:
         if not isinstance(row.get(column), str):
             got = f"{column} = {row[column]!r:.80}" if column in row else f"keys {sorted(row)}"
@@ -68,37 +177,28 @@ def _checked(row: object, columns: Sequence[str], where: str) -> Row:
     return {column: row[column] for column in columns}
 
 
-def _hub_rows(split: Split, columns: Sequence[str], hub: tuple[str, str | None]) -> list[Row]:
-    name, configuration = hub
-    try:
-        import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
-    except ImportError:
-        raise ValueError(
-            f"task.data_path is empty, and reading {name} from the Hugging Face hub needs the "
-            "package `datasets`: pip install 'tba_jax[hub]', or set task.data_path to a folder "
-            "with train.jsonl and test.jsonl"
-        ) from None
-    table = datasets.load_dataset(name, configuration, split=split)
-    return [
-        _checked(dict(row), columns, f"{name}, {split} row {index}")
-        for index, row in enumerate(table)
-    ]
-
-
 class RowTask:
     """A task whose problems are the rows of a published train and test file.
 
-    A subclass says `columns`, `hub` (data set and configuration) and `problem`. Files are read when
-    a split is first used. Invariant: a problem's index is its row in the file.
+    A subclass says `columns`, `hub` (a source for each split) and `problem`. Files are read when a
+    split is first used. Invariant: a problem's index is its row in the file.
 
     Args:
-        data_path: folder with train.jsonl and test.jsonl; empty: the hub.
+        data_path: a source with both splits; empty: the hub.
+
+    Raises:
+        ValueError: the source is one file.
     """
 
     columns: tuple[str, ...]
-    hub: tuple[str, str | None]
+    hub: Mapping[Split, str]
 
     def __init__(self, data_path: str) -> None:
+        if os.path.isfile(data_path):
+            raise ValueError(
+                f"task.data_path = {data_path!r} is one file, but this task has two splits; give "
+                "the folder with train.jsonl and test.jsonl"
+            )
         self._data_path = data_path
 
     @staticmethod
@@ -108,11 +208,11 @@ class RowTask:
 
     @functools.cached_property
     def _train(self) -> list[Row]:
-        return load_rows(self._data_path, "train", self.columns, hub=self.hub)
+        return load_rows(self._data_path or self.hub["train"], "train", self.columns)
 
     @functools.cached_property
     def _eval(self) -> list[Row]:
-        return load_rows(self._data_path, "test", self.columns, hub=self.hub)
+        return load_rows(self._data_path or self.hub["test"], "test", self.columns)
 
     def train_size(self) -> int:
         """Number of training problems."""

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reward of task math with faults on request, for the benchmark of the reward pool.
+
+Only reward processes import it. Invariant: an item without a fault gets math's own reward.
+"""
+
+import os
+import signal
+from typing import Any
+
+from tba_jax.rewards.math_answers import math_reward
+
+
+def faulty_math_reward(
+    prompts: list[str], completions: list[str], answer: list[str], fault: list[str], **columns: Any
+) -> list[float]:
+    """math_reward; an item with the fault "kill" kills the process, one with "raise" raises.
+
+    Args:
+        prompts, completions, answer: as math_reward.
+        fault: "", "kill" or "raise" for each item.
+        columns: not looked at.
+    """
+    if "kill" in fault:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if "raise" in fault:
+        raise RuntimeError("a fault that was asked for")
+    return math_reward(prompts, completions, answer, **columns)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast the train step is, beside a naive one and torch, and beside what the machine allows.
+
+    python -m tba_jax.bench.train_step --model_shape=39m --peers=torch --json
+
+The load: groups of full rows, one Trajectory Balance step with AdamW and clipping. `naive` is a
+plain JAX step of the same model (full logits, nothing computed again), `torch` is transformers with
+torch's AdamW. All sides load one checkpoint of random weights and report the loss of their first
+step; where these differ the figures are worth nothing, and the command fails. Every side runs in a
+fresh process per repeat, one after the other; `step_s` is the median over the steps of all repeats.
+Tokens per second count prompt and response. `mfu` is the share that the operations of the model,
+none counted twice, have of the measured matmul rate. The machine should be quiet: `cpu_s`, the
+processor time, tells where it was not.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba_jax.bench import processes, train_step_torch
+
+_PROG = "python -m tba_jax.bench.train_step"
+_SHAPES = ("39m", "1.5b", "tiny")
+_SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
+_PACKAGES = {"torch": train_step_torch.PACKAGES}
+# Small against differences between models, large against rounding of sums of log-probs.
+_LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
+_MIB = 2**20
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(prog=_PROG)
+    parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
+    parser.add_argument("--peers", default="", help="comma-separated: torch")
+    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    for name, value in _SIZES.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
+    parser.add_argument("--micro_batch_rows", type=int, default=0, help="of our step; 0: all rows")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per side")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
+    args = parser.parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench_train_step_") as folder:
+            result = measure(args, Path(folder))
+    except ValueError as error:
+        print(f"train_step: {error}", file=sys.stderr)
+        return 1
+    result["command"] = shlex.join([*_PROG.split(), *argv])
+    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    for line in _table(result):
+        print(line)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures, by name.
+
+    Args:
+        args: of the command line.
+        folder: empty, for the checkpoint and messages between processes.
+
+    Raises:
+        ValueError: an option or an environment that cannot be measured; a side failed, or computed
+            something else.
+    """
+    least = {**dict.fromkeys((*_SIZES, "repeats", "steps"), 1), "group_size": 2}
+    for name, value in (least | {"micro_batch_rows": 0}).items():
+        if getattr(args, name) < value:
+            raise ValueError(f"got --{name}={getattr(args, name)}; wanted at least {value}")
+    peers = [name for name in args.peers.split(",") if name]
+    processes.check_peers(peers, _PACKAGES, args.peer_python)
+    names = (*_SIZES, "dtype", "remat", "micro_batch_rows", "steps", "seed")
+    job = {name: getattr(args, name) for name in names}
+    job |= {"model": str(folder / "model"), "batch": str(folder / "batch.npz")}
+    job |= {"beta": 0.05, "learning_rate": 1e-6, "weight_decay": 0.01, "clip_norm": 1.0}
+    ours = (sys.executable, "-m", "tba_jax.bench.train_step_sides")
+    cpu = os.environ | {"JAX_PLATFORMS": "cpu"}
+    written = processes.run_side(
+        "write", job | {"shape": args.model_shape}, folder, cpu, command=ours
+    )
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in ("tba_jax", "naive", *peers)}
+    torch = (args.peer_python, "-P", train_step_torch.__file__)
+    for _ in range(args.repeats):
+        for side, found in reports.items():
+            found.append(
+                processes.run_side(side, job, folder, command=torch if side in peers else ours)
+            )
+            job["platform"] = reports["tba_jax"][0]["platform"]
+            step_s = statistics.median(found[-1]["step_s"])
+            print(f"{side}: {step_s:.3f} s, loss {found[-1]['loss']:.4f}", file=sys.stderr)
+    _check_losses({name: x[0]["loss"] for name, x in reports.items()}, args.dtype)
+    tokens = args.num_prompts * args.group_size * (args.prompt_tokens + args.response_tokens)
+    figures = {name: _figures(x, tokens, written["model_flops"]) for name, x in reports.items()}
+    mine = figures.pop("tba_jax")
+    rate = statistics.median(x["flops_per_s"] for x in reports["tba_jax"])
+    return {
+        "tokens_per_s": mine["tokens_per_s"],
+        "mfu": mine["flops_per_s"] / rate,
+        "step_s": mine["step_s"],
+        "peers": {
+            name: {**x, "ratio": x["step_s"] / mine["step_s"], "mfu": x["flops_per_s"] / rate}
+            for name, x in figures.items()
+        },
+        **mine,
+        "matmul_flops_per_s": rate,
+        "model_flops": written["model_flops"],
+        "num_params": written["num_params"],
+        "model_shape": args.model_shape,
+        "dtype": args.dtype,
+        "workload": {name: getattr(args, name) for name in _SIZES},
+        "remat": args.remat,
+        "micro_batch_rows": args.micro_batch_rows,
+        "repeats": args.repeats,
+        "steps": args.steps,
+        "hardware": processes.hardware(reports["tba_jax"][0]),
+    }
+
+
+def _check_losses(losses: Mapping[str, float], dtype: str) -> None:
+    wanted = losses["tba_jax"]
+    for name, loss in losses.items():
+        if not math.isclose(loss, wanted, rel_tol=_LOSS_TOLERANCE[dtype]):
+            raise ValueError(
+                f"the first step of {name} has the loss {loss}, ours {wanted}; they do not compute "
+                "the same, so their times say nothing. Report this with the versions of both"
+            )
+
+
+def _figures(
+    reports: Sequence[Mapping[str, Any]], tokens: int, model_flops: float
+) -> dict[str, Any]:
+    """Figures of one side over all repeats."""
+    first, times = reports[0], [x for report in reports for x in report["step_s"]]
+    step_s = statistics.median(times)
+    kept = (
+        "loss",
+        "temporary_bytes",
+        "compiled_peak_bytes",
+        "device_peak_bytes",
+        "num_threads",
+        "device",
+        "versions",
+    )
+    return {
+        "tokens_per_s": tokens / step_s,
+        "step_s": step_s,
+        "min_step_s": min(times),
+        "step_s_of_repeats": [statistics.median(x["step_s"]) for x in reports],
+        "cpu_s": statistics.median(x["cpu_s"] for x in reports),
+        "flops_per_s": model_flops / step_s,
+        "max_rss_bytes": max(x["max_rss_bytes"] for x in reports),
+        **{name: first[name] for name in kept if name in first},
+    }
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    """The figures for a reader."""
+    w, hw = result["workload"], result["hardware"]
+    rows = [
+        f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
+        f"{result['dtype']}, remat {result['remat']}",
+        f"{w['num_prompts']} x {w['group_size']} rows of {w['prompt_tokens']} + "
+        f"{w['response_tokens']} tokens; {result['repeats']} x {result['steps']} steps",
+        f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",
+        "",
+        f"{'':>8} {'tokens/s':>10} {'step':>9} {'least':>9} {'CPU time':>9} {'ratio':>7} "
+        f"{'MFU':>6} {'temporaries':>12} {'process':>9}",
+    ]
+    for name, x in {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}.items():
+        temporaries = x.get("temporary_bytes")
+        rows.append(
+            f"{name:>8} {x['tokens_per_s']:>10.1f} {x['step_s']:>7.3f} s {x['min_step_s']:>7.3f} s "
+            f"{x['cpu_s']:>7.2f} s {x['ratio']:>6.2f}x {100 * x['mfu']:>4.0f} % "
+            f"{'-' if temporaries is None else f'{temporaries / _MIB:.0f} MiB':>12} "
+            f"{x['max_rss_bytes'] / _MIB:>5.0f} MiB"
+        )
+    rate, flops = result["matmul_flops_per_s"], result["model_flops"]
+    rows += ["", f"{flops / 1e9:.1f} GFLOP per step; matmul rate {rate / 1e9:.1f} GFLOP/s"]
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

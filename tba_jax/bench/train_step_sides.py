@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in our own processes of `tba_jax.bench.train_step`: checkpoint, our step, the naive.
+
+    python -m tba_jax.bench.train_step_sides JOB.json
+
+The naive step is what one writes first: the same model with everything kept for the backward pass,
+logits of all positions in float32, their log-softmax, the same optimiser. It does not know peers,
+repeats or medians. The invariant it owns: both sides start from the same weights and batch and
+report the loss of their first step, which must then be equal.
+"""
+
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tba_jax import objectives
+from tba_jax.bench import roofline
+from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.models import families, hf_weights, transformer
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.optimizers import make_optimizer
+from tba_jax.train_step import StepSettings, TrainState, init_state, make_train_step
+from tba_jax.trajectory import Batch
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one job; the result goes to the file that the job names."""
+    job = json.loads(Path(argv[0]).read_text())
+    result = {"write": write, "tba_jax": measure, "naive": measure}[job["side"]](job)
+    Path(job["result"]).write_text(json.dumps(result))
+    return 0
+
+
+def write(job: dict[str, Any]) -> dict[str, Any]:
+    """Write a checkpoint of random weights, and a batch of full rows."""
+    config = SHAPES[job["shape"]]
+    params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
+    hf_weights.save(job["model"], config, params, families.hf_config(config, dtype=job["dtype"]))
+    p, k = job["num_prompts"], job["group_size"]
+    prompt, response = job["prompt_tokens"], job["response_tokens"]
+    rng = np.random.default_rng(job["seed"])
+    tokens = rng.integers(0, config.vocab_size, (p, k, prompt + response)).astype(np.int32)
+    tokens[:, :, :prompt] = tokens[:, :1, :prompt]
+    np.savez(
+        job["batch"],
+        tokens=tokens,
+        rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
+        # Random tokens have about this log-prob under random weights.
+        reference_logprob=rng.normal(-response * np.log(config.vocab_size), 3, (p, k)),
+    )
+    return {
+        "num_params": transformer.num_params(config),
+        "model_flops": roofline.train_flops(
+            config, num_rows=p * k, prompt_tokens=prompt, response_tokens=response
+        ),
+    }
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Times, memory and first loss of one side."""
+    config, params, _ = hf_weights.load(job["model"], param_dtype=job["dtype"])
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
+    schedule = optax.constant_schedule(job["learning_rate"])
+    optimizer = make_optimizer(
+        "adamw",
+        schedule,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        weight_decay=job["weight_decay"],
+        clip_norm=job["clip_norm"],
+    )
+    make = _our_step if job["side"] == "tba_jax" else _naive_step
+    state = init_state(params, optimizer, keep_reference=False)
+    del params
+    batch = jax.device_put(_batch(job))
+    start = time.perf_counter()
+    step = make(config, optimizer, schedule, job).lower(state, batch).compile()
+    compile_s = time.perf_counter() - start
+    state, metrics = step(state, batch)
+    first_loss = float(metrics["train/loss"])
+    times = []
+    cpu_start = time.process_time()
+    for _ in range(job["steps"]):
+        start = time.perf_counter()
+        state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append(time.perf_counter() - start)
+    cpu_s = (time.process_time() - cpu_start) / job["steps"]
+    memory = step.memory_analysis()
+    assert memory is not None, "this backend does not tell its memory"
+    stats = jax.devices()[0].memory_stats() or {}
+    result = {
+        "loss": first_loss,
+        "step_s": times,
+        "cpu_s": cpu_s,
+        "compile_s": compile_s,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "compiled_peak_bytes": memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes,
+        "device_peak_bytes": stats.get("peak_bytes_in_use"),
+        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "num_threads": len(os.sched_getaffinity(0)),
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")},
+    }
+    del state
+    if job["side"] == "tba_jax":
+        result["flops_per_s"] = roofline.measure_rates(job["dtype"], weight_bytes).flops_per_s
+    return result
+
+
+def _batch(job: dict[str, Any]) -> Batch:
+    arrays = np.load(job["batch"])
+    rewards, t = arrays["rewards"], job["response_tokens"]
+    return Batch(
+        tokens=arrays["tokens"],
+        prompt_lengths=np.full(rewards.shape, job["prompt_tokens"], np.int32),
+        response_lengths=np.full(rewards.shape, t, np.int32),
+        rewards=rewards,
+        reference_logprob=arrays["reference_logprob"].astype(np.float32),
+        behavior_token_logprobs=np.full((*rewards.shape, t), -1, np.float32),
+        versions=np.zeros(rewards.shape, np.int32),
+    )
+
+
+def _our_step(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    job: dict[str, Any],
+) -> Any:
+    settings = StepSettings(
+        objective="tb",
+        scale="advantage",
+        beta=job["beta"],
+        beta_schedule="constant",
+        beta_final=job["beta"],
+        beta_steps=0,
+        beta_jump_step=0,
+        mask_eos=False,
+        eos_ids=(),
+        temperature=1.0,
+        reference_reset_period=0,
+        compute_dtype=job["dtype"],
+        logprob_chunk_tokens=8192,
+        micro_batch_rows=job["micro_batch_rows"],
+        remat=job["remat"],
+    )
+    return make_train_step(config, optimizer, schedule, settings)
+
+
+def _naive_step(
+    config: TransformerConfig,
+    optimizer: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    job: dict[str, Any],
+) -> Callable[..., Any]:
+    p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
+
+    def loss_fn(params: Any, batch: Batch) -> Any:
+        tokens = batch.tokens.reshape(p * k, -1)
+        dtype = jnp.dtype(job["dtype"])
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        mask = jnp.ones(tokens.shape, bool)
+        hidden = transformer.apply(
+            params, tokens, positions, mask, config=config, compute_dtype=dtype
+        )
+        logits = transformer.unembed(params, hidden, config=config, compute_dtype=dtype)
+        logprobs = jax.nn.log_softmax(logits[:, :-1])
+        chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
+        policy_logprob = chosen[:, -t:].sum(axis=1).reshape(p, k)
+        loss = objectives.tb_loss(
+            policy_logprob, batch.reference_logprob, batch.rewards, beta=job["beta"]
+        )
+        return loss.loss
+
+    def step(state: TrainState, batch: Batch) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), {"train/loss": loss}
+
+    return jax.jit(step, donate_argnums=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads a user's reward function and calls it as TRL does; this runs in the reward process.
+
+A function is named "package.module:function" or "path/to/file.py:function". It gets `prompts`,
+`completions`, `completion_ids` and every further column of the data as keyword lists, as far as its
+signature takes them, and returns one float or None per completion. This module does not know
+processes, deadlines or how several functions are combined, and imports neither jax nor
+transformers. Invariant: whatever the function does, the caller gets an Outcome, never an exception.
+"""
+
+import asyncio
+import functools
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import numbers
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+# What every function is offered beside the columns.
+STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
+
+
+class Outcome(NamedTuple):
+    """What became of a call.
+
+    Attributes:
+        rewards: one number or None per completion; empty where there is no result.
+        traceback: of what the function raised; empty if it did not.
+        unusable: why no call of this function can succeed; empty if that is not known.
+        seconds: how long the call took.
+    """
+
+    rewards: list[float | None]
+    traceback: str
+    unusable: str
+    seconds: float
+
+
+class LoadError(NamedTuple):
+    """Why a function cannot be used: one line, and the traceback of the user's code, if any."""
+
+    reason: str
+    traceback: str
+
+
+class _Function(NamedTuple):
+    """A loaded function; `accepted` is None where it takes every keyword."""
+
+    call: Callable[..., Any]
+    accepted: frozenset[str] | None
+    required: tuple[str, ...]
+
+
+def split_functions(text: str) -> tuple[str, ...]:
+    """The function names of a config field: one, or several with commas between them.
+
+    Raises:
+        ValueError: one of them is not of the form module:function or file.py:function.
+    """
+    functions = tuple(part.strip() for part in text.split(","))
+    for function in functions:
+        module, _, name = function.rpartition(":")
+        if not module or not name or (":" in module and not _is_file(module)):
+            raise ValueError(
+                f"reward function {function!r}: want package.module:function or "
+                "path/to/file.py:function, for example tba_jax.rewards.numeric:gsm8k_reward"
+            )
+    return functions
+
+
+def part_names(functions: Sequence[str]) -> tuple[str, ...]:
+    """Short names for several functions: what follows the colon, or all where that is not unique.
+
+    part_names(["a:f", "b:g", "c:g"]) == ("f", "b:g", "c:g")
+    """
+    short = [function.rpartition(":")[2] for function in functions]
+    return tuple(
+        name if short.count(name) == 1 else function
+        for name, function in zip(short, functions, strict=True)
+    )
+
+
+def _is_file(module: str) -> bool:
+    return module.endswith(".py")
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module of a file anywhere, under a name that cannot hide another module's."""
+    full = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(full):
+        raise FileNotFoundError(f"no file {full}")
+    folder = os.path.dirname(full)
+    if folder not in sys.path:
+        sys.path.append(folder)  # its neighbours, as if it were run as a script
+    name = f"reward_file_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None  # a .py file always has them
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@functools.cache
+def _load(function: str) -> _Function:
+    module_name, _, name = function.rpartition(":")
+    module = _import_file(module_name) if _is_file(module_name) else None
+    target = functools.reduce(
+        getattr, name.split("."), module or importlib.import_module(module_name)
+    )
+    if isinstance(target, type):
+        target = target()  # a class whose instances are the function
+    if not callable(target):
+        raise TypeError(f"{function} is a {type(target).__name__}, not a function")
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except ValueError:  # some built-in functions do not tell
+        return _Function(target, None, ())
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        accepted = None
+    else:
+        accepted = frozenset(
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        )
+    required = tuple(
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    )
+    return _Function(target, accepted, required)
+
+
+def preload(functions: Sequence[str]) -> None:
+    """Import the functions' modules now, so that no first call pays for it."""
+    for function in functions:
+        _attempt(_load, function)  # a failure is reported by `load_error` or the first call
+
+
+def load_error(functions: Sequence[str], columns: Collection[str] | None) -> LoadError | None:
+    """Why one of the functions cannot be used; None when all of them can.
+
+    Args:
+        functions: their names.
+        columns: names of the data's columns; None: not known, so what a function needs of them is
+            not checked.
+    """
+    for function in functions:
+        loaded, error, report = _attempt(_load, function)
+        if error is not None:
+            what = f"reward function {function!r} cannot be loaded"
+            own = function.partition(":")[0].partition(".")[0]
+            if isinstance(error, ModuleNotFoundError) and _missing_package(error) not in ("", own):
+                missing = _missing_package(error)
+                return LoadError(f"{what}: it needs {missing!r}, which is not installed", "")
+            if isinstance(error, ImportError) and not isinstance(error, ModuleNotFoundError):
+                return LoadError(f"{what}: {error}", "")
+            *where, reason = report.rstrip().splitlines()
+            return LoadError(
+                f"{what}: {reason}. Want package.module:function importable from {os.getcwd()} or "
+                "the environment, or path/to/file.py:function",
+                report.rstrip() if where and not isinstance(error, ImportError) else "",
+            )
+        if columns is None:
+            continue
+        for name in loaded.required:
+            if name not in STANDARD_ARGUMENTS and (name not in columns or name == "prompt"):
+                others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
+                return LoadError(
+                    f"reward function {function!r} needs the argument {name!r}, but the data has "
+                    f"no such column. Its columns are: {others}",
+                    "",
+                )
+    return None
+
+
+def score_chunk(
+    function: str,
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    keywords: Mapping[str, Sequence[Any]],
+) -> Outcome:
+    """Call the function once.
+
+    Args:
+        function: its name.
+        prompts, completions: texts, or lists of chat messages.
+        keywords: further arguments; those that the function does not take are left out.
+    """
+    start = time.perf_counter()
+
+    def outcome(
+        rewards: Sequence[float | None] = (), error: str = "", unusable: str = ""
+    ) -> Outcome:
+        return Outcome(list(rewards), error, unusable, time.perf_counter() - start)
+
+    def call() -> list[Any]:
+        loaded = _load(function)
+        offered = {"prompts": prompts, "completions": completions, **keywords}
+        accepted = loaded.accepted
+        result = loaded.call(
+            **{k: v for k, v in offered.items() if accepted is None or k in accepted}
+        )
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return list(result)
+
+    values, error, report = _attempt(call)
+    if error is not None:
+        missing = _missing_package(error)
+        if missing and _is_in_a_file(error):
+            return outcome(unusable=f"needs {missing!r}, which is not installed")
+        return outcome(error=report)
+    if len(values) != len(completions):
+        return outcome(
+            unusable=f"returned {len(values)} rewards for {len(completions)} completions; want a "
+            "list with one float or None per completion"
+        )
+    rewards: list[float | None] = []
+    for value in values:
+        number = value.item() if hasattr(value, "item") else value  # an array's element
+        if number is not None and not isinstance(number, numbers.Real):
+            return outcome(
+                unusable=f"returned {value!r:.80}, a {type(value).__name__}, as a reward; want a "
+                "list with one float or None per completion"
+            )
+        rewards.append(None if number is None else float(number))
+    return outcome(rewards)
+
+
+def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Sum of weight times value over the functions that apply to an item; None if none does."""
+    known = [w * v for w, v in zip(weights, values, strict=True) if v is not None]
+    return math.fsum(known) if known else None
+
+
+def _missing_package(error: BaseException) -> str:
+    """The package whose absence an import failed for; empty for any other error."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return error.name.partition(".")[0]
+    return ""
+
+
+def _is_in_a_file(error: BaseException) -> bool:
+    """Whether a file's own code raised, not text that a function executes (a response, say)."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
+    return bool(frames) and os.path.isfile(frames[-1].filename)
+
+
+def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None, str]:
+    """(value, None, "") of a call, or (None, what it raised, the traceback of that as text).
+
+    Text, because an exception of a user's class may not survive the way back to the parent.
+    """
+    try:
+        return call(*args), None, ""
+    except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
+        # Without the frames of this module and of the import system: the user's are the news.
+        report = traceback.TracebackException.from_exception(error)
+        users = [
+            f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename
+        ]
+        report.stack = traceback.StackSummary.from_list(users)
+        lines = report.format() if users else report.format_exception_only()
+        return None, error, "".join(lines)

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `custom` task: the user's own prompts, from files or the hub, graded by the user's reward.
+
+A row has a column `prompt`, a text or a list of chat messages, and whatever columns the reward
+functions want. It does not know tokenizers, chat templates or rewards. Invariant: all rows have the
+same columns and the same kind of prompt, and no prompt is both trained on and held out.
+"""
+
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from tba_jax.tasks.rows import has_split, read_rows
+
+Messages = list[dict[str, str]]
+PromptContent = str | Messages
+Problem = tuple[PromptContent, dict[str, Any]]
+
+# TRL does not pass these columns to reward functions either: they are its own arguments.
+DROPPED_COLUMNS = ("completion", "completion_ids")
+RESERVED_COLUMNS = ("prompts", "completions")
+
+
+class Custom:
+    """Prompts and columns of any data set.
+
+    With a test split that split is held out. Otherwise rows are split off the training rows: those
+    whose prompts have the smallest SHA-256, at least as many as asked for, whatever their order in
+    the file and whatever the seed; rows with equal prompts stay together.
+
+    Args:
+        data_path: a source as `rows` describes it.
+        num_held_out: rows to split off where there is no test split.
+
+    Raises:
+        ValueError: no source; when rows are read, one that cannot be used, with file and line.
+    """
+
+    name = "custom"
+    reward = ""  # the config must name one
+    metric = "reward_mean"
+    response_kinds: tuple[str, ...] = ()
+
+    def __init__(self, data_path: str, num_held_out: int) -> None:
+        if not data_path:
+            raise ValueError(
+                "task custom needs task.data_path: a folder with train.jsonl, a .jsonl or .parquet "
+                "file, or hf://NAME of a data set on the Hugging Face hub"
+            )
+        self._data_path = data_path
+        self._num_held_out = num_held_out
+
+    @functools.cached_property
+    def _splits(self) -> tuple[list[Problem], list[Problem]]:
+        train = _problems(read_rows(self._data_path, "train"))
+        if not has_split(self._data_path, "test"):
+            return _split_off(train, self._num_held_out, self._data_path)
+        test = _problems(read_rows(self._data_path, "test"))
+        for what, of_train, of_test in zip(
+            ("columns", "prompts"), _form(train[0]), _form(test[0]), strict=True
+        ):
+            if of_train != of_test:
+                raise ValueError(
+                    f"{self._data_path}: the {what} of the train split are {of_train}, those of "
+                    f"the test split {of_test}; make them the same"
+                )
+        return train, test
+
+    def train_size(self) -> int:
+        """Number of training problems."""
+        return len(self._splits[0])
+
+    def eval_size(self) -> int:
+        """Number of held-out problems."""
+        return len(self._splits[1])
+
+    def train_problem(self, index: int) -> Problem:
+        """Prompt and columns of a training problem; chat messages are the column `prompt` too."""
+        return self._splits[0][index]
+
+    def eval_problem(self, index: int) -> Problem:
+        """Prompt and columns of a held-out problem."""
+        return self._splits[1][index]
+
+    def response_kind(self, text: str) -> None:
+        """Responses are of no kind."""
+        del text
+
+
+def _form(problem: Problem) -> tuple[list[str], str]:
+    prompt, columns = problem
+    names = sorted(name for name in columns if name != "prompt")
+    return names, "texts" if isinstance(prompt, str) else "chat messages"
+
+
+def _problems(rows: Iterable[tuple[str, dict[str, Any]]]) -> list[Problem]:
+    problems: list[Problem] = []
+    first = ""
+    for where, row in rows:
+        problem = _problem(row, where)
+        if problems:
+            _same_form(problem, problems[0], where, first)
+        first = first or where
+        problems.append(problem)
+    return problems
+
+
+def _problem(row: dict[str, Any], where: str) -> Problem:
+    if "prompt" not in row:
+        raise ValueError(f"{where}: no column 'prompt'; got {', '.join(sorted(map(str, row)))}")
+    for name in RESERVED_COLUMNS:
+        if name in row:
+            raise ValueError(
+                f"{where}: a column {name!r} would hide the reward functions' argument of that "
+                "name; rename it"
+            )
+    prompt = row["prompt"]
+    columns = {k: v for k, v in row.items() if k != "prompt" and k not in DROPPED_COLUMNS}
+    for name, value in columns.items():
+        if not _is_plain(value):
+            raise ValueError(
+                f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; want "
+                "text, finite numbers, true, false, null, and lists or objects of them. Convert it "
+                "or leave it out"
+            )
+    if isinstance(prompt, list):
+        _check_messages(prompt, where)
+        return prompt, {**columns, "prompt": prompt}
+    if not isinstance(prompt, str) or not prompt:
+        raise ValueError(
+            f"{where}: want text or a list of chat messages under 'prompt'; got {prompt!r:.80}"
+        )
+    return prompt, columns
+
+
+def _check_messages(messages: list[Any], where: str) -> None:
+    for message in messages or [None]:
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise ValueError(
+                f"{where}: chat messages under 'prompt' want 'role' and 'content', both text; got "
+                f"{message!r:.80}"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can hold it and give it back the same (checkpoints do that)."""
+    if isinstance(value, list):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) for k in value) and all(map(_is_plain, value.values()))
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or isinstance(value, str | bool | int)
+
+
+def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -> None:
+    columns, kind = _form(problem)
+    first_columns, first_kind = _form(first)
+    if kind != first_kind:
+        raise ValueError(
+            f"{where}: the prompt is {kind}, in {first_where} it is {first_kind}; use one of them"
+        )
+    for names, others, here, there in (
+        (first_columns, columns, where, first_where),
+        (columns, first_columns, first_where, where),
+    ):
+        for name in names:
+            if name not in others:
+                raise ValueError(
+                    f"{here}: no column {name!r}, which {there} has; write null where a row has no "
+                    "value"
+                )
+
+
+def _split_off(
+    problems: list[Problem], num_held_out: int, source: str
+) -> tuple[list[Problem], list[Problem]]:
+    if num_held_out < 1:
+        raise ValueError(
+            f"{source} has no test split, and task.num_eval_prompts = {num_held_out} asks for all "
+            "of it; say how many rows to hold out"
+        )
+    by_prompt: dict[str, list[int]] = {}
+    for index, (prompt, _) in enumerate(problems):
+        text = json.dumps(prompt, sort_keys=True)
+        by_prompt.setdefault(hashlib.sha256(text.encode()).hexdigest(), []).append(index)
+    held_out: list[int] = []
+    for digest in sorted(by_prompt):
+        if len(held_out) >= num_held_out:
+            break
+        held_out += by_prompt[digest]
+    if len(held_out) == len(problems):
+        raise ValueError(
+            f"{source} has {len(problems)} rows and no test split; holding out "
+            f"task.num_eval_prompts = {num_held_out} of them leaves nothing to train on. Lower it, "
+            "or give a folder with train.jsonl and test.jsonl"
+        )
+    chosen = set(held_out)
+    train = [p for i, p in enumerate(problems) if i not in chosen]
+    return train, [p for i, p in enumerate(problems) if i in chosen]

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks `reasoning_gym:DATASET`: the procedural problems of reasoning-gym.
+
+It does not know how answers are scored (`rewards.reasoning_gym` does). The package (extra
+`reasoning_gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
+and index alone; data sets that are not reproducible from their seed are refused.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+TRAIN_SIZE = 10_000
+EVAL_SIZE = 1_000
+# The package seeds problem i with seed + i: the splits' seeds must not meet.
+TRAIN_SEED = 0
+EVAL_SEED = 2**30
+# Problems made twice at the start to see whether the data set is reproducible.
+NUM_COMPARED = 16
+
+PROMPT = (
+    "{question}\n\nThink step by step, and write the final answer between <answer> and </answer>."
+    "\n\n"
+)
+
+
+class ReasoningGym:
+    """10,000 training and 1,000 held-out problems of one data set, with its default difficulty.
+
+    The splits have seeds of their own; a data set with few possible problems can still make the
+    same one for both.
+
+    Args:
+        dataset: name in reasoning-gym, such as "chain_sum".
+        data_path: must be empty.
+
+    Raises:
+        ValueError: the package is missing, it knows no such data set, or the data set cannot be
+            used; says why.
+    """
+
+    reward = "tba_jax.rewards.reasoning_gym:answer_reward"
+    metric = "reward_mean"
+    response_kinds = ("answered", "unanswered")
+
+    def __init__(self, dataset: str, data_path: str) -> None:
+        self.name = f"reasoning_gym:{dataset}"
+        if data_path:
+            raise ValueError(
+                f"task.data_path = {data_path!r}, but task {self.name} makes its own problems; "
+                "leave it empty"
+            )
+        try:
+            # Not an import statement: type checkers would find this very module.
+            package: Any = importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            raise ValueError(
+                f"task {self.name} needs the package reasoning-gym ({error}): "
+                "pip install 'tba_jax[reasoning_gym]'"
+            ) from None
+        names = sorted(package.factory.DATASETS)
+        if dataset not in names:
+            raise ValueError(
+                f"reasoning-gym has no data set {dataset!r}; it has {', '.join(names)}"
+            )
+        self._dataset = dataset
+        self._create = package.create_dataset
+        first, again = (
+            [data[i]["question"] for i in range(NUM_COMPARED)]
+            for data in (self._make(EVAL_SEED, EVAL_SIZE), self._make(EVAL_SEED, EVAL_SIZE))
+        )
+        if first != again:
+            raise ValueError(
+                f"reasoning-gym's data set {dataset!r} makes other problems each time, whatever "
+                "the seed, so that a run could not be resumed or graded; choose another one"
+            )
+
+    def _make(self, seed: int, size: int) -> Any:
+        try:
+            return self._create(self._dataset, seed=seed, size=size)
+        except (AssertionError, ValueError) as error:
+            raise ValueError(
+                f"reasoning-gym cannot make {size:,} problems of {self._dataset!r} ({error}); "
+                "choose another data set"
+            ) from None
+
+    @functools.cached_property
+    def _train(self) -> Any:
+        return self._make(TRAIN_SEED, TRAIN_SIZE)
+
+    @functools.cached_property
+    def _eval(self) -> Any:
+        return self._make(EVAL_SEED, EVAL_SIZE)
+
+    def train_size(self) -> int:
+        """Number of training problems."""
+        return TRAIN_SIZE
+
+    def eval_size(self) -> int:
+        """Number of held-out problems."""
+        return EVAL_SIZE
+
+    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text of a training problem, and where its scorer finds it."""
+        return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
+
+    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Prompt text of a held-out problem, and where its scorer finds it."""
+        return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
+
+    def _problem(self, data: Any, seed: int, size: int, index: int) -> tuple[str, dict[str, Any]]:
+        entry = data[index]
+        return PROMPT.format(question=entry["question"]), {
+            "answer": str(entry["answer"]),
+            "dataset": self._dataset,
+            "seed": seed,
+            "size": size,
+            "index": index,
+        }
+
+    def response_kind(self, text: str) -> str:
+        """Whether the response gives an answer where it was asked to."""
+        return "answered" if "</answer>" in text else "unanswered"

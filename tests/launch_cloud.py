@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drives launch/tpu.sh and launch/gpu.sh against the fake cloud of tests/fake_gcloud.
+
+Nothing here reaches a network: `gcloud`, `ssh` and `scp` on the scripts' PATH are fakes.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FAKE = ROOT / "tests" / "fake_gcloud"
+SETTINGS = {
+    "NAME": "test",
+    "PROJECT": "p",
+    "ZONE": "z",
+    "ACCELERATOR": "v5litepod-16",
+    "PROVISIONING": "spot",
+    "POLL_S": "0.1",
+    "STOP_TIMEOUT_S": "10",
+}
+
+
+class Cloud:
+    """A fake cloud, a GPU box, and a working tree with the launch scripts.
+
+    Args:
+        folder: empty; everything lives below it.
+        tree: holds `launch/`; becomes a git checkout.
+        worker_env: further environment of the machines.
+    """
+
+    def __init__(self, folder, tree, worker_env):
+        self.folder, self.tree = folder, tree
+        self.settings_file = tree / "launch" / "settings.env"
+        self.bucket, self.box = folder / "bucket", folder / "box"
+        for path in (self.bucket, self.box, folder / "bin", folder / "cloud"):
+            path.mkdir()
+        subprocess.run(["git", "init", "-q", tree], check=True)
+        self._worker_env = {
+            "REAL_PYTHON": sys.executable,
+            "FAKE_IMPORTS": "",
+            "BUCKET": str(self.bucket),
+            **worker_env,
+        }
+        (folder / "cloud/worker_env.json").write_text(json.dumps(self._worker_env))
+        (folder / "bin/gcloud").symlink_to(FAKE / "gcloud")
+        # A machine behind ssh: the last argument is the command, the box's home its folder.
+        self._script("ssh", f'cd {self.box} && exec bash -c "${{!#}}"')
+        self._script("scp", f'cp "${{@:2:$#-2}}" "{self.box}/${{!##*:}}"')
+        self._started = []
+
+    def _script(self, name, line):
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+        path.chmod(0o755)
+
+    def settings(self, **changes):
+        """Write the settings file; None leaves a setting out."""
+        values = {**SETTINGS, **changes}
+        lines = [f"{k}={shlex.quote(v)}\n" for k, v in values.items() if v is not None]
+        self.settings_file.write_text("".join(lines))
+
+    def _environment(self):
+        return {
+            "PATH": f"{self.folder / 'bin'}:{FAKE / 'worker_bin'}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(self.box),
+            "LANG": "C.UTF-8",
+            "FAKE_CLOUD": str(self.folder / "cloud"),
+            "FAKE_HOSTNAME": "box",
+            **self._worker_env,
+        }
+
+    def _argv(self, script, arguments):
+        return ["bash", str(self.tree / "launch" / script), *arguments]
+
+    def _run(self, script, arguments, code, timeout):
+        done = subprocess.run(
+            self._argv(script, arguments),
+            env=self._environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done
+
+    def tpu(self, *arguments, code=0, timeout=120):
+        """launch/tpu.sh to its end."""
+        return self._run("tpu.sh", arguments, code, timeout)
+
+    def gpu(self, *arguments, code=0, timeout=120):
+        """launch/gpu.sh to its end."""
+        return self._run("gpu.sh", arguments, code, timeout)
+
+    def start(self, *arguments):
+        """launch/tpu.sh without waiting; `output` reads what it has said."""
+        path = self.folder / f"output-{len(self._started)}"
+        with open(path, "w") as file:
+            process = subprocess.Popen(
+                self._argv("tpu.sh", arguments),
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        self._started.append((process, path))
+        return process
+
+    def output(self, process):
+        """What a started command has printed so far."""
+        return next(path for p, path in self._started if p is process).read_text()
+
+    def calls(self, *words):
+        """Argument lists of the gcloud calls that have these words among their first."""
+        path = self.folder / "cloud/calls.jsonl"
+        found = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        return [call for call in found if set(words) <= set(call[:4])]
+
+    def fail(self, **counts):
+        """Have commands of the fake fail so many times."""
+        (self.folder / "cloud/failing").write_text(json.dumps(counts))
+
+    def failing(self):
+        """How many more times each still will."""
+        return json.loads((self.folder / "cloud/failing").read_text())
+
+    def ssh(self, command):
+        """Run a command on every worker; its output."""
+        argv = ["compute", "tpus", "tpu-vm", "ssh", "test", "--quiet", "--project=p", "--zone=z"]
+        argv = [str(FAKE / "gcloud"), *argv, "--worker=all", f"--command={command}"]
+        done = subprocess.run(
+            argv, env=self._environment(), capture_output=True, text=True, check=True, timeout=60
+        )
+        return done.stdout
+
+    def preempt_at(self, text):
+        """Take the slice away when the next ssh command with this text comes."""
+        (self.folder / "cloud/preempt_at").write_text(text)
+
+    def preempt(self, name="test"):
+        """Take the slice away."""
+        gcloud = [str(FAKE / "gcloud"), "fake-preempt", name]
+        subprocess.run(gcloud, env=self._environment(), check=True, timeout=60)
+
+    def homes(self):
+        """Home directories of the workers that exist."""
+        return sorted((self.folder / "cloud/disks").glob("*-w-*"))
+
+    def processes(self, home):
+        """Ids of the processes that run in a home directory."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (process / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if f"HOME={home}".encode() in environment:
+                found.append(int(process.name))
+        return found
+
+    def bucket_lines(self, name):
+        """Lines of a file in the share that all workers see; [] if it is not there."""
+        path = self.bucket / name
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, condition, process=None, timeout=60.0):
+        """Poll until `condition()`; fails when the process ends before or the time is over."""
+        end = time.monotonic() + timeout
+        while not condition():
+            assert process is None or process.poll() is None, self.output(process)
+            assert time.monotonic() < end, "timed out"
+            time.sleep(0.02)
+
+    def close(self):
+        """End whatever still runs here."""
+        for process, _ in self._started:
+            process.kill()
+            process.wait()
+        for home in [*self.homes(), self.box]:
+            for pid in self.processes(home):
+                try:
+                    os.kill(pid, 9)
+                except ProcessLookupError:
+                    pass

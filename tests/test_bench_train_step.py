@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train-step benchmark counts what it says, and notices sides that compute something else."""
+
+import json
+
+import pytest
+
+from tba_jax.bench import decode_engine, roofline, train_step
+
+
+def test_flops_by_hand():
+    config = decode_engine.SHAPES["tiny"]
+    # q and o 2 x 32 x 32, k and v 32 x 32, MLP 3 x 32 x 64, of two layers; the tied table.
+    inner, table = 2 * (2048 + 1024 + 6144), 128 * 32
+    assert roofline.matrix_entries(config) == inner + table
+    pairs = 5 * 6 / 2  # a token sees itself and those before it
+    # Scores and sums: 2 products x 2 operations, three times, for 4 heads x 8 entries, two layers.
+    expected = 3 * (6 * (inner * 5 + table * 3) + 2 * 12 * 32 * pairs)
+    got = roofline.train_flops(config, num_rows=3, prompt_tokens=2, response_tokens=3)
+    assert got == expected
+
+
+@pytest.mark.slow
+def test_figures_of_a_small_load(capsys):
+    argv = ["--model_shape=tiny", "--repeats=1", "--steps=2", "--json"]
+    assert train_step.main([*argv, "--response_tokens=32", "--micro_batch_rows=2"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    naive = result["peers"]["naive"]
+    assert result["tokens_per_s"] == pytest.approx(8 * 96 / result["step_s"])
+    assert naive["ratio"] == pytest.approx(naive["step_s"] / result["step_s"])
+    assert 0 < result["mfu"] < 1 and naive["mfu"] == pytest.approx(result["mfu"] / naive["ratio"])
+    assert result["temporary_bytes"] < naive["temporary_bytes"]
+    assert result["compiled_peak_bytes"] > result["temporary_bytes"]
+    # The same weights, batch and loss; float32.
+    assert naive["loss"] == pytest.approx(result["loss"], rel=1e-4)
+
+
+def test_the_median_is_over_the_steps_of_all_repeats():
+    about = {"max_rss_bytes": 1, "num_threads": 2, "device": "cpu", "versions": {}, "loss": 1.0}
+    reports = [{"step_s": x, "cpu_s": x[0], **about} for x in ([1.0, 5.0], [2.0, 3.0, 2.5])]
+    figures = train_step._figures(reports, tokens=100, model_flops=50.0)
+    assert (figures["step_s"], figures["min_step_s"]) == (2.5, 1.0)
+    assert (figures["tokens_per_s"], figures["flops_per_s"]) == (40.0, 20.0)
+    assert figures["step_s_of_repeats"] == [3.0, 2.5]
+
+
+def test_a_side_that_computes_something_else_is_an_error():
+    train_step._check_losses({"tba_jax": 3.0, "torch": 3.001}, "float32")
+    with pytest.raises(ValueError, match="first step of torch has the loss 3.1, ours 3.0"):
+        train_step._check_losses({"tba_jax": 3.0, "torch": 3.1}, "float32")
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--peers=tf", "unknown peer 'tf'"),
+        ("--group_size=1", "got --group_size=1; wanted at least 2"),
+        ("--steps=0", "got --steps=0; wanted at least 1"),
+    ],
+)
+def test_bad_input_is_one_line(option, message, capsys):
+    assert train_step.main([option]) == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1

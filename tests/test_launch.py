@@ -1,0 +1,368 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launch scripts against a cloud in a folder (tests/fake_gcloud) and jobs of a few lines.
+
+The real job behind them is in tests/integration/test_launch_run.py.
+"""
+
+import json
+import shutil
+import subprocess
+import time
+
+import pytest
+from launch_cloud import ROOT, Cloud
+
+COUNTING = """
+for i in 1 2 3 4 5 6; do
+  echo $i >>$BUCKET/count-$JAX_PROCESS_ID
+  echo counted $i
+  test $(wc -l <$BUCKET/count-$JAX_PROCESS_ID) -lt ENOUGH || exit 0
+  sleep 0.2
+done
+exit 3
+"""
+# Notes that it was asked to end, and takes a moment for it, as a run that saves does.
+WAITING = """
+trap 'sleep 0.3; echo saved >>$BUCKET/saved-$JAX_PROCESS_ID; exit 143' TERM
+echo began >>$BUCKET/began-$JAX_PROCESS_ID
+for i in $(seq 300); do sleep 0.1; done
+"""
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    """A cloud, and a working tree of a few files with the launch scripts in it."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "launch", tree / "launch")
+    (tree / "job.py").write_text("print('job')\n")
+    (tree / ".gitignore").write_text("/launch/*.env\n/runs/\n")
+    made = Cloud(tmp_path, tree, worker_env={"FAKE_IMPORTS": "1"})
+    yield made
+    made.close()
+
+
+def counting(enough):
+    return "bash -c '" + COUNTING.replace("ENOUGH", str(enough)).strip() + "'"
+
+
+def waiting():
+    return f'bash -c "{WAITING.strip()}"'.replace("$", "\\$")
+
+
+def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
+    cloud.settings(JOB="python job.py 'a b'")
+    wanted = {
+        "create": "queued-resources create test --node-id=test --quiet --project=p --zone=z "
+        "--accelerator-type=v5litepod-16 --runtime-version=v2-alpha-tpuv5-lite --spot",
+        "setup": "'--command=bash tba_jax-test/worker.sh setup tpu '\\'''\\'''",
+        "run": "--command=bash tba_jax-test/worker.sh start '\\''python job.py",
+        "status": "worker.sh status",
+        "logs": "'--command=bash tba_jax-test/worker.sh logs 50'",
+        "stop": "worker.sh stop 10",
+        "delete": "queued-resources delete test --quiet --project=p --zone=z --force",
+    }
+    for verb, command in wanted.items():
+        out = cloud.tpu(verb, "--dry-run").stdout
+        assert command in out, (verb, out)
+        assert all(line.startswith(("+ ", "# ")) for line in out.splitlines()), (verb, out)
+    assert cloud.calls() == []
+    # What is printed is what a shell runs: the job survives two shells.
+    [line] = [x for x in cloud.tpu("run", "--dry-run").stdout.splitlines() if " start " in x]
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {line.removeprefix('+ ')}"], capture_output=True, text=True
+    ).stdout.splitlines()[-1]
+    start = shown.removeprefix("--command=")
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {start}"], capture_output=True, text=True
+    ).stdout.splitlines()
+    assert words == ["bash", "tba_jax-test/worker.sh", "start", "python job.py 'a b'"]
+
+
+def test_a_dry_run_of_the_restarting_run_shows_what_a_preemption_adds(cloud):
+    cloud.settings(JOB="python job.py")
+    out = cloud.tpu("run", "--restart-on-preemption", "--dry-run").stdout
+    before, after = out.split("# after a preemption")
+    assert "worker.sh start" in before
+    verbs = [line.split()[5] for line in after.splitlines() if "queued-resources" in line]
+    assert verbs == ["list", "list", "delete", "create", "list"]
+    assert "worker.sh setup" in after
+    assert cloud.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"PROJECT": None}, "PROJECT is not set (the Google Cloud project that pays); set it in"),
+        ({"ZONE": ""}, "ZONE is not set"),
+        ({"NAME": "Test_1"}, "NAME=Test_1 does not begin with a lower-case letter"),
+        ({"NAME": "test_1"}, "NAME=test_1: lower-case letters, digits and '-' only"),
+        ({"PROVISIONING": "cheap"}, "PROVISIONING=cheap is none of spot, on-demand, reserved"),
+        ({"ACCELERATOR": "tpu7x-8"}, "no runtime version known for ACCELERATOR=tpu7x-8"),
+        ({"JOB": None}, "JOB is not set (the command to run on every worker); set it in"),
+    ],
+)
+def test_a_setting_that_is_missing_or_wrong_is_named_with_its_file(cloud, changes, message):
+    cloud.settings(**{"JOB": "true", **changes})
+    done = cloud.tpu("run", "--dry-run", code=2)
+    assert message in done.stderr
+    assert str(cloud.settings_file) in done.stderr
+    assert done.stderr.count("error:") == 1
+
+
+def test_an_unknown_verb_option_or_settings_file_is_one_error(cloud):
+    cloud.settings(JOB="true")
+    assert "no verb 'start'" in cloud.tpu("start", code=2).stderr
+    assert "create has no option '--detach'" in cloud.tpu("create", "--detach", code=2).stderr
+    done = cloud.tpu("run", "--settings=/nowhere.env", code=2)
+    assert "no settings file /nowhere.env; copy" in done.stderr
+    done = cloud.tpu("run", "--restart-on-preemption", "--detach", code=2)
+    assert "has to watch the job" in done.stderr
+    assert "usage: launch/tpu.sh VERB" in cloud.tpu("help").stdout
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "runtime"),
+    [("v4-8", "tpu-ubuntu2204-base"), ("v5p-32", "v2-alpha-tpuv5"), ("v6e-8", "v2-alpha-tpuv6e")],
+)
+def test_the_runtime_version_follows_the_accelerator(cloud, accelerator, runtime):
+    cloud.settings(JOB="true", ACCELERATOR=accelerator, PROVISIONING="on-demand")
+    out = cloud.tpu("create", "--dry-run").stdout
+    assert f"--accelerator-type={accelerator} --runtime-version={runtime}\n" in out
+
+
+def test_a_job_from_create_to_delete(cloud):
+    cloud.settings(JOB=counting(2), EXTRAS="hub", SETUP_COMMAND="echo mounted >mounted")
+    out = cloud.tpu("create").stdout
+    assert out.index("WAITING_FOR_RESOURCES") < out.index("PROVISIONING") < out.index("is ready")
+    assert "test is there" in cloud.tpu("create").stdout
+    assert len(cloud.calls("queued-resources", "create")) == 1
+
+    assert "test is not set up" in cloud.tpu("run", code=2).stderr
+    out = cloud.tpu("setup").stdout
+    assert {"[w-0] Python, jax, tba_jax", "[w-1] Python, jax, tba_jax"} <= set(out.splitlines())
+    for home in cloud.homes():
+        root = home / "tba_jax-test"
+        assert (root / "code/job.py").read_text() == "print('job')\n"
+        assert not (root / "code/launch/settings.env").exists()
+        assert "install --quiet -e .[tpu,hub]" in (home / "pip.log").read_text()
+        assert (root / "code/mounted").exists()
+
+    out = cloud.tpu("run").stdout
+    assert "the job is done on every worker" in out
+    assert [cloud.bucket_lines(f"count-{i}") for i in (0, 1)] == [["1", "2"]] * 2
+    logged = cloud.tpu("logs").stdout.splitlines()
+    assert {"[w-0] counted 2", "[w-1] counted 2"} <= set(logged)
+    assert len(cloud.tpu("logs", "--lines=1").stdout.splitlines()) == 2
+    assert "w-1 exited-0 counted 2\n" in cloud.tpu("status").stdout
+    assert "[w-0] nothing is running" in cloud.tpu("stop").stdout
+
+    assert "test is deleted" in cloud.tpu("delete").stdout
+    assert cloud.homes() == []
+    assert "nothing to delete" in cloud.tpu("delete").stdout
+    assert "nothing to stop (test: ABSENT)" in cloud.tpu("stop").stdout
+    assert "test does not exist; launch/tpu.sh create" in cloud.tpu("logs", code=2).stderr
+
+
+def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
+    cloud.settings(JOB=waiting())
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    started = time.monotonic()
+    assert "started" in cloud.tpu("run", "--detach").stdout
+    assert time.monotonic() - started < 10, "a detached run waits for nothing"
+    cloud.wait_for(lambda: cloud.bucket_lines("began-1"))
+    assert "running already" in cloud.tpu("run", "--detach").stdout
+    assert "a job is running on test; stop it" in cloud.tpu("setup", code=2).stderr
+    # Nor does a worker begin a second job, whoever asks it.
+    assert "running already" in cloud.ssh("bash tba_jax-test/worker.sh start true")
+    assert cloud.bucket_lines("began-1") == ["began"]
+    cloud.tpu("stop")
+    assert [cloud.bucket_lines(f"saved-{i}") for i in (0, 1)] == [["saved"]] * 2
+    assert cloud.tpu("status").stdout.count(" stopped ") == 2
+    cloud.tpu("run", "--detach")
+    cloud.wait_for(lambda: len(cloud.bucket_lines("began-0")) == 2)
+    # One that watches says that it was stopped by another.
+    watching = cloud.start("run")
+    cloud.wait_for(lambda: "watching" in cloud.output(watching), process=watching)
+    cloud.tpu("stop")
+    assert watching.wait(30) == 1
+    assert "stopped on request; the same command resumes" in cloud.output(watching)
+
+
+@pytest.mark.slow
+def test_a_job_that_ignores_sigterm_is_killed_with_what_it_started(cloud):
+    job = "bash -c 'trap \"\" TERM; sleep 300 & echo began >$BUCKET/began-0; wait; sleep 300'"
+    cloud.settings(JOB=job, STOP_TIMEOUT_S="1")
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    cloud.tpu("run", "--detach")
+    cloud.wait_for(lambda: cloud.bucket_lines("began-0"))
+    assert "did not end in 1 s; killing it" in cloud.tpu("stop").stdout
+    for home in cloud.homes():
+        assert cloud.processes(home) == []
+
+
+def test_a_preempted_run_is_made_anew_and_resumes(cloud):
+    cloud.settings(JOB=counting(4))
+    running = cloud.start("run", "--restart-on-preemption")
+    cloud.wait_for(lambda: len(cloud.bucket_lines("count-1")) == 2, process=running)
+    cloud.preempt()
+    assert running.wait(60) == 0, cloud.output(running)
+    out = cloud.output(running)
+    assert out.index("resuming") < out.index("test was taken away or failed; deleting")
+    assert "the job is done on every worker" in out
+    creates, deletes = (cloud.calls("queued-resources", x) for x in ("create", "delete"))
+    assert (len(creates), len(deletes)) == (2, 1)
+    assert creates[0] == creates[1]
+    counts = cloud.bucket_lines("count-0")
+    assert len(counts) >= 4 and counts.count("1") == 2, "it was started twice"
+
+
+def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
+    # A pod that its machines tell to end ends with 0; process 0 says that there is more to do.
+    said = "Stopped by SIGTERM at step 3 of 9; saved. Run the same command again to continue."
+    job = f"test -e $BUCKET/once-$JAX_PROCESS_ID || test $JAX_PROCESS_ID = 1 || echo {said!r}"
+    cloud.settings(JOB=f"{job}; touch $BUCKET/once-$JAX_PROCESS_ID")
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    out = cloud.tpu("run", code=1).stdout
+    assert "w-0 saved" in out and "w-1 exited-0" in out and "the same command resumes" in out
+    (cloud.bucket / "once-0").unlink()
+    out = cloud.tpu("run", "--restart-on-preemption").stdout
+    assert out.index("has saved") < out.index("resuming") < out.index("the job is done")
+    assert len(cloud.calls("queued-resources", "create")) == 1
+
+
+@pytest.mark.parametrize("moment", ["worker.sh setup", "worker.sh start"])
+def test_a_preemption_at_any_moment_is_made_up_for(cloud, moment):
+    cloud.settings(JOB="true")
+    cloud.preempt_at(moment)
+    out = cloud.tpu("run", "--restart-on-preemption").stdout
+    assert "the job is done on every worker" in out
+    assert len(cloud.calls("queued-resources", "create")) == 2
+
+
+def test_without_the_flag_a_preemption_ends_the_run_and_create_replaces_the_slice(cloud):
+    cloud.settings(JOB=waiting())
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    running = cloud.start("run")
+    cloud.wait_for(lambda: "watching" in cloud.output(running), process=running)
+    cloud.preempt()
+    assert running.wait(30) == 2
+    assert "test was taken away; launch/tpu.sh run --restart-on-preemption" in cloud.output(running)
+    assert "create makes it anew" in cloud.tpu("run", code=2).stderr
+    out = cloud.tpu("create").stdout
+    assert "deleting what is left of it" in out and "test is ready" in out
+
+
+def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
+    cloud.settings(JOB="bash -c 'echo the reason; exit $((3 * JAX_PROCESS_ID))'")
+    done = cloud.tpu("run", "--restart-on-preemption", code=1)
+    assert "w-1 exited-3" in done.stdout
+    assert "[w-1] the reason" in done.stdout
+    assert len(cloud.calls("queued-resources", "create")) == 1, "not taken for a preemption"
+
+
+@pytest.mark.slow
+def test_workers_that_do_not_answer_for_a_while_are_not_lost(cloud):
+    cloud.settings(JOB=counting(3))
+    cloud.tpu("create")
+    cloud.tpu("setup")
+    cloud.tpu("run", "--detach")
+    running = cloud.start("run")
+    cloud.wait_for(lambda: "watching" in cloud.output(running), process=running)
+    cloud.fail(ssh=3)
+    assert running.wait(60) == 0, cloud.output(running)
+    assert cloud.failing()["ssh"] == 0
+    assert len(cloud.calls("queued-resources", "create")) == 1
+
+
+def test_an_answer_that_cannot_be_had_is_not_taken_for_nothing(cloud):
+    cloud.settings(JOB="true")
+    cloud.tpu("create")
+    cloud.fail(list_requests=1)
+    done = cloud.tpu("delete", code=2)
+    assert "gcloud could not list the queued-resources" in done.stderr
+    assert "nothing to delete" not in done.stdout
+    cloud.tpu("delete")
+    assert cloud.homes() == []
+
+
+def test_setup_replaces_the_code_and_leaves_what_runs_wrote(cloud):
+    cloud.settings(JOB="true", JOB_ENV_FILE=str(cloud.folder / "job.env"))
+    cloud.tpu("create")
+    assert "JOB_ENV_FILE" in cloud.tpu("setup", code=2).stderr
+    (cloud.folder / "job.env").write_text("HF_TOKEN=secret\n")
+    cloud.tpu("setup")
+    root = cloud.homes()[0] / "tba_jax-test"
+    (root / "code/runs").mkdir()
+    (root / "code/runs/metrics.jsonl").write_text("{}\n")
+    (cloud.tree / "job.py").unlink()
+    (cloud.tree / "with blank.py").write_text("new\n")
+    cloud.tpu("setup")
+    assert not (root / "code/job.py").exists()
+    assert (root / "code/with blank.py").read_text() == "new\n"
+    assert (root / "code/runs/metrics.jsonl").read_text() == "{}\n"
+    assert (root / "job.env").stat().st_mode & 0o777 == 0o600
+    cloud.settings(JOB="bash -c 'echo $HF_TOKEN >$BUCKET/token'")
+    cloud.tpu("run")
+    assert cloud.bucket_lines("token") == ["secret"]
+
+
+def test_a_gpu_box_from_create_to_delete(cloud):
+    cloud.settings(JOB="bash -c 'echo here $PWD'", HOST="me@box")
+    assert "NVIDIA Fake" in cloud.gpu("create").stdout
+    cloud.gpu("setup")
+    home = cloud.box
+    assert "install --quiet -e .[cuda]" in (home / "pip.log").read_text()
+    assert "the job is done" in cloud.gpu("run").stdout
+    assert f"here {home}/tba_jax-test/code" in cloud.gpu("logs").stdout
+    (home / "tba_jax-test/code/runs").mkdir()
+    (home / "tba_jax-test/code/runs/metrics.jsonl").write_text("{}\n")
+    assert "kept what runs have written" in cloud.gpu("delete").stdout
+    left = [p for p in (home / "tba_jax-test").rglob("*") if p.is_file()]
+    assert [p.name for p in left] == ["metrics.jsonl"]
+    assert "nothing to delete" in cloud.gpu("delete").stdout
+    # The same on this machine, without ssh.
+    cloud.settings(JOB="bash -c 'echo $PWD >$BUCKET/where'", HOST="local")
+    cloud.gpu("setup")
+    cloud.gpu("run")
+    assert cloud.bucket_lines("where") == [f"{home}/tba_jax-test/code"]
+    dry = cloud.gpu("run", "--dry-run").stdout
+    assert all(line.startswith(("+ ", "# ")) for line in dry.splitlines())
+
+
+def test_scripts_are_clean_for_shellcheck():
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("no shellcheck here; the extra `dev` brings it")
+    scripts = [*(ROOT / "launch").glob("*.sh"), ROOT / ".ci" / "run"]
+    assert len(scripts) == 5
+    done = subprocess.run([shellcheck, *scripts], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow  # starts the Google Cloud CLI once per command
+@pytest.mark.timeout(600)
+def test_the_google_cloud_cli_accepts_every_command(cloud):
+    gcloud = shutil.which("gcloud")
+    if gcloud is None:
+        pytest.skip("no Google Cloud CLI here")
+    shown = set()
+    for provisioning in ("spot", "reserved", "on-demand"):
+        cloud.settings(JOB="true", PROVISIONING=provisioning)
+        for verb in ("create", "setup", "run", "logs", "stop", "delete"):
+            shown |= set(cloud.tpu(verb, "--dry-run").stdout.splitlines())
+    commands = sorted(x.removeprefix("+ ") for x in shown if x.startswith("+ gcloud "))
+    assert len(commands) >= 11
+    for command in commands:
+        # Checks a command line against the CLI's own tables; nothing is sent anywhere.
+        done = subprocess.run(
+            [gcloud, "meta", "lint-gcloud-commands", f"--command-string={command}"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        [result] = json.loads(done.stdout)
+        assert result["success"], result["error_message"]

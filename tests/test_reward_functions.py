@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward functions in every form that TRL takes, called directly and through the pool."""
+
+import math
+import os
+import textwrap
+
+import numpy as np
+import pytest
+
+from tba_jax.rewards.functions import load_error, part_names, score_chunk, split_functions
+from tba_jax.rewards.pool import RewardFailure, RewardPool
+from tba_jax.rewards.source import part_means
+
+FUNCTIONS = '''
+import asyncio
+import dataclasses
+import os
+import sys
+import time
+from fractions import Fraction
+
+import numpy as np
+
+import neighbour  # beside this file, wherever that is
+
+
+@dataclasses.dataclass
+class Bonus:  # dataclasses look their module up by name
+    value: float = 0.5
+
+
+def length(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+
+def only_ids(completion_ids):
+    return [float(sum(ids)) if type(ids) is list else "not a list" for ids in completion_ids]
+
+def no_prompts(completions, target):
+    return [float(c == t) for c, t in zip(completions, target)]
+
+def optional(completions, trainer_state=None, log_metric=None):
+    return [1.0] * len(completions)
+
+def needs_state(completions, trainer_state):
+    return [trainer_state.step] * len(completions)
+
+def sometimes(completions, **kwargs):
+    return [None if c.startswith("skip") else 1.0 for c in completions]
+
+def never(completions, **kwargs):
+    return [None] * len(completions)
+
+def fails(completions, **kwargs):
+    if "fail" in completions:
+        raise RuntimeError("broken on purpose")
+    if "hang" in completions:
+        time.sleep(600)
+    return [1.0] * len(completions)
+
+def numpy_array(completions, **kwargs):
+    return np.arange(len(completions), dtype=np.float32)
+
+def fractions(completions, **kwargs):
+    return [Fraction(1, 2), np.float16(0.5), True, np.array(3)][: len(completions)]
+
+async def coroutine(completions, **kwargs):
+    await asyncio.sleep(0)
+    return [2.0] * len(completions)
+
+def chat(prompts, completions, **kwargs):
+    """TRL's conversational form: message lists on both sides."""
+    return [
+        len(p) * float(c[0] == {"role": "assistant", "content": p[-1]["content"]})
+        for p, c in zip(prompts, completions)
+    ]
+
+def begun(prompts, completions, **kwargs):
+    return [float(c[0]["content"] == "yes, it is" and len(p) == 1)
+            for p, c in zip(prompts, completions)]
+
+def executes(completions, **kwargs):
+    for c in completions:
+        exec(c)  # a policy may write anything
+    return [1.0] * len(completions)
+
+def imports_late(completions, **kwargs):
+    import no_such_package.inner
+    return [1.0] * len(completions)
+
+class Reward:
+    __name__ = "reward_of_a_class"
+
+    def __call__(self, completions, **kwargs):
+        return [neighbour.BONUS + Bonus().value for _ in completions]
+
+instance = Reward()
+'''
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path(tmp_path_factory):
+    """A file of reward functions that is neither in the working directory nor importable."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "neighbour.py").write_text("BONUS = 1.0\n")
+    (folder / "broken.py").write_text("import no_such_package\n\ndef f(completions): ...\n")
+    # A file of this name must not hide the standard library's module.
+    (folder / "math.py").write_text("def f(completions, **kwargs):\n    return [7.0]\n")
+    file = folder / "rewards.py"
+    file.write_text(textwrap.dedent(FUNCTIONS))
+    return str(file)
+
+
+def call(path, name, completions, prompts=None, **keywords):
+    prompts = prompts or [""] * len(completions)
+    outcome = score_chunk(f"{path}:{name}", prompts, completions, keywords)
+    assert (outcome.traceback, outcome.unusable) == ("", "")
+    return outcome.rewards
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("length", [1.0, 2.0, 3.0]),
+        ("only_ids", [1.0, 2.0, 3.0]),
+        ("no_prompts", [1.0, 0.0, 0.0]),
+        ("optional", [1.0, 1.0, 1.0]),
+        ("numpy_array", [0.0, 1.0, 2.0]),
+        ("fractions", [0.5, 0.5, 1.0]),
+        ("coroutine", [2.0, 2.0, 2.0]),
+        ("instance", [1.5, 1.5, 1.5]),
+        ("Reward", [1.5, 1.5, 1.5]),
+        ("sometimes", [1.0, 1.0, 1.0]),
+        ("never", [None, None, None]),
+    ],
+)
+def test_a_function_gets_the_keywords_it_takes(path, name, expected):
+    columns = {"target": ["a"] * 3, "level": [1, 2, 3], "completion_ids": [[1], [2], [3]]}
+    assert call(path, name, ["a", "bb", "ccc"], **columns) == expected
+
+
+def test_a_file_hides_no_module_of_that_name(path):
+    assert call(os.path.join(os.path.dirname(path), "math.py"), "f", ["a"]) == [7.0]
+    assert math.sqrt(4) == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "columns", "message"),
+    [
+        (
+            "{path}:no_prompts",
+            ("answer",),
+            "needs the argument 'target', but .* columns are: answer",
+        ),
+        ("{path}:needs_state", ("prompt",), "needs the argument 'trainer_state', .* are: answer"),
+        ("{folder}/none.py:f", None, r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
+        (
+            "{folder}/broken.py:f",
+            None,
+            "loaded: it needs 'no_such_package', which is not installed",
+        ),
+        ("{path}:nothing", None, "AttributeError: .* has no attribute 'nothing'"),
+        ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
+        ("{path}:np", None, "is a module, not a function"),
+    ],
+)
+def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, message):
+    name = function.format(path=path, folder=os.path.dirname(path))
+    pool = RewardPool(
+        f"tba_jax.rewards.numeric:gsm8k_reward,{name}",
+        num_workers=1,
+        timeout_s=5.0,
+        max_failure_rate=1.0,
+        columns=None if columns is None else (*columns, "answer"),
+    )
+    with pytest.raises(ValueError, match=message):
+        pool.check()
+    pool.close()
+    assert load_error((f"{path}:optional",), ()) is None
+
+
+def test_names_of_several_functions():
+    assert split_functions("a.b:f, /x/y.py:g") == ("a.b:f", "/x/y.py:g")
+    assert part_names(("a:f", "b:g", "c:g")) == ("f", "b:g", "c:g")
+    for text in ("a", "a:", ":f", "a:f,", "a:b:c"):
+        with pytest.raises(ValueError, match="want package.module:function or path/to/file.py"):
+            split_functions(text)
+
+
+def make_pool(path, *names, weights=(), timeout_s=1.0, max_failure_rate=1.0):
+    return RewardPool(
+        ",".join(f"{path}:{name}" for name in names),
+        num_workers=1,
+        timeout_s=timeout_s,
+        max_failure_rate=max_failure_rate,
+        weights=weights,
+    )
+
+
+def test_weighted_sum_of_the_functions_that_apply(path):
+    pool = make_pool(path, "length", "sometimes", "only_ids", weights=(1.0, 10.0, 0.5))
+    texts = ["ab", "skip", "abc"]
+    ids = [np.array([2], np.int32), np.array([2, 2], np.int32), np.array([], np.int32)]
+    result = pool.score([""] * 3, texts, {}, completion_ids=ids)
+    assert result.rewards == [2 + 10 + 1.0, 4 + 2.0, 3 + 10.0]
+    assert result.reasons == [None] * 3 and result.first_traceback == ""
+    assert list(result.parts) == ["length", "sometimes", "only_ids"]
+    assert result.parts["length"] == [2.0, 4.0, 3.0]
+    assert math.isnan(result.parts["sometimes"][1])
+    means = part_means(result.parts)
+    assert means["reward_part_sometimes"] == 1.0 and means["reward_part_length"] == 3.0
+    pool.close()
+
+
+def test_an_item_that_one_function_fails_on_has_no_reward(path):
+    pool = make_pool(path, "length", "fails")
+    result = pool.score([""] * 4, ["ab", "fail", "hang", "abc"], {})
+    assert result.rewards == [3.0, None, None, 4.0]
+    assert result.reasons == [None, "reward_error", "reward_timeout", None]
+    assert result.parts["length"] == [2.0, 4.0, 4.0, 3.0]
+    assert [math.isnan(v) for v in result.parts["fails"]] == [False, True, True, False]
+    pool.close()
+
+
+def test_none_of_all_functions_is_no_reward_and_counts_as_a_failure(path):
+    pool = make_pool(path, "sometimes", "never", max_failure_rate=0.5)
+    result = pool.score([""] * 2, ["a", "skip"], {})
+    assert (result.rewards, result.reasons) == ([1.0, None], [None, "reward_none"])
+    with pytest.raises(RewardFailure, match="failed on 2 of 3 items {'reward_none': 2}"):
+        pool.score([""] * 3, ["a", "skip", "skip"], {})
+    pool.close()
+
+
+def test_weights_that_do_not_fit(path):
+    with pytest.raises(ValueError, match="1 weights .* for 2 reward functions"):
+        make_pool(path, "length", "never", weights=(1.0,))
+
+
+def test_chats_reach_the_function_as_messages(path):
+    chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
+    pool = make_pool(path, "chat")
+    result = pool.score(["[s][a]", "[s][b]"], ["a", "x"], {"prompt": chats})
+    assert result.rewards == [2.0, 0.0]
+    pool.close()
+    # A last message of the assistant's is the beginning of the completion.
+    messages = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes, "}]
+    pool = make_pool(path, "begun")
+    assert pool.score(["..."], ["it is"], {"prompt": [messages]}).rewards == [1.0]
+    pool.close()
+
+
+def test_a_package_missed_by_the_function_stops_the_run_and_one_missed_by_a_response_does_not(path):
+    pool = make_pool(path, "imports_late")
+    message = r"rewards\.py:imports_late needs 'no_such_package', which is not installed"
+    with pytest.raises(ValueError, match=message):
+        pool.score([""], ["a"], {})
+    pool.close()
+    pool = make_pool(path, "executes")
+    result = pool.score([""] * 2, ["import no_such_package", "pass"], {})
+    assert result.reasons == ["reward_error", None]
+    pool.close()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows from JSON lines, Parquet and the hub, and the place that each is from."""
+
+import sys
+import types
+
+import pytest
+
+from tba_jax.tasks.rows import has_split, load_rows, read_rows
+
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+
+
+def write_parquet(path, rows):
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), str(path))
+
+
+def test_json_lines_come_with_their_line(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "n": 1}\r\n\n{"prompt": "b", "n": 2}')
+    assert list(read_rows(str(path), "train")) == [
+        (f"{path}, line 1", ROWS[0]),
+        (f"{path}, line 3", ROWS[1]),
+    ]
+    assert not has_split(str(path), "test")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": ', r"rows\.jsonl, line 2: not JSON \(.*\); got '\{\"prompt"),
+        (b'{"prompt": "a"}\n\xff\xfe', r"rows\.jsonl, line 2: not UTF-8 text \(invalid start byte"),
+        (b'[{"prompt": "a"}]', r"rows\.jsonl, line 1: want an object with named columns; got \[\{"),
+        (b"\n \n", r"rows\.jsonl holds no rows; want one JSON object per line"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, content, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        list(read_rows(str(path), "train"))
+
+
+def test_parquet_files_and_shards_are_read_in_order(tmp_path):
+    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
+    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
+    write_parquet(tmp_path / "test.parquet", ROWS)
+    assert has_split(str(tmp_path), "test")
+    assert list(read_rows(str(tmp_path), "train")) == [
+        (f"{tmp_path}/train-00000-of-00002.parquet, row 0", ROWS[0]),
+        (f"{tmp_path}/train-00001-of-00002.parquet, row 0", ROWS[1]),
+    ]
+    with pytest.raises(ValueError, match=r"test\.parquet, row 0: want text under 'n'; got n = 1"):
+        load_rows(str(tmp_path), "test", ("prompt", "n"))
+
+
+def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "rows.parquet"
+    path.write_bytes(b"no parquet")
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    with pytest.raises(ValueError, match=r"rows\.parquet cannot be read as Parquet \("):
+        list(read_rows(str(path), "train"))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"needs the package `pyarrow`: pip install 'tba_jax\[hub"):
+        list(read_rows(str(path), "train"))
+
+
+def test_two_files_for_one_split_are_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "train.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"has both .*train\.jsonl and .*train\.parquet; leave"):
+        list(read_rows(str(tmp_path), "train"))
+
+
+def test_hub_names_carry_a_configuration(monkeypatch):
+    """The library is a stand-in here: there is no network in tests."""
+    asked = []
+
+    def load_dataset(name, configuration, split):
+        asked.append((name, configuration, split))
+        if name == "no/such":
+            raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub\nmore")
+        return ROWS
+
+    library = types.SimpleNamespace(
+        load_dataset=load_dataset, get_dataset_split_names=lambda *of: ["train"]
+    )
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    assert list(read_rows("hf://openai/gsm8k:main", "train")) == [
+        ("openai/gsm8k, train row 0", ROWS[0]),
+        ("openai/gsm8k, train row 1", ROWS[1]),
+    ]
+    assert not has_split("hf://org/name", "test")
+    list(read_rows("hf://org/name", "train"))
+    assert asked == [("openai/gsm8k", "main", "train"), ("org/name", None, "train")]
+    with pytest.raises(ValueError, match=r"hf://no/such cannot be read .* \(Dataset 'no/such'"):
+        list(read_rows("hf://no/such", "train"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"package `datasets`: pip install 'tba_jax\[hub"):
+        has_split("hf://org/name", "test")
