@@ -18,9 +18,9 @@ from ml_collections import ConfigDict
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
-TASKS = ("arithmetic", "custom", "gsm8k", "math")
+TASKS = ("arithmetic", "custom", "gsm8k", "math", "tldr", "tldr_toy")
 LONG_PROMPTS = ("refuse", "skip")
-OBJECTIVES = ("tb", "rloo")
+OBJECTIVES = ("tb", "rloo", "online_dpo")
 LOSS_SCALES = ("advantage", "paper")
 BETA_SCHEDULES = ("constant", "linear", "linear_then_jump")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -71,7 +71,7 @@ def default_config() -> Config:
     config.task.num_eval_prompts = 512  # held-out prompts per evaluation, 0: the whole split
 
     config.model = ConfigDict()
-    config.model.path = ""  # HF folder or hub id; empty: the embedded start model
+    config.model.path = ""  # HF folder, hub id or embedded:NAME; empty: embedded:start_model
     config.model.param_dtype = "float32"  # storage of policy and reference parameters
     config.model.compute_dtype = "float32"  # matmul inputs of the trainer; loss is float32
     config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
@@ -86,7 +86,7 @@ def default_config() -> Config:
     config.batch.logprob_chunk_tokens = 8192  # tokens for which a block of logits exists at a time
 
     config.objective = ConfigDict()
-    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; rloo: on-policy baseline
+    config.objective.name = "tb"  # tb: VarGrad Trajectory Balance; baselines: rloo, online_dpo
     config.objective.group_size = 16  # K: responses per prompt in a training group
     config.objective.beta = 0.05  # KL coefficient at step 0; the target is pi_ref exp(r / beta)
     config.objective.beta_schedule = "constant"  # one of BETA_SCHEDULES
@@ -151,6 +151,10 @@ def default_config() -> Config:
     config.sync.keep = 2  # checkpoint transport: published versions kept on disk
 
     config.reward = ConfigDict()
+    config.reward.model_path = ""  # reward model (one label): HF folder, hub id; empty: none
+    config.reward.batch_size = 64  # responses that a reward model scores at a time
+    config.reward.missing_eos = math.inf  # its score for a cut response; inf: the response's own
+    config.reward.offset = 0.0  # subtracted from a reward model's scores, not from missing_eos
     config.reward.num_workers = 1  # reward processes
     config.reward.timeout_s = 10.0  # per item; a hung worker is killed
     config.reward.max_failure_rate = 0.5  # above this share of a round the run stops
@@ -166,6 +170,9 @@ def default_config() -> Config:
     config.eval.num_slots = 128  # unfinished responses at a time
     config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
     config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
+    config.eval.gold_model = ""  # reward model that judges the win rate; empty: gold_reward
+    config.eval.gold_reward = ""  # package.module:function that judges it; empty: gold_model
+    config.eval.reference_metrics = False  # also perplexity under, and KL to, the start model
     config.eval.num_report_samples = 8  # responses kept side by side in the report
 
     config.log = ConfigDict()

@@ -133,6 +133,7 @@ def validate(config: Config) -> None:
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
         ("eval.num_samples", 1),
+        ("reward.batch_size", 1),
         ("eval.temperature", 0.0),
         ("eval.num_report_samples", 0),
         ("log.period", 1),
@@ -307,6 +308,7 @@ def _validate_combinations(config: Config) -> None:
             "Set --config.batch.packed_length=0.",
         )
     _validate_task(config)
+    _validate_judges(config)
 
 
 def _validate_task(config: Config) -> None:
@@ -341,10 +343,10 @@ def _validate_task(config: Config) -> None:
             "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
         )
         need(
-            bool(task.reward),
+            bool(task.reward or config.reward.model_path),
             "task.reward",
             task.reward,
-            "task custom has no reward of its own",
+            "task custom has no reward of its own, and reward.model_path names no reward model",
             "For example --config.task.reward=my_rewards.py:length_reward.",
         )
     functions = [f.strip().rpartition(":") for f in task.reward.split(",")] if task.reward else []
@@ -361,6 +363,36 @@ def _validate_task(config: Config) -> None:
         tuple(task.reward_weights),
         f"task.reward names {len(functions)} functions, and each needs a weight",
         "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
+    )
+
+
+def _validate_judges(config: Config) -> None:
+    """Reward models and gold rewards: one source each."""
+    gold = config.eval.gold_reward
+    need(
+        not gold or all(gold.rpartition(":")),
+        "eval.gold_reward",
+        gold,
+        "must read package.module:function or path/to/file.py:function",
+        "For example --config.eval.gold_reward=my_rewards:length_reward.",
+    )
+    for field, other in (
+        ("task.reward", "reward.model_path"),
+        ("eval.gold_reward", "eval.gold_model"),
+    ):
+        need(
+            not (get_field(config, field) and get_field(config, other)),
+            field,
+            get_field(config, field),
+            f"config.{other} = {get_field(config, other)!r} names another reward",
+            f"Leave one of them empty, for example --config.{other}=''.",
+        )
+    need(
+        not config.reward.model_path or config.reward.missing_eos > -math.inf,
+        "reward.missing_eos",
+        config.reward.missing_eos,
+        "must be a number, or inf for the response's own score",
+        "For example --config.reward.missing_eos=-1.0.",
     )
 
 

@@ -8,6 +8,7 @@ Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         folder: of the model, for its tokenizer.
 
     Raises:
-        ValueError: there are fewer devices than search.num_devices.
+        ValueError: there are fewer devices than search.num_devices; no reward or judge can be used.
     """
     import jax
     import numpy as np
@@ -39,9 +40,12 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         decoder_weights,
         make_decoder,
         make_evaluator,
+        make_gold,
+        make_metrics,
         make_rewards,
         make_task,
         reading_mesh,
+        start_weights,
     )
     from tba_jax.tokenizer import Tokenizer
 
@@ -53,20 +57,29 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"--config.search.num_devices={len(devices)}"
         )
     task = make_task(config)
-    rewards = make_rewards(config, task)
+    tokenizer = Tokenizer.load(folder)
+    source, mesh = reading_mesh(model_config, devices), Mesh(np.array(devices[:num]), ("model",))
+
+    @functools.cache
+    def start_params() -> Any:
+        return start_weights(config, model_config, source, mesh)
+
+    rewards = make_rewards(config, task, tokenizer, mesh.devices.flat[0])
+    gold = None
     try:
-        tokenizer = Tokenizer.load(folder)
-        mesh = Mesh(np.array(devices[:num]), ("model",))
+        gold = make_gold(config, task, tokenizer, mesh.devices.flat[0])
+        metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, mesh)
-        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards)
+        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
-        source = reading_mesh(model_config, devices)
         weights = decoder_weights(config, model_config, params, source, mesh)
         return evaluator.run(weights).metrics()
     finally:
         rewards.close()
+        if gold is not None:
+            gold.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -299,6 +299,8 @@ def _check_reward(run: "Run") -> None:
     """Refuse a reward function that cannot be used while nothing has been computed yet."""
     try:
         run.rewards.check()
+        if run.gold is not None:
+            run.gold.check()
     except (RuntimeError, TimeoutError) as error:
         raise UserError(str(error)) from error
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives: Trajectory Balance in its VarGrad form, the RLOO baseline, and the schedules.
+"""The objectives: Trajectory Balance in its VarGrad form, baselines (RLOO, online DPO), schedules.
 
 Arrays in, arrays out. Every function takes summed log-probs on an explicit [p k] group axis; this
 module does not know where log-probs come from, what a token is, or what a config looks like. It
@@ -138,6 +138,42 @@ def rloo_loss(
     regularised = -beta * residual
     advantage = (regularised - regularised.mean(axis=1, keepdims=True)) * (k / (k - 1))
     loss = -jnp.mean(advantage * policy_logprob)
+    return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
+
+
+def online_dpo_loss(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+) -> Loss:
+    """Online DPO: the group's best response by reward is preferred to its worst.
+
+    loss = -(1 / p) sum_i log sigmoid(beta (h_best - h_worst)),  h = log pi - log pi_ref
+
+    A group whose rewards are all equal prefers nothing and contributes 0. Responses between the
+    best and the worst are not used.
+
+    Args:
+        policy_logprob: log pi(y|x), summed; gradients flow here.
+        reference_logprob: log pi_ref(y|x), summed; no gradient.
+        reward: raw reward; only the order within a group matters.
+        beta: strength of the pull to the reference.
+
+    References:
+        Direct alignment from online feedback, Guo et al., arXiv:2402.04792; a baseline in TBA,
+        arXiv:2503.18929, table 1.
+    """
+    stop = jax.lax.stop_gradient
+    residual = stop(tb_residual(policy_logprob, reference_logprob, reward, beta=beta))
+    log_z = vargrad_log_z(residual)
+    log_ratio = policy_logprob - stop(reference_logprob)
+    best, worst = jnp.argmax(reward, axis=1), jnp.argmin(reward, axis=1)
+    rows = jnp.arange(reward.shape[0])
+    margin = beta * (log_ratio[rows, best] - log_ratio[rows, worst])
+    is_pair = reward[rows, best] > reward[rows, worst]
+    loss = -jnp.mean(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0))
     return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
 
 

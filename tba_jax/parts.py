@@ -5,9 +5,10 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,14 @@ from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.evaluation import Evaluator, MetricFunction
+from tba_jax.evaluation_metrics import ReferenceDistance, WinRate
+from tba_jax.models import hf_weights
+from tba_jax.models.families import transformer_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
+from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
@@ -37,7 +42,7 @@ from tba_jax.train_step import (
     init_state,
     step_shardings,
 )
-from tba_jax.trajectory import length_buckets
+from tba_jax.trajectory import length_buckets, row_buckets
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -90,6 +95,14 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         clip_norm=o.clip_norm,
     )
     return optimizer, schedule
+
+
+def packed_row_buckets(config: Config) -> tuple[int, ...]:
+    """Numbers of packed rows that the train step is compiled for, ascending."""
+    return row_buckets(
+        config.batch.num_prompts * config.objective.group_size,
+        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+    )
 
 
 def mesh_shape(config: Config, num_hosts: int = 1) -> MeshShape:
@@ -212,6 +225,31 @@ def decoder_weights(
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 
 
+def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
+    """The start model's weights, as `decoder_weights` gives them.
+
+    Args:
+        config: of the run.
+        model_config: the architecture that is wanted.
+        source: a mesh to read on.
+        mesh: the searcher's.
+
+    Raises:
+        ValueError: config.model.path is a model of another architecture.
+    """
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    shardings = param_shardings(model_config, source)
+    folder = hf_weights.resolve(model_path(config))
+    if transformer_config(hf_weights.load_config(folder)) != model_config:
+        raise ValueError(
+            "config.eval.reference_metrics compares with the model at config.model.path = "
+            f"{model_path(config)!r}, which has another architecture; name the right one, or set "
+            "--config.eval.reference_metrics=False"
+        )
+    _, params, _ = hf_weights.load(folder, param_dtype=dtype, shardings=shardings)
+    return decoder_weights(config, model_config, params, source, mesh)
+
+
 def make_reference_program_from(
     config: Config, model_config: TransformerConfig, eos_ids: tuple[int, ...], mesh: Mesh
 ) -> Callable[..., Array]:
@@ -227,10 +265,24 @@ def make_reference_program_from(
     )
 
 
+class SpecialIds(Protocol):
+    """What a decoder needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token written after the end."""
+        ...
+
+
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
-    tokenizer: Tokenizer,
+    tokenizer: SpecialIds,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
@@ -291,20 +343,118 @@ def make_task(config: Config) -> Task:
     )
 
 
-def make_rewards(config: Config, task: Task) -> RewardSource:
+def make_rewards(
+    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
+    Args:
+        config: the config.
+        task: its task.
+        policy_tokenizer: of the responses.
+        device: where a reward model scores.
+
     Raises:
-        ValueError: the reward function cannot be named or found.
+        ValueError: the reward function or model cannot be used, or there is none.
     """
+    if config.reward.model_path:
+        missing_eos = config.reward.missing_eos
+        return RewardModel.load(
+            config.reward.model_path,
+            device=device,
+            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            policy_tokenizer=policy_tokenizer,
+            batch_size=config.reward.batch_size,
+            missing_eos=None if missing_eos == math.inf else missing_eos,
+            offset=config.reward.offset,
+        )
+    function = config.task.reward or task.reward
+    if not function:
+        raise ValueError(
+            f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
+            "reward model, or --config.task.reward=package.module:function"
+        )
+    return _reward_pool(config, task, function, config.task.reward_weights)
+
+
+def _reward_pool(
+    config: Config, task: Task, function: str, weights: Sequence[float] = ()
+) -> RewardPool:
     return RewardPool(
-        config.task.reward or task.reward,
+        function,
         num_workers=config.reward.num_workers,
         timeout_s=config.reward.timeout_s,
         max_failure_rate=config.reward.max_failure_rate,
-        weights=config.task.reward_weights,
+        weights=weights,
         columns=tuple(task.eval_problem(0)[1]),
     )
+
+
+def on_device(rewards: RewardSource, device: Any) -> RewardSource:
+    """A reward model on this device; a reward pool as it is, which uses none."""
+    return rewards.on(device) if isinstance(rewards, RewardModel) else rewards
+
+
+def make_gold(
+    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+) -> RewardSource | None:
+    """The judge of the win rate, None where the config names none; close it after use.
+
+    Raises:
+        ValueError: it cannot be used, or the task's headline is the win rate and there is none.
+    """
+    if config.eval.gold_model:
+        return RewardModel.load(
+            config.eval.gold_model,
+            device=device,
+            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            policy_tokenizer=policy_tokenizer,
+            batch_size=config.reward.batch_size,
+        )
+    if config.eval.gold_reward:
+        return _reward_pool(config, task, config.eval.gold_reward)
+    if task.metric == "win_rate":
+        raise ValueError(
+            f"task {task.name} is judged by its win rate, and nothing judges; set "
+            "--config.eval.gold_model to a reward model other than the one that trains, or "
+            "--config.eval.gold_reward=package.module:function"
+        )
+    return None
+
+
+def make_metrics(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    gold: RewardSource | None,
+    reference_params: Callable[[], Any],
+) -> list[MetricFunction]:
+    """The metric functions that the config asks for.
+
+    Args:
+        config: the config.
+        tokenizer: of the policy.
+        model_config: architecture of policy and reference.
+        gold: judge of the win rate, if any.
+        reference_params: gives the start model's weights on the device that evaluates.
+    """
+    metrics: list[MetricFunction] = []
+    if gold is not None:
+        metrics.append(WinRate(gold, tokenizer))
+    if config.eval.reference_metrics:
+        buckets = config.batch.num_length_buckets
+        metrics.append(
+            ReferenceDistance(
+                model_config,
+                reference_params,
+                temperature=config.search.sampling_temperature,
+                compute_dtype=config.model.rollout_dtype,
+                prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
+                response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
+                pad_id=tokenizer.pad_id,
+            )
+        )
+    return metrics
 
 
 def make_evaluator(

@@ -30,7 +30,7 @@ class Reference:
 
     def __init__(self, program: Callable[..., Array], params: Any) -> None:
         self._program = program
-        self._params = params
+        self.params = params
 
     def __call__(
         self,
@@ -47,7 +47,7 @@ class Reference:
             response_bucket: padded length of the responses.
         """
         return self._program(
-            self._params,
+            self.params,
             tokens,
             prompt_lengths,
             response_lengths,

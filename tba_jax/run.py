@@ -21,11 +21,9 @@ from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
 from tba_jax.evaluation import Evaluation, Evaluator
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
-from tba_jax.models import hf_weights
-from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
-from tba_jax.parts import decoder_weights, model_path, reading_mesh
+from tba_jax.parts import reading_mesh, start_weights
 from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.rewards.source import RewardSource
 from tba_jax.searcher import Searcher
@@ -42,6 +40,7 @@ class Run:
     Attributes:
         cluster: the processes of the run; searchers, streams, outboxes and buffer are this one's.
         num_searchers: of all processes.
+        rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
@@ -60,6 +59,7 @@ class Run:
     buffer: ReplayBuffer
     transport: Transport
     rewards: RewardSource
+    gold: RewardSource | None
     evaluator: Evaluator
     decoder: Decoder
     placement: Placement
@@ -176,23 +176,22 @@ class Run:
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
         start = self.clock()
-        config = self.config
         # On devices of this process: the others go on meanwhile.
-        mesh = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
-        _, params, _ = hf_weights.load(
-            model_path(config),
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
-            shardings=param_shardings(self.model_config, mesh),
+        source = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
+        weights = start_weights(
+            self.config, self.model_config, source, self.placement.searcher_meshes[0]
         )
-        weights = decoder_weights(
-            config, self.model_config, params, mesh, self.placement.searcher_meshes[0]
-        )
-        del params
         self.record_evaluation(0, self.evaluator.run(weights), start)
+
+    def close_rewards(self) -> None:
+        """Stop what computes rewards."""
+        self.rewards.close()
+        if self.gold is not None:
+            self.gold.close()
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
-        self.rewards.close()
+        self.close_rewards()
         self.checkpoints.abandon(timeout_s=30.0)
         self.progress.close()
         self.metrics.close()
@@ -200,7 +199,7 @@ class Run:
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
-        self.rewards.close()
+        self.close_rewards()
         self.transport.close()
         self.checkpoints.close()
         self.progress.close()

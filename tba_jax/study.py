@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tba_jax import frontier
 from tba_jax.metrics import format_metric, is_share, metric_label, read_jsonl
 from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
@@ -28,6 +29,14 @@ _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
+# The TL;DR miniature by every objective: on policy, and on data exactly 16 updates old. Baselines
+# hold beta, as theirs do; TB anneals it, as the paper's TL;DR runs do.
+_LAGGED = (*_SYNC, "sync_period=1", "replay.recency_prob=1.0")
+_BASELINE = (*_LAGGED, "objective.beta_schedule=constant", "objective.beta=0.1")
+_ONLINE_DPO = (*_BASELINE, "objective.name=online_dpo")
+_RLOO = (*_BASELINE, "objective.name=rloo")
+_LAG = "search.exact_lag=16"
+
 
 class Study(NamedTuple):
     """What a study runs.
@@ -35,13 +44,29 @@ class Study(NamedTuple):
     Attributes:
         config: config file, with its preset where that is not the default one.
         variants: name -> config overrides; the others are compared with the first.
+        is_frontier: draw the win rate against the divergence instead of against steps.
     """
 
     config: str
     variants: Mapping[str, tuple[str, ...]]
+    is_frontier: bool = False
 
 
 STUDIES: dict[str, Study] = {
+    # Win rate against divergence from the start, on the TL;DR miniature.
+    "tldr_frontier": Study(
+        "configs/tldr.py",
+        {
+            "tb, async": (),
+            "tb, lag 16": (*_LAGGED, _LAG),
+            "online dpo, lag 16": (*_ONLINE_DPO, _LAG),
+            "rloo, lag 16": (*_RLOO, _LAG),
+            "tb, lag 0": _LAGGED,
+            "online dpo, lag 0": _ONLINE_DPO,
+            "rloo, lag 0": _RLOO,
+        },
+        is_frontier=True,
+    ),
     # The main job as a user runs it.
     "main_job": Study("configs/math.py", {"async": ()}),
     # The same number of trained responses by both drivers, and on data exactly D steps old.
@@ -165,6 +190,19 @@ def table(name: str, results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def evaluations(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """Variant -> the evaluation records of each seed, in the order of their steps."""
+    curves: dict[str, list[list[dict[str, Any]]]] = {}
+    for variant, reports in results.items():
+        folders = [run_folder(out, variant, report["seed"]) for report in reports]
+        curves[variant] = [
+            [r for r in read_jsonl(folder / "metrics.jsonl") if "eval/n" in r] for folder in folders
+        ]
+    return curves
+
+
 def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
     """The headline metric against trained steps: every seed thin, the median thick."""
     metric = metric_of(next(iter(results.values())))
@@ -235,11 +273,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         print(f"error: --budget_min={args.budget_min:g} left no time for a run", file=sys.stderr)
         return 1
-    text = table(args.name, results)
+    text, picture = table(args.name, results), None
+    if study.is_frontier:
+        curves = evaluations(results, out)
+        text += f"\n\n{frontier.table(curves)}"
+        picture = frontier.figure(curves)
     if skipped:
         text += f"\n\nNot run within {args.budget_min:g} minutes: {', '.join(skipped)}."
     (out / f"{args.name}.md").write_text(text + "\n")
-    (out / f"{args.name}.png").write_bytes(figure(results, out))
+    (out / f"{args.name}.png").write_bytes(picture or figure(results, out))
     print(text)
     return 0
 

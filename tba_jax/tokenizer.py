@@ -194,6 +194,10 @@ class Tokenizer:
                 "roles or their order"
             ) from error
 
+    def has_vocabulary_of(self, other: "Tokenizer") -> bool:
+        """Whether every token of `other` has the same id here, so that its ids can be read."""
+        return other._tokenizer.get_vocab().items() <= self._tokenizer.get_vocab().items()
+
     def _has_row(self, token_id: int | None) -> bool:
         """Tokens can be added to a tokenizer without giving the model rows for them."""
         size = self._model_vocab_size

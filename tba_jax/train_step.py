@@ -182,7 +182,7 @@ def make_train_step(
     Args:
         config: the architecture.
         optimizer, schedule: of the parameters.
-        settings: objective, schedules, dtypes.
+        settings: objective, schedules, micro-batches, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
@@ -215,7 +215,8 @@ def make_train_step(
                 return objectives.tb_loss(
                     policy, reference, rewards, beta=beta, scale=settings.scale
                 )
-            return objectives.rloo_loss(policy, reference, rewards, beta=beta)
+            baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
+            return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
         policy_token_logprobs, grads = _gradients(
             rows, state.params, objective, (reference_logprob, batch.rewards), num_micro_batches

@@ -33,6 +33,8 @@ from tba_jax.parts import (
     abstract_state,
     make_decoder,
     make_evaluator,
+    make_gold,
+    make_metrics,
     make_optimizer_from,
     make_publication,
     make_reference_program_from,
@@ -40,10 +42,14 @@ from tba_jax.parts import (
     make_step_shardings,
     make_task,
     model_path,
+    on_device,
+    packed_row_buckets,
     place_run,
+    reading_mesh,
     reference_shardings,
     sampling_settings,
     searcher_shardings,
+    start_weights,
     step_settings,
 )
 from tba_jax.reference import Reference
@@ -55,7 +61,7 @@ from tba_jax.step_plan import Planner
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
-from tba_jax.trajectory import Batch, PackedBatch, length_buckets, row_buckets
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
@@ -119,9 +125,12 @@ def build(
             f"{task.train_size()} training prompts, so a batch of fresh prompts can never be full "
             "and replay.pace=trainer waits for ever. Lower it or set --config.replay.pace=off."
         )
-    rewards = make_rewards(config, task)
     folder_of_model = hf_weights.resolve(model_path(config))
     tokenizer = Tokenizer.load(folder_of_model)
+    # Searcher 0 runs evaluations, on the weights that it has.
+    evaluation_mesh = placement.searcher_meshes[0]
+    rewards = make_rewards(config, task, tokenizer, evaluation_mesh.devices.flat[0])
+    gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
@@ -207,7 +216,7 @@ def build(
             decoder=decoders[placement.searcher_meshes[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards,
+            rewards=on_device(rewards, placement.searcher_meshes[i].devices.flat[0]),
             reference=references.get(placement.searcher_meshes[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
@@ -225,10 +234,17 @@ def build(
         )
         for i in range(mine)
     ]
-    # Searcher 0 runs it, on the weights that it has.
-    evaluator = make_evaluator(
-        config, task, tokenizer, decoders[placement.searcher_meshes[0]], rewards
-    )
+
+    @functools.cache
+    def start_params() -> Any:
+        if evaluation_mesh in references:
+            return references[evaluation_mesh].params
+        # From devices of this process: only one evaluates.
+        source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
+        return start_weights(config, model_config, source, evaluation_mesh)
+
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
@@ -264,10 +280,7 @@ def build(
         response_buckets=response_buckets,
         pad_id=tokenizer.pad_id,
         packed_length=config.batch.packed_length,
-        row_buckets=row_buckets(
-            config.batch.num_prompts * config.objective.group_size,
-            config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
-        ),
+        row_buckets=packed_row_buckets(config),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         place_batch=place_batch,
         log_event=schedule_log.append,
@@ -286,6 +299,7 @@ def build(
         buffer=buffer,
         transport=transport,
         rewards=rewards,
+        gold=gold,
         evaluator=evaluator,
         decoder=decoders[placement.searcher_meshes[0]],
         placement=placement,

@@ -279,3 +279,33 @@ def random_params(config, seed=0):
         lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
         abstract_params(config),
     )
+
+
+def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
+    """Tokenizer files of the words <0>, <1>, ...; word i has id (i + shift) % size.
+
+    Args:
+        folder: model folder, made when absent.
+        size: number of words.
+        eos, pad: the words that end a response and pad.
+        shift: of ids against words.
+    """
+    import json
+    from pathlib import Path
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {f"<{i}>": (i + shift) % size for i in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=f"<{pad}>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": f"<{eos}>",
+        "pad_token": f"<{pad}>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -38,7 +38,10 @@ def test_every_preset_validates_and_names_itself(path, preset):
 def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
         config = runpy.run_path(str(path))["get_config"]()
-        assert config.model.path == "" and config.task.data_path == ""
+        assert config.task.data_path == ""
+        for field in ("model.path", "reward.model_path", "eval.gold_model"):
+            value = config_lib.get_field(config, field)
+            assert value == "" or value.startswith("embedded:")
         validate_devices(config, config.num_cpu_devices)
 
 
@@ -145,6 +148,17 @@ def test_no_field_is_dead():
         ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        (
+            {"reward.model_path": "m", "task.reward": "a:b"},
+            "task.reward = 'a:b': config.reward.model_path = 'm' names another reward",
+        ),
+        ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "names another reward"),
+        ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),
+        (
+            {"reward.model_path": "m", "reward.missing_eos": float("-inf")},
+            "reward.missing_eos = -inf: must be a number, or inf",
+        ),
+        ({"reward.batch_size": 0}, "config.reward.batch_size = 0: must be at least 1"),
         ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
         ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),

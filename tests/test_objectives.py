@@ -76,6 +76,40 @@ def test_rloo_advantage_against_numpy(group):
     np.testing.assert_allclose(got, -expected / expected.size, atol=1e-6)
 
 
+def test_online_dpo_gradient_against_numpy_and_finite_differences(group):
+    policy, reference, reward = (np.asarray(x, np.float64) for x in group)
+    reward[2] = 0.25  # a group without an order
+    beta = 0.7
+
+    def loss(policy):
+        total = 0.0
+        for h, r in zip(policy - reference, reward, strict=True):
+            if r.max() > r.min():
+                total += np.log1p(np.exp(-beta * (h[r.argmax()] - h[r.argmin()])))
+        return total / 3
+
+    args = (group[1], jnp.asarray(reward, jnp.float32))
+    got = objectives.online_dpo_loss(group[0], *args, beta=beta)
+    np.testing.assert_allclose(got.loss, loss(policy), rtol=1e-6)
+    grad = jax.grad(lambda p: objectives.online_dpo_loss(p, *args, beta=beta).loss)(group[0])
+    step = 1e-6
+    for at in np.ndindex(policy.shape):
+        shifted = [policy.copy(), policy.copy()]
+        shifted[0][at] += step
+        shifted[1][at] -= step
+        slope = (loss(shifted[0]) - loss(shifted[1])) / (2 * step)
+        # float32 gradient of order 0.1 against a central difference in float64
+        np.testing.assert_allclose(grad[at], slope, atol=1e-6)
+    assert np.count_nonzero(grad) == 4  # one pair in each of two groups
+    np.testing.assert_array_equal(grad[2], 0.0)
+
+
+def test_online_dpo_does_not_move_the_reference(group):
+    policy, reference, reward = group
+    grad = jax.grad(lambda r: objectives.online_dpo_loss(policy, r, reward, beta=0.1).loss)
+    np.testing.assert_array_equal(grad(reference), 0.0)
+
+
 def test_stopping_the_gradient_of_log_z_changes_nothing(group):
     policy, reference, reward = group
 

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
+from fakes import write_word_tokenizer
 from golden import make_golden
 from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
 
 from tba_jax.models import classifier, families, hf_weights, rope
+from tba_jax.reward_models import RewardModel
 from tba_jax.tokenizer import Tokenizer
 
 MODELS = make_golden.MODELS | make_golden.MORE_MODELS
@@ -82,6 +84,38 @@ def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
     loss, their_loss = kl(found["logits"], low), kl(found["logits"], theirs)
     assert loss < BFLOAT16_KL
     assert loss < 3 * their_loss, (loss, their_loss)
+
+
+REWARD_MODELS = {
+    "gpt_neox": MODELS["gpt_neox_reward"],
+    "llama": make_golden._llama(num_labels=1, architectures=["LlamaForSequenceClassification"]),
+}
+
+
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
+    """Prompts and responses of many lengths through the scorer; there row by row."""
+    model, _ = make_golden.model_and_outputs(REWARD_MODELS[name])
+    model.save_pretrained(tmp_path / "model")
+    config, params, _ = hf_weights.load(tmp_path / "model")
+    write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
+    tokenizer = Tokenizer.load(tmp_path)
+    scorer = RewardModel(config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=8)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, config.vocab_size, rng.integers(4, 100)) for _ in range(20)]
+    rows = [np.append(row, 1) for row in rows]
+    texts = [" ".join(f"<{i}>" for i in row) for row in rows]
+    got = scorer.score(
+        [text.split(" ", 3)[0] for text in texts],
+        [""] * len(rows),  # same vocabulary: the ids are scored
+        {},
+        completion_ids=[row[1:] for row in rows],
+        has_eos=[True] * len(rows),
+    )
+    with torch.no_grad():
+        want = [model.eval()(torch.tensor(row[None])).logits[0, 0].item() for row in rows]
+    assert np.std(want) > 0.01
+    np.testing.assert_allclose(got.rewards, want, atol=1e-4)
 
 
 # The rotary settings of Llama 3.1, Qwen2.5 with its extension, Llama 2 stretched, and Pythia.

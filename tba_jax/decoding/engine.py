@@ -22,6 +22,9 @@ from tba_jax.models import transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
+CHUNK_STEPS = 8
+"""Steps between two looks of the host, unless a decoder is made with another number."""
+
 
 class Decoded(NamedTuple):
     """Responses of one `decode` call; host arrays.
@@ -72,7 +75,7 @@ class Decoder:
         prompt_buckets: Sequence[int],
         max_length: int,
         cache_dtype: Any = None,
-        chunk_steps: int = 8,
+        chunk_steps: int = CHUNK_STEPS,
         cache_sharding: jax.sharding.NamedSharding | None = None,
         implementation: Implementation = "auto",
     ):

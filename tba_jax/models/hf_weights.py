@@ -40,6 +40,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+EMBEDDED = "embedded:"  # before the name of a model that comes with the package
+_ASSETS = Path(__file__).parents[1] / "assets"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
@@ -186,9 +188,13 @@ def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
     """The folder of a model: the path itself, or a snapshot of the hub repository.
 
+    `embedded:NAME` is the model of that name that comes with the package.
+
     Raises:
         ValueError: neither a folder nor a repository that can be fetched or is cached.
     """
+    if str(path_or_hub_id).startswith(EMBEDDED):
+        return _embedded(str(path_or_hub_id).removeprefix(EMBEDDED))
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
@@ -215,6 +221,16 @@ def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
             f"model {name!r} is neither a folder here nor a Hugging Face repository that can be "
             f"fetched ({reason}). Check the spelling, or download it first and give its folder"
         ) from error
+
+
+def _embedded(name: str) -> Path:
+    there = {path.parent.name: path.parent for path in _ASSETS.glob("*/config.json")}
+    if name not in there:
+        raise ValueError(
+            f"no model {EMBEDDED}{name}; this package comes with "
+            + ", ".join(EMBEDDED + x for x in sorted(there))
+        )
+    return there[name]
 
 
 def _sources(

@@ -328,7 +328,7 @@ def apply(
     comes out at a padded position is finite and meaningless.
 
     Args:
-        params: from `init_params` or `hf_weights.load`.
+        params: from `init_params` or `hf_weights.load`, or these in the decoder's layout.
         tokens: token ids.
         positions: position of each token in its sequence (a left-padded row starts at 0 after its
             padding, each sequence of a packed row at 0).
@@ -363,7 +363,12 @@ def apply(
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     if sharding is not None:
         x = sharding.rows(x)
-    x, _ = jax.lax.scan(_REMAT[remat](layer), x, params["layers"])
+    run = _REMAT[remat](layer)
+    if isinstance(params["layers"], tuple):  # the decoder's layout
+        for layer_params in params["layers"]:
+            x, _ = run(x, layer_params)
+    else:
+        x, _ = jax.lax.scan(run, x, params["layers"])
     return final_norm(params, x, config=config)
 
 

@@ -14,6 +14,8 @@ from tba_jax.tasks.custom import Custom, PromptContent
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
 from tba_jax.tasks.reasoning_gym import ReasoningGym
+from tba_jax.tasks.tldr import TLDR
+from tba_jax.tasks.tldr_toy import TLDRToy
 
 REASONING_GYM_PREFIX = "reasoning_gym:"
 
@@ -65,21 +67,28 @@ class Task(Protocol):
         ...
 
 
-def _arithmetic(data_path: str, num_held_out: int) -> Task:
-    del num_held_out  # it has a split of its own
-    if data_path:
-        raise ValueError(
-            f"task.data_path = {data_path!r}, but task arithmetic makes its own problems; "
-            "leave it empty, or choose another task.name"
-        )
-    return Arithmetic()
+def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int], Task]:
+    """A task that makes its own problems."""
+
+    def make(data_path: str, num_held_out: int) -> Task:
+        del num_held_out  # it has a split of its own
+        if data_path:
+            raise ValueError(
+                f"task.data_path = {data_path!r}, but task {name} makes its own problems; "
+                "leave it empty, or choose another task.name"
+            )
+        return task()
+
+    return make
 
 
 _TASKS: dict[str, Callable[[str, int], Task]] = {
-    "arithmetic": _arithmetic,
+    "arithmetic": _embedded("arithmetic", Arithmetic),
     "custom": Custom,
     "gsm8k": lambda data_path, _: GSM8K(data_path),
     "math": lambda data_path, _: HendrycksMath(data_path),
+    "tldr": lambda data_path, _: TLDR(data_path),
+    "tldr_toy": _embedded("tldr_toy", TLDRToy),
 }
 
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-Split = Literal["train", "test"]
+Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
 
 HUB_PREFIX = "hf://"
@@ -180,8 +180,9 @@ def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:
 class RowTask:
     """A task whose problems are the rows of a published train and test file.
 
-    A subclass says `columns`, `hub` (a source for each split) and `problem`. Files are read when a
-    split is first used. Invariant: a problem's index is its row in the file.
+    A subclass says `columns`, `hub` (a source for `train` and for `test`), `hub_eval_split` where
+    the held-out split has another name there, and `problem`. Files are read when a split is first
+    used. Invariant: a problem's index is its row in the file.
 
     Args:
         data_path: a source with both splits; empty: the hub.
@@ -191,7 +192,8 @@ class RowTask:
     """
 
     columns: tuple[str, ...]
-    hub: Mapping[Split, str]
+    hub: Mapping[str, str]
+    hub_eval_split: Split = "test"
 
     def __init__(self, data_path: str) -> None:
         if os.path.isfile(data_path):
@@ -212,7 +214,9 @@ class RowTask:
 
     @functools.cached_property
     def _eval(self) -> list[Row]:
-        return load_rows(self._data_path or self.hub["test"], "test", self.columns)
+        if self._data_path:
+            return load_rows(self._data_path, "test", self.columns)
+        return load_rows(self.hub["test"], self.hub_eval_split, self.columns)
 
     def train_size(self) -> int:
         """Number of training problems."""

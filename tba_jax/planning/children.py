@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Questions about a run, each answered by a process of its own.
+
+A compiler that dislikes a placement aborts its process, and a compilation may take very long: both
+are verdicts about the plan and not the end of it. A child gets one JSON object on standard input
+and answers with one on the last line of standard output (`compile_one` is its main program). This
+side knows processes and texts, imports no JAX, and owns the invariant: whatever happens to a child,
+the caller gets an `Answer`, and no child outlives its time.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tba_jax.planning.environment import NO_TPU
+
+_MODULE = "tba_jax.planning.compile_one"
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")
+_TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
+
+
+class Answer(NamedTuple):
+    """What a child said.
+
+    Attributes:
+        value: its JSON object; None where it failed.
+        failure: one line: why; "" where it answered.
+        is_user_error: the child itself refused the request, with a message for the user.
+        is_too_large: the compiler refused for want of device memory.
+        needed_bytes: how much it wanted then, where it said so.
+    """
+
+    value: dict[str, Any] | None
+    failure: str = ""
+    is_user_error: bool = False
+    is_too_large: bool = False
+    needed_bytes: float = 0.0
+
+
+def ask(request: Mapping[str, Any], *, timeout_s: float) -> Answer:
+    """One question to one child.
+
+    Args:
+        request: for `compile_one.answer`.
+        timeout_s: the child is killed after this long.
+    """
+    environment = dict(os.environ)
+    if request["topology"]:
+        environment |= NO_TPU
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _MODULE, str(os.getpid())],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=environment,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return Answer(None, f"not compiled within {timeout_s:.0f} s (--timeout_s)")
+    seconds = time.monotonic() - start
+    if done.returncode == 0:
+        value = json.loads(done.stdout.splitlines()[-1])
+        refusal = value.get("refusal", "")
+        return Answer(None, refusal, is_user_error=True) if refusal else Answer(value)
+    return _failure(done.returncode, done.stderr, seconds)
+
+
+def _failure(returncode: int, stderr: str, seconds: float) -> Answer:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    if returncode < 0:
+        checks = [line for line in lines if "Check failed" in line or line.startswith("F0")]
+        reason = checks[0] if checks else (lines[-1] if lines else "it said nothing")
+        name = {-6: "aborted", -9: "was killed, perhaps for want of host memory"}.get(
+            returncode, f"died of signal {-returncode}"
+        )
+        return Answer(None, f"the compiler {name} after {seconds:.0f} s: {_brief(reason)}")
+    exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]
+    if exhausted:
+        found = _TOO_LARGE.search(exhausted[-1])
+        unit = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+        needed = float(found[1]) * unit[found[2]] if found else 0.0
+        reason = exhausted[-1].split("RESOURCE_EXHAUSTED:", 1)[1].strip()
+        return Answer(None, _brief(reason), is_too_large=True, needed_bytes=needed)
+    errors = [line for line in lines if _ERROR.match(line)]
+    reason = (errors or lines or [f"exit code {returncode}"])[-1]
+    return Answer(None, _brief(reason))
+
+
+def _brief(line: str) -> str:
+    return line if len(line) <= 240 else f"{line[:160]} ... {line[-70:]}"

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The child process of a plan: describes a run on a slice, or compiles one of its programs.
+
+    python -m tba_jax.planning.compile_one PARENT_PID < REQUEST.json
+
+The request names config, topology, model shape and what to do; the answer is the last line of
+standard output. A request that makes no sense is refused in the answer; an abort of the compiler
+ends the process, which `children` reports. It keeps nothing between requests.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from tba_jax.config import Config, ConfigError, default_config
+from tba_jax.decoding.engine import CHUNK_STEPS
+from tba_jax.models import families
+from tba_jax.models.transformer import num_params
+from tba_jax.planning import chips, hlo_cost, layouts
+from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer to one request.
+
+    Args:
+        request: `config`, a nested dict; `topology`, "" for the attached devices; `model`, the
+            contents of a config.json; `cache`, folder of the persistent compilation cache or "";
+            `program`, a name, or "" for a description of the run; `chooses`, whether the placement
+            is chosen for the slice.
+
+    Raises:
+        ValueError: the request makes no sense.
+    """
+    config = default_config()
+    with config.unlocked():
+        config.update(request["config"])
+    if request["cache"]:
+        jax.config.update("jax_compilation_cache_dir", request["cache"])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    if request["topology"]:
+        topology = chips.parse_topology(request["topology"])
+        chip, devices = topology.chip, topology.devices()
+    else:
+        if config.num_cpu_devices > 1:
+            jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+        devices = chips.local_devices()
+        chip = chips.attached_chip(devices) if not request["program"] else None
+    model_config = families.transformer_config(request["model"])
+    if request["chooses"]:
+        assert chip is not None
+        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes)
+    else:
+        choice = layouts.place(config, devices)
+    if request["program"]:
+        planned = plan_programs(config, model_config, choice.placement)
+        return _compile(next(p for p in planned if p.name == request["program"]))
+    assert chip is not None
+    return {
+        "config": config.to_dict(),
+        "chip": dataclasses.asdict(chip),
+        "platform": devices[0].platform,
+        "num_devices": len(devices),
+        "num_hosts": len({d.process_index for d in devices}),
+        "layout": choice.name,
+        "takes_turns": choice.takes_turns,
+        "changed_fields": choice.fields,
+        "num_params": num_params(model_config),
+        "groups": _groups(config, model_config, choice),
+        "sizes": _sizes(config, choice),
+        "trainer_options": layouts.usable_options(config, model_config, devices),
+        "programs": [
+            {
+                "name": p.name,
+                "group": p.group,
+                "sizes": p.sizes,
+                "variants": p.variants,
+                "with_cache": p.with_cache,
+            }
+            for p in plan_programs(config, model_config, choice.placement)
+        ],
+    }
+
+
+def _groups(config: Config, model_config: Any, choice: layouts.Choice) -> dict[str, Any]:
+    mesh = choice.placement.trainer_mesh
+    found: dict[str, Any] = residents(config, model_config, choice.placement)
+    found["trainer"] |= {
+        "count": 1,
+        "devices": mesh.devices.size,
+        "mesh": " x ".join(f"{name} {size}" for name, size in mesh.shape.items()),
+    }
+    size = choice.placement.searcher_meshes[0].devices.size
+    found["searcher"] |= {
+        "count": choice.num_groups,
+        "devices": size,
+        "mesh": f"model {size}",
+    }
+    return found
+
+
+def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
+    sizes = sizes_of(config)
+    rows, k = sizes.prompts * sizes.group, sizes.group
+    groups = choice.placement.searcher_meshes[0].devices.size
+    return sizes._asdict() | {
+        "batch_rows": rows,
+        "round_rows": sizes.round_prompts * sizes.samples,
+        "prompts_per_round": sizes.round_prompts,
+        "prefills_per_round": -(-sizes.round_prompts // sizes.prefill_prompts),
+        "chunk_steps": CHUNK_STEPS,
+        "response_tokens": config.search.max_new_tokens / 2,
+        "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
+        "micro_batch_rows": config.batch.micro_batch_rows or rows,
+        "micro_batch_options": layouts.micro_batch_options(
+            config,
+            choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],
+        ),
+        "next_group": 2 * groups,
+    }
+
+
+def _compile(planned: Planned) -> dict[str, Any]:
+    lowered = planned.lower()
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
+        raise ValueError("this backend does not tell what its programs take")
+    cost = hlo_cost.program_cost(text, unknown_trips=planned.unknown_trips)
+    hbm = dict(planned.resident)
+    # What the device's own layout adds to resident arrays by padding is counted as an input.
+    hbm["inputs"] = max(0.0, memory.argument_size_in_bytes - sum(planned.resident.values()))
+    hbm[planned.result] = max(0.0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
+    hbm["temporaries"] = float(memory.temp_size_in_bytes)
+    hbm["code"] = float(memory.generated_code_size_in_bytes)
+    return {
+        "hbm": hbm,
+        "flops": cost.flops,
+        "num_bytes": cost.num_bytes,
+        "collective_bytes": cost.collective_bytes,
+        "uncounted": list(cost.uncounted),
+        "compile_s": seconds,
+    }
+
+
+def main() -> int:
+    """Answer the request on standard input."""
+    parent = int(sys.argv[1])
+
+    def exit_with_parent() -> None:
+        # A plan that was killed cannot stop a compiler that has minutes to go.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
+    request = json.loads(sys.stdin.read())
+    try:
+        out = answer(request)
+    except (ConfigError, ValueError) as error:
+        out = {"refusal": str(error).splitlines()[0]}
+    print(json.dumps(out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

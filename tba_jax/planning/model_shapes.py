@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The architecture of a config's model, without its weights: config.json alone is needed.
+
+A folder's own config.json comes first, then that of the hub, then, where the hub cannot be reached,
+the table here: what the published config.json files of the models in our presets say, as far as it
+decides shapes. It fetches one small file at most. The invariant it owns: whoever asks is told where
+the shape came from.
+"""
+
+import json
+import os
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT_S = 5.0
+
+_RHO_1B = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+_PYTHIA = {
+    "model_type": "gpt_neox",
+    "vocab_size": 50304,
+    "rotary_pct": 0.25,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+_GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+}
+
+
+def _pythia(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return _PYTHIA | {
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
+def _qwen(hidden: int, mlp: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Any:
+    return {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    } | more
+
+
+_LLAMA_3_2_1B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": True,
+}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "realtreetune/rho-1b-sft-GSM8K": _RHO_1B,
+    "microsoft/rho-math-1b-v0.1": _RHO_1B,
+    "Qwen/Qwen2.5-0.5B": _qwen(896, 4864, 24, 14, 2),
+    "Qwen/Qwen2.5-1.5B": _qwen(1536, 8960, 28, 12, 2, max_position_embeddings=131072),
+    "Qwen/Qwen2.5-7B": _qwen(
+        3584,
+        18944,
+        28,
+        28,
+        4,
+        vocab_size=152064,
+        max_position_embeddings=131072,
+        tie_word_embeddings=False,
+    ),
+    "EleutherAI/pythia-410m": _pythia(1024, 24, 16),
+    "EleutherAI/pythia-410m-deduped": _pythia(1024, 24, 16),
+    "EleutherAI/pythia-1b": _pythia(2048, 16, 8),
+    "EleutherAI/pythia-1b-deduped": _pythia(2048, 16, 8),
+    "EleutherAI/pythia-2.8b": _pythia(2560, 32, 32),
+    "EleutherAI/pythia-2.8b-deduped": _pythia(2560, 32, 32),
+    "openai-community/gpt2": _GPT2,
+    "gpt2": _GPT2,
+    "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_3_2_1B,
+}
+
+
+def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
+    """(contents of config.json, where they came from) of a folder or hub id; no weights are read.
+
+    Raises:
+        ValueError: neither a folder with config.json, nor on the hub, nor in the table.
+    """
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{folder}: no config.json there; a plan needs no more than that file")
+        return json.loads(file.read_text()), str(file)
+    fetched, reason = _fetch(path_or_hub_id)
+    if fetched is not None:
+        return fetched, f"config.json of {path_or_hub_id}, {reason}"
+    if path_or_hub_id in PUBLISHED:
+        where = f"the built-in table of published shapes; the hub was not reached ({reason})"
+        return PUBLISHED[path_or_hub_id], where
+    raise ValueError(
+        f"model {path_or_hub_id!r} is no folder here, the hub was not reached ({reason}), and the "
+        f"table has only {', '.join(PUBLISHED)}. Give a folder that holds its config.json"
+    )
+
+
+def _fetch(hub_id: str) -> tuple[dict[str, Any] | None, str]:
+    """(contents of config.json, from where) or (None, why not), within seconds."""
+    import huggingface_hub
+
+    try:
+        cached = huggingface_hub.try_to_load_from_cache(hub_id, "config.json")
+    except ValueError as error:  # not a hub id
+        return None, str(error).splitlines()[0]
+    if isinstance(cached, str):
+        return json.loads(Path(cached).read_text()), "cached"
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return None, "HF_HUB_OFFLINE=1"
+    # The library's own download retries for half a minute before it says that there is no network.
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    url = f"{endpoint}/{hub_id}/resolve/main/config.json"
+    try:
+        with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as reply:
+            return json.loads(reply.read()), "from the hub"
+    except OSError as error:
+        return None, str(getattr(error, "reason", error))

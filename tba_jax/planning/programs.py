@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every device program of a run, from its config and shapes alone, ready to be lowered.
+
+The functions are those that `wiring` gives trainer and searchers, built by the same `parts`; only
+arrays are missing. Shapes are the largest a run meets: the longest prompt and response bucket, full
+slots, a full round. It compiles nothing and knows no chip. The invariant it owns: what is lowered
+here is what the run executes, at sizes that a run can reach.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from tba_jax import parts
+from tba_jax.config import Config
+from tba_jax.decoding import lowering
+from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
+from tba_jax.sharding import Placement
+from tba_jax.train_step import make_train_step
+from tba_jax.trajectory import Batch, PackedBatch, length_buckets
+from tba_jax.weight_sync import make_publish_program
+
+
+class Ids(NamedTuple):
+    """What a plan needs of a tokenizer; which ids they are changes no shape.
+
+    Attributes:
+        eos_ids: one end of sequence.
+        pad_id: padding.
+    """
+
+    eos_ids: tuple[int, ...] = (0,)
+    pad_id: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """One program of one device group.
+
+    Attributes:
+        name: as in the table.
+        group: trainer or searcher.
+        sizes: what it was lowered for, in words.
+        lower: lowers it.
+        resident: bytes by kind, per device, of arguments that are there all the time.
+        result: kind of its new results; "outputs" where they are no part of what is resident.
+        variants: programs of this kind that a run may load, one per shape.
+        with_cache: it runs while the KV cache is there.
+        unknown_trips: trips of a loop that ends when its data says so.
+    """
+
+    name: str
+    group: str
+    sizes: str
+    lower: Callable[[], jax.stages.Lowered]
+    resident: dict[str, float]
+    result: str = "outputs"
+    variants: int = 1
+    with_cache: bool = False
+    unknown_trips: int = 1
+
+
+class Sizes(NamedTuple):
+    """The largest shapes of a run.
+
+    Attributes:
+        prompts, group: p and K of a batch.
+        prompt, response: longest buckets, in tokens.
+        round_prompts, samples: P and S of a round.
+        num_slots: unfinished responses of a searcher.
+        prefill_prompts: prompts of a prefill call.
+    """
+
+    prompts: int
+    group: int
+    prompt: int
+    response: int
+    round_prompts: int
+    samples: int
+    num_slots: int
+    prefill_prompts: int
+
+
+def sizes_of(config: Config) -> Sizes:
+    """The largest shapes that a config leads to."""
+    prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
+    response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
+    slots, samples = num_slots(config), config.search.samples_per_prompt
+    # As the engine does: prompts for all slots at once, within its limit of tokens.
+    wanted = min(config.search.prompts_per_round, -(-slots // samples))
+    return Sizes(
+        prompts=config.batch.num_prompts,
+        group=config.objective.group_size,
+        prompt=prompt,
+        response=response,
+        round_prompts=config.search.prompts_per_round,
+        samples=samples,
+        num_slots=slots,
+        prefill_prompts=max(1, min(wanted, PREFILL_TOKENS // prompt)),
+    )
+
+
+def plan_programs(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> list[Planned]:
+    """Every program, the trainer's first.
+
+    Raises:
+        ValueError: the mesh does not divide the model, or the model is too short.
+    """
+    return [
+        *_trainer_programs(config, model_config, placement),
+        *_searcher_programs(config, model_config, placement),
+    ]
+
+
+def residents(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Bytes per device of each group: what is there all the time, and what a round adds."""
+    state = parts.abstract_state(config, model_config, placement.trainer_mesh)
+    trainer = state_bytes_by_kind(state)
+    # A checkpoint is written from a copy in the background, while training goes on.
+    trainer["copy of the state while it is saved"] = sum(trainer.values())
+    mesh = placement.searcher_meshes[0]
+    weights = _weights(config, model_config, placement)
+    searcher = {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
+    if config.reference.placement == "searcher":
+        searcher["reference parameters"] = shard_bytes(
+            _reference_params(config, model_config, placement)
+        )
+    decoder = parts.make_decoder(config, model_config, Ids(), mesh)
+    sizes = sizes_of(config)
+    columns = decoder.cache_lengths[-1]
+    slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
+    cache = lowering.cache_bytes(decoder, slots, columns)
+    waiting = lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
+    return {
+        "trainer": {"residents": trainer, "transients": {}},
+        "searcher": {
+            "residents": searcher,
+            "transients": {"KV cache": cache, "prefilled prompts": waiting},
+        },
+    }
+
+
+def _trainer_programs(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> list[Planned]:
+    sizes, mesh = sizes_of(config), placement.trainer_mesh
+    state = parts.abstract_state(config, model_config, mesh)
+    optimizer, schedule = parts.make_optimizer_from(config)
+    train_step = make_train_step(
+        model_config,
+        optimizer,
+        schedule,
+        parts.step_settings(config, Ids().eos_ids),
+        parts.make_step_shardings(config, model_config, mesh),
+    )
+    batch = abstract_batch(config, placement)
+    publish, params = _publication(config, model_config, placement)
+    if isinstance(batch, PackedBatch):
+        words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
+        variants = len(parts.packed_row_buckets(config))
+    else:
+        words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[2]} tokens"
+        variants = config.batch.num_length_buckets**2
+    return [
+        Planned(
+            name="train_step",
+            group="trainer",
+            sizes=words,
+            lower=lambda: train_step.lower(state, batch),
+            resident=state_bytes_by_kind(state),
+            variants=variants,
+        ),
+        Planned(
+            name="publish",
+            group="trainer",
+            sizes="all parameters",
+            lower=lambda: publish.lower(params),
+            resident={"parameters": shard_bytes(params)},
+        ),
+    ]
+
+
+def _searcher_programs(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> list[Planned]:
+    sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
+    decoder = parts.make_decoder(config, model_config, Ids(), mesh)
+    weights = _weights(config, model_config, placement)
+    columns = decoder.cache_lengths[-1]
+    lowered = dict(
+        lowering.lower_all(
+            decoder,
+            weights,
+            num_slots=sizes.num_slots,
+            cache_length=columns,
+            prompt_length=sizes.prompt,
+            prefill_prompts=sizes.prefill_prompts,
+        )
+    )
+    held = {"parameters": shard_bytes(weights)}
+    cache = {"KV cache": float(lowering.cache_bytes(decoder, sizes.num_slots, columns))}
+    waiting = {
+        "prefilled prompts": float(
+            lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
+        )
+    }
+    buckets, lengths = config.batch.num_length_buckets, len(decoder.cache_lengths)
+    found = [
+        Planned(
+            name="prefill",
+            group="searcher",
+            sizes=f"{sizes.prefill_prompts} prompts of {sizes.prompt} tokens",
+            lower=lowered["prefill"],
+            resident=held,
+            result="prefilled prompts",
+            variants=buckets,
+            with_cache=True,
+        ),
+        Planned(
+            name="admit",
+            group="searcher",
+            sizes=f"{sizes.num_slots} slots of {columns} columns",
+            lower=lowered["admit"],
+            resident=cache | waiting,
+            variants=buckets * lengths,
+            with_cache=True,
+        ),
+        Planned(
+            name="decode_chunk",
+            group="searcher",
+            sizes=f"{sizes.num_slots} slots of {columns} columns, {decoder.chunk_steps} steps",
+            lower=lowered[_chunk(config)],
+            resident=held | cache,
+            variants=lengths,
+            with_cache=True,
+            unknown_trips=decoder.chunk_steps,
+        ),
+    ]
+    if config.reference.placement == "searcher":
+        found.append(_scoring(config, model_config, placement, sizes))
+    return found
+
+
+def _chunk(config: Config) -> str:
+    is_plain = config.search.top_p == 1 and not config.search.min_new_tokens
+    return "chunk_sampled" if is_plain else "chunk_truncated"
+
+
+def _scoring(
+    config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
+) -> Planned:
+    program = parts.make_reference_program_from(
+        config, model_config, Ids().eos_ids, placement.searcher_meshes[0]
+    )
+    params = _reference_params(config, model_config, placement)
+    shape = (sizes.round_prompts, sizes.samples)
+    rows = jax.ShapeDtypeStruct(shape, jnp.int32)
+    tokens = jax.ShapeDtypeStruct((*shape, sizes.prompt + sizes.response), jnp.int32)
+    return Planned(
+        name="score_reference",
+        group="searcher",
+        sizes=f"{shape[0]} x {shape[1]} responses, {tokens.shape[2]} tokens",
+        lower=lambda: program.lower(params, tokens, rows, rows, response_bucket=sizes.response),
+        resident={"reference parameters": shard_bytes(params)},
+        variants=config.batch.num_length_buckets**2,
+    )
+
+
+def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
+    """The largest batch as ShapeDtypeStructs, divided over the trainer's mesh."""
+    sizes = sizes_of(config)
+    p, k = sizes.prompts, sizes.group
+
+    def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding)
+
+    of_responses: dict[str, Any] = {
+        "prompt_lengths": array((p, k)),
+        "response_lengths": array((p, k)),
+        "rewards": array((p, k), jnp.float32),
+        "reference_logprob": array((p, k), jnp.float32),
+        "versions": array((p, k)),
+    }
+    if config.batch.packed_length:
+        rows = (parts.packed_row_buckets(config)[-1], config.batch.packed_length)
+        return PackedBatch(
+            tokens=array(rows),
+            segments=array(rows),
+            positions=array(rows),
+            behavior_token_logprobs=array(rows, jnp.float32),
+            **of_responses,
+        )
+    return Batch(
+        tokens=array((p, k, sizes.prompt + sizes.response)),
+        behavior_token_logprobs=array((p, k, sizes.response), jnp.float32),
+        **of_responses,
+    )
+
+
+def _publication(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> tuple[Any, Any]:
+    """(publish program, abstract parameters)."""
+    layout, shardings = parts.make_publication(config, model_config, placement.publication_mesh)
+    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
+    return program, parts.abstract_state(config, model_config, placement.trainer_mesh).params
+
+
+def _weights(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
+    mesh = placement.searcher_meshes[0]
+    where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
+    return lowering.abstract_weights(model_config, jnp.dtype(config.model.rollout_dtype), where)
+
+
+def _reference_params(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
+    shardings = parts.reference_shardings(model_config, placement.searcher_meshes[0])
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        abstract_params(model_config, jnp.dtype(config.model.param_dtype)),
+        shardings,
+    )

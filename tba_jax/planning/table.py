@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The printed form of a plan, and its JSON: figures in, text out; it decides nothing.
+
+The invariant it owns: both forms show the same figures, and a program that did not compile has a
+line as well.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tba_jax.planning.verdict import GIB, Balance, Occupancy, Program
+
+# Column -> kinds of memory in it.
+_COLUMNS = {
+    "params": ("parameters", "reference parameters"),
+    "optimiser": ("optimiser state",),
+    "KV cache": ("KV cache", "prefilled prompts"),
+    "in/out": ("inputs", "outputs"),
+    "temps": ("temporaries",),
+    "code": ("code",),
+}
+
+
+def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> str:
+    """What is planned, and how it is placed."""
+    chip, groups = facts["chip"], facts["groups"]
+    rates = (
+        f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.3g} TFLOP/s, "
+        f"{chip['bytes_per_s'] / 1e9:,.0f} GB/s"
+    )
+    if chip["ici_bytes_per_s"]:
+        rates += f", links {chip['ici_bytes_per_s'] / 1e9:,.0f} GB/s"
+    rates += " (measured here)" if chip["is_measured"] else " (published peaks)"
+    hosts = facts["num_hosts"]
+    per_host = facts["num_devices"] // hosts
+    trainer, searcher = groups["trainer"], groups["searcher"]
+    turns = ", in turns on the same devices" if facts["takes_turns"] else ""
+    lines = [
+        f"model      {model}: {facts['num_params'] / 1e6:,.4g} M parameters; shape from {source}",
+        f"slice      {where}: {facts['num_devices']} x {chip['name']}, {hosts} "
+        f"host{'s' if hosts > 1 else ''} of {per_host}",
+        f"chip       {rates}",
+        f"placement  {facts['layout']}: trainer on {trainer['devices']} ({trainer['mesh']}), "
+        f"{searcher['count']} searcher groups of {searcher['devices']}{turns}",
+    ]
+    if facts["changed_fields"]:
+        flags = " ".join(f"--config.{k}={v}" for k, v in facts["changed_fields"].items())
+        lines.append(f"chosen     {flags}")
+    return "\n".join(lines)
+
+
+def program_table(programs: Sequence[Program]) -> str:
+    """One line for each program; memory in GiB per device, costs of one execution per device."""
+    header = [
+        "program", "group", *_COLUMNS, "GiB", "TFLOP", "GB", "GB sent", "roofline", "bound",
+        "compile s",
+    ]  # fmt: skip
+    rows = [header]
+    failures = []
+    for p in programs:
+        if p.failure:
+            rows.append([p.name, p.group, *["-"] * (len(header) - 2)])
+            failures.append(f"{p.name}: {p.failure}")
+            continue
+        sizes = [sum(p.hbm.get(k, 0.0) for k in kinds) for kinds in _COLUMNS.values()]
+        rows.append(
+            [
+                p.name,
+                p.group,
+                *map(_gib, sizes),
+                _gib(sum(sizes)),
+                f"{p.flops / 1e12:.3g}",
+                f"{p.num_bytes / 1e9:.3g}",
+                f"{p.collective_bytes / 1e9:.3g}",
+                _seconds(p.roofline_s),
+                p.bound,
+                f"{p.compile_s:.0f}",
+            ]
+        )
+    uncounted = sorted({name for p in programs for name in p.uncounted})
+    if uncounted:
+        failures.append(f"FLOPs of these custom calls are not counted: {', '.join(uncounted)}")
+    return "\n".join([_align(rows), *failures])
+
+
+def occupancy_table(found: Sequence[Occupancy]) -> str:
+    """Memory of each device group at its fullest."""
+    lines = []
+    for o in found:
+        verdict = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
+        lines.append(
+            f"each {o.group} device{'' if o.group != 'both' else ' (both parts)'}: "
+            f"{_gib(o.peak_bytes)} of {_gib(o.capacity_bytes)} GiB, {verdict}"
+        )
+        lines += [f"  {_gib(size):>8}  {what}" for what, size in o.parts]
+    return "\n".join(lines)
+
+
+def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
+    """Predicted speeds; lower bounds of times."""
+    sizes = facts["sizes"]
+    return "\n".join(
+        [
+            f"train step {_seconds(weighed.step_s)}, search round {_seconds(weighed.round_s)} "
+            f"({sizes['round_rows']} responses, {sizes['response_tokens']:.0f} tokens each)",
+            f"{weighed.made_per_trained:.2f} responses are made while one is trained on; the "
+            f"config wants {weighed.wanted:.2f} (recency_prob x S / K)",
+            f"balanced at {weighed.trainer_devices:.1f} trainer devices of "
+            f"{facts['num_devices']}; as placed at most "
+            f"{weighed.steps_per_hour:,.0f} steps an hour",
+        ]
+    )
+
+
+def as_json(
+    facts: Mapping[str, Any],
+    programs: Sequence[Program],
+    found: Sequence[Occupancy],
+    weighed: Balance | None,
+    advice: Sequence[str],
+    fits: bool,
+) -> dict[str, Any]:
+    """The object of --json."""
+    return {
+        "fits": fits,
+        "chip": facts["chip"]["name"],
+        "num_devices": facts["num_devices"],
+        "num_hosts": facts["num_hosts"],
+        "placement": {
+            "layout": facts["layout"],
+            "trainer_devices": facts["groups"]["trainer"]["devices"],
+            "trainer_mesh": facts["groups"]["trainer"]["mesh"],
+            "searcher_groups": facts["groups"]["searcher"]["count"],
+            "searcher_devices": facts["groups"]["searcher"]["devices"],
+            "fields": facts["changed_fields"],
+        },
+        "programs": {
+            p.name: {
+                "group": p.group,
+                "hbm_gib": {kind: size / GIB for kind, size in p.hbm.items()},
+                "flops": p.flops,
+                "bytes": p.num_bytes,
+                "collective_bytes": p.collective_bytes,
+                "compile_s": p.compile_s,
+                "roofline_s": p.roofline_s,
+                "bound": p.bound,
+                "failure": p.failure,
+            }
+            for p in programs
+        },
+        "memory": {
+            o.group: {
+                "gib": {what: size / GIB for what, size in o.parts},
+                "peak_gib": o.peak_bytes / GIB,
+                "capacity_gib": o.capacity_bytes / GIB,
+                "over_gib": o.over_bytes / GIB,
+            }
+            for o in found
+        },
+        "balance": dataclasses.asdict(weighed) if weighed else None,
+        "advice": list(advice),
+    }
+
+
+def _gib(size: float) -> str:
+    value = size / GIB
+    return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
+
+
+def _seconds(s: float) -> str:
+    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < 2 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the compiled programs mean for the run: memory in use at a time, fit, balance, advice.
+
+Figures in, statements out: it knows neither JAX nor processes. Memory of a device is what is there
+all the time (`residents`) plus the hungriest program's own arguments, results and temporaries; in a
+placement whose parts take turns, both parts' residents count. The invariant it owns: a plan that
+fits has every program compiled, and every device group's sum below the chip's memory.
+
+Predicted times are rooflines, so times are lower bounds; a ratio of two of them is fair only as far
+as both parts come equally near to theirs.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+GIB = 2**30
+# Of what is left of the memory: the compiler's figures leave out fragmentation.
+_HEADROOM = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A compiled program of one device group; all figures per device.
+
+    Attributes:
+        name: train_step, publish, score_reference, prefill, admit, decode_chunk, ...
+        group: trainer or searcher.
+        hbm: bytes by kind; `arguments` kinds that are resident are counted there, not here.
+        flops, num_bytes, collective_bytes: of one execution.
+        compile_s: of the compiler alone.
+        roofline_s: of one execution.
+        bound: what decides that: compute, memory or links.
+        variants: programs of this kind a run may load, one per shape.
+        with_cache: it runs while the KV cache is there.
+        failure: why it did not compile; "" where it did.
+        needed_bytes: what the compiler wanted where that was too much.
+        uncounted: custom calls whose FLOPs are unknown.
+    """
+
+    name: str
+    group: str
+    hbm: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    flops: float = 0.0
+    num_bytes: float = 0.0
+    collective_bytes: float = 0.0
+    compile_s: float = 0.0
+    roofline_s: float = 0.0
+    bound: str = ""
+    variants: int = 1
+    with_cache: bool = False
+    failure: str = ""
+    is_too_large: bool = False
+    needed_bytes: float = 0.0
+    uncounted: Sequence[str] = ()
+
+    @property
+    def own_bytes(self) -> float:
+        """What it takes beyond residents: its inputs, new results, temporaries."""
+        return sum(self.hbm.get(kind, 0.0) for kind in ("inputs", "outputs", "temporaries"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Occupancy:
+    """Memory of each device of a group, at its fullest.
+
+    Attributes:
+        group: trainer, searcher, or both where they take turns.
+        parts: (what, bytes), in the order they are printed.
+        peak_bytes: their sum.
+        capacity_bytes: of the chip.
+    """
+
+    group: str
+    parts: tuple[tuple[str, float], ...]
+    peak_bytes: float
+    capacity_bytes: float
+
+    @property
+    def over_bytes(self) -> float:
+        """How much too much; 0 where it fits."""
+        return max(0.0, self.peak_bytes - self.capacity_bytes)
+
+
+def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[Occupancy]:
+    """Memory of each device group.
+
+    Args:
+        facts: what `compile_one` describes.
+        programs: compiled ones; those that failed count nothing here.
+    """
+    groups = facts["groups"]
+    names = {"both": ("trainer", "searcher")} if facts["takes_turns"] else {n: (n,) for n in groups}
+    out = []
+    for label, members in names.items():
+        parts: list[tuple[str, float]] = []
+        for member in members:
+            parts += [(what, size) for what, size in groups[member]["residents"].items()]
+        own = [p for p in programs if p.group in members and not p.failure]
+        code = sum(p.hbm.get("code", 0.0) * p.variants for p in own)
+        parts.append(("program code, all length buckets", code))
+        cache = groups["searcher"]["transients"] if "searcher" in members else {}
+        cache_bytes = sum(cache.values())
+        hungriest = max(own, key=lambda p: p.own_bytes + cache_bytes * p.with_cache, default=None)
+        if hungriest is not None:
+            if hungriest.with_cache:
+                parts += list(cache.items())
+            parts.append((f"inputs, results, temporaries of {hungriest.name}", hungriest.own_bytes))
+        peak = sum(size for _, size in parts)
+        out.append(Occupancy(label, tuple(parts), peak, facts["chip"]["hbm_bytes"]))
+    return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """Predicted speed of trainer and searchers against each other.
+
+    Attributes:
+        step_s: one train step.
+        round_s: one round of one searcher group.
+        made_per_trained: responses that all searchers make while the trainer trains on one.
+        wanted: the ratio the config asks for: recency_prob * S / K.
+        trainer_devices: of all devices, how many would balance the two.
+        steps_per_hour: of the slower part, as placed.
+    """
+
+    step_s: float
+    round_s: float
+    made_per_trained: float
+    wanted: float
+    trainer_devices: float
+    steps_per_hour: float
+
+
+def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | None:
+    """The balance of searchers to trainer; None where a program it needs did not compile."""
+    by_name = {p.name: p for p in programs if not p.failure}
+    if not {"train_step", "prefill", "decode_chunk"} <= by_name.keys():
+        return None
+    sizes = facts["sizes"]
+    step_s = by_name["train_step"].roofline_s
+    rows = sizes["round_rows"]
+    chunks = rows * sizes["response_tokens"] / sizes["num_slots"] / sizes["chunk_steps"]
+    round_s = chunks * by_name["decode_chunk"].roofline_s
+    round_s += sizes["prefills_per_round"] * by_name["prefill"].roofline_s
+    if "score_reference" in by_name:
+        round_s += by_name["score_reference"].roofline_s
+    trainer, searcher = facts["groups"]["trainer"], facts["groups"]["searcher"]
+    trained = sizes["batch_rows"]
+    rate = searcher["count"] * rows / round_s
+    wanted = sizes["wanted_ratio"]
+    # Device-seconds of each part for one step.
+    of_trainer = step_s * trainer["devices"]
+    of_searchers = wanted * trained / rate * searcher["count"] * searcher["devices"]
+    share = of_trainer / (of_trainer + of_searchers)
+    search_s = wanted * trained / rate
+    period = step_s + search_s if facts["takes_turns"] else max(step_s, search_s)
+    return Balance(
+        step_s=step_s,
+        round_s=round_s,
+        made_per_trained=rate * step_s / trained,
+        wanted=wanted,
+        trainer_devices=share * facts["num_devices"],
+        steps_per_hour=3600 / period,
+    )
+
+
+def advice(
+    facts: Mapping[str, Any],
+    programs: Sequence[Program],
+    found: Sequence[Occupancy],
+    weighed: Balance | None,
+) -> list[str]:
+    """What to change, most pressing first; each line says what for."""
+    lines = []
+    capacity = facts["chip"]["hbm_bytes"]
+    over = {o.group: o for o in found if o.over_bytes}
+    for p in programs:
+        if p.failure and not p.is_too_large:
+            lines.append(f"{p.name} does not compile here: {p.failure}. {_OTHER_PLACEMENT}")
+    for p in programs:
+        group = "both" if facts["takes_turns"] else p.group
+        occupancy = next((o for o in found if o.group == group), None)
+        resident = 0.0
+        if occupancy is not None:
+            resident = _resident_bytes(facts, group)
+        if p.is_too_large or (group in over and _is_named(over[group], p)):
+            lines += _shrink(facts, p, resident, capacity)
+    for group, occupancy in over.items():
+        if _resident_bytes(facts, group) > capacity:
+            lines.append(_spread(facts, group, occupancy))
+    if not lines and weighed is not None:
+        lines += _rebalance(facts, weighed)
+    return list(dict.fromkeys(lines))
+
+
+_OTHER_PLACEMENT = (
+    "Choose other sizes of the mesh or another --config.placement; docs/plan.md lists what each "
+    "chip accepts"
+)
+
+
+def _is_named(occupancy: Occupancy, p: Program) -> bool:
+    return any(what.endswith(f" of {p.name}") for what, _ in occupancy.parts)
+
+
+def _resident_bytes(facts: Mapping[str, Any], group: str) -> float:
+    members = ("trainer", "searcher") if group == "both" else (group,)
+    return sum(sum(facts["groups"][m]["residents"].values()) for m in members)
+
+
+def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: float) -> list[str]:
+    """Options that make one program smaller, with the size at which it should fit."""
+    sizes = facts["sizes"]
+    free = max(0.0, capacity - resident) * _HEADROOM
+    # A program that did not compile said how much it wanted in all, arguments included.
+    own = p.own_bytes or max(0.0, p.needed_bytes)
+    share = free / own if own else 0.0
+    too_much = f"{p.name} wants {own / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
+    if p.name == "train_step":
+        fitting = [
+            n for n in sizes["micro_batch_options"] if n <= sizes["micro_batch_rows"] * share
+        ]
+        if fitting:
+            return [
+                f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now "
+                f"{sizes['micro_batch_rows']}; temporaries shrink in proportion; --search checks)"
+            ]
+        return [
+            f"{too_much}, and no smaller micro-batch divides over the mesh: shorten "
+            "--config.search.max_new_tokens, or give the trainer more devices (mesh.fsdp, "
+            "mesh.model)"
+        ]
+    if p.with_cache:
+        cache = sum(facts["groups"]["searcher"]["transients"].values())
+        slots = int(sizes["num_slots"] * max(0.0, free) / (cache + own)) if cache + own else 0
+        slots = 2 ** (slots.bit_length() - 1) if slots else 0
+        if 0 < slots < sizes["num_slots"]:
+            return [
+                f"{p.name} and its cache want {(cache + own) / GIB:.1f} GiB where "
+                f"{free / GIB:.1f} GiB are free: set --config.search.num_slots={slots} (now "
+                f"{sizes['num_slots']}), or --config.search.num_devices={sizes['next_group']}"
+            ]
+        return [f"{too_much}: set --config.search.num_devices={sizes['next_group']}"]
+    if p.name == "score_reference":
+        rows = max(1, int(sizes["prompts_per_round"] * share))
+        return [
+            f"{too_much}: set --config.search.prompts_per_round={rows} (now "
+            f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
+        ]
+    return [f"{too_much}: give its group more devices"]
+
+
+def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
+    residents = _resident_bytes(facts, group)
+    start = (
+        f"what the {group} keeps takes {residents / GIB:.1f} GiB of each device, more than the "
+        f"{occupancy.capacity_bytes / GIB:.1f} GiB there are"
+    )
+    if group == "searcher":
+        return f"{start}: set --config.search.num_devices={facts['sizes']['next_group']}"
+    return (
+        f"{start}: make mesh.fsdp or mesh.model larger, store parameters in bfloat16 "
+        "(--config.model.param_dtype=bfloat16), or take a larger slice"
+    )
+
+
+def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:
+    if facts["takes_turns"] or not facts["trainer_options"]:
+        return []
+    now = facts["groups"]["trainer"]["devices"]
+    nearest = min(facts["trainer_options"], key=lambda n: abs(n - weighed.trainer_devices))
+    if nearest == now:
+        return [f"the split is balanced: {now} trainer devices are the nearest that this slice has"]
+    slow = "trainer" if nearest > now else "searchers"
+    return [
+        f"the {slow} would be waited for: {nearest} trainer devices (now {now}) of "
+        f"{facts['num_devices']} come nearest to balance"
+    ]

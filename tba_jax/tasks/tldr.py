@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model.
+
+It does not know which model gives the reward. Invariant: a problem's index is its row in the file.
+"""
+
+from typing import Any
+
+from tba_jax.tasks.rows import Row, RowTask
+
+
+class TLDR(RowTask):
+    """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it; files are read on first use.
+
+    The paper's runs read another processing of the same posts, already cut to 512 tokens. Here a
+    prompt is never cut: leave long ones out with `task.long_prompts=skip`.
+
+    Args:
+        data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...
+            TITLE: ... POST: ... TL;DR:") and `completion` (the author's own summary); empty: the
+            hub, evaluated on its validation split as in the paper.
+    """
+
+    name = "tldr"
+    reward = ""
+    metric = "win_rate"
+    response_kinds = ("one_paragraph", "several_paragraphs")
+
+    columns = ("prompt", "completion")
+    hub = {"train": "hf://trl-lib/tldr", "test": "hf://trl-lib/tldr"}
+    hub_eval_split = "validation"
+
+    @staticmethod
+    def problem(row: Row) -> tuple[str, dict[str, Any]]:
+        """The prompt as it stands; column `answer` is the human reference."""
+        return row["prompt"], {"answer": row["completion"]}
+
+    def response_kind(self, text: str) -> str:
+        """Whether the summary keeps to one paragraph, as people's do."""
+        return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

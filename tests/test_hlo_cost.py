@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Costs read from HLO text: loops multiplied out, slices and updates at their own size."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.planning import chips
+from tba_jax.planning.hlo_cost import program_cost
+
+
+def cost(function, *args, unknown_trips=1, **jit):
+    compiled = jax.jit(function, **jit).lower(*args).compile()
+    return program_cost(compiled.as_text(), unknown_trips=unknown_trips)
+
+
+def shape(*dims, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def layers(x, weights, *, unroll):
+    def layer(x, w):
+        return jnp.tanh(x @ w), None
+
+    return jax.lax.scan(layer, x, weights, unroll=unroll)[0]
+
+
+def test_a_scan_costs_what_its_unrolled_form_costs():
+    """XLA's own count of the scan is that of one layer."""
+    args = shape(256, 256), shape(12, 256, 256)
+    scanned, unrolled = (cost(functools.partial(layers, unroll=u), *args) for u in (1, True))
+    assert scanned.flops == unrolled.flops == 12 * 2 * 256**3
+    # The same weights are read and the same activations written; the scan may copy its carry.
+    assert scanned.num_bytes == pytest.approx(unrolled.num_bytes, rel=0.25)
+    own = jax.jit(functools.partial(layers, unroll=1)).lower(*args).compile().cost_analysis()
+    assert own["flops"] < 2 * 2 * 256**3
+
+
+def test_the_gradient_of_nested_scans_is_multiplied_out():
+    def loss(x, weights):
+        def outer(x, _):
+            return layers(x, weights, unroll=1), None
+
+        return jnp.sum(jax.lax.scan(outer, x, length=3)[0])
+
+    # Two products in the backward pass for one in the forward pass.
+    found = cost(jax.grad(loss, argnums=(0, 1)), shape(64, 64), shape(5, 64, 64))
+    assert found.flops == 3 * 3 * 5 * 2 * 64**3
+    assert found.unknown_loops == 0
+
+
+def test_a_loop_that_ends_when_its_data_says_so_takes_the_callers_number():
+    def run(x, w):
+        def go_on(carry):
+            step, x = carry
+            return (step < 100) & (jnp.sum(x) < 1e6)
+
+        return jax.lax.while_loop(go_on, lambda c: (c[0] + 1, c[1] @ w), (0, x))
+
+    found = cost(run, shape(64, 64), shape(64, 64), unknown_trips=7)
+    assert (found.flops, found.unknown_loops) == (7 * 2 * 64**3, 1)
+
+
+def test_an_update_in_place_costs_the_update_and_a_slice_its_result():
+    def write(cache, row, at):
+        return jax.lax.dynamic_update_slice(cache, row, (at, 0))
+
+    found = cost(write, shape(4096, 256), shape(1, 256), shape(dtype=jnp.int32), donate_argnums=0)
+    assert found.num_bytes < 4 * 256 * 4 + 64
+
+    def read(cache, at):
+        return jax.lax.dynamic_slice(cache, (at, 0), (1, 256))
+
+    assert cost(read, shape(4096, 256), shape(dtype=jnp.int32)).num_bytes < 4 * 256 * 4 + 64
+
+
+def test_figures_are_per_device_and_collectives_are_counted():
+    mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
+    rows = NamedSharding(mesh, PartitionSpec("model", None))
+    columns = NamedSharding(mesh, PartitionSpec(None, "model"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    args = shape(128, 256, sharding=columns), shape(256, 64, sharding=rows)
+    found = cost(jnp.matmul, *args, out_shardings=whole)
+    assert found.flops == 2 * 128 * 256 * 64 / 4
+    assert found.collective_bytes == 2 * 128 * 64 * 4 * 3 / 4  # an all-reduce over a ring of four
+
+
+def test_text_that_is_no_module_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        program_cost("nonsense")
+
+
+def test_products_on_a_tpu_are_convolutions_and_count_the_same():
+    pytest.importorskip("libtpu")
+    where = jax.sharding.SingleDeviceSharding(chips.parse_topology("v5e:2x2").devices()[0])
+    x, w = shape(64, 128, 256, sharding=where), shape(64, 256, 128, sharding=where)
+    batched = cost(lambda x, w: jnp.einsum("bmk,bkn->bmn", x, w), x, w)
+    assert batched.flops == 2 * 64 * 128 * 256 * 128
+    args = shape(256, 256, sharding=where), shape(12, 256, 256, sharding=where)
+    assert cost(functools.partial(layers, unroll=1), *args).flops == 12 * 2 * 256**3

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums, fit, balance and advice from figures made by hand."""
+
+import pytest
+
+from tba_jax.planning.verdict import GIB, Program, advice, balance, occupancies
+
+SIZES = {
+    "batch_rows": 64,
+    "round_rows": 32,
+    "num_slots": 16,
+    "chunk_steps": 8,
+    "response_tokens": 128.0,
+    "prefills_per_round": 2,
+    "prompts_per_round": 8,
+    "wanted_ratio": 1.0,
+    "micro_batch_rows": 64,
+    "micro_batch_options": [4, 8, 16, 32, 64],
+    "next_group": 2,
+}
+
+
+def facts(**changes):
+    return {
+        "chip": {"hbm_bytes": 16 * GIB},
+        "num_devices": 8,
+        "takes_turns": False,
+        "trainer_options": [2, 4, 6],
+        "sizes": SIZES,
+        "groups": {
+            "trainer": {
+                "devices": 4,
+                "count": 1,
+                "residents": {"parameters": 2 * GIB, "optimiser state": 4 * GIB},
+                "transients": {},
+            },
+            "searcher": {
+                "devices": 1,
+                "count": 4,
+                "residents": {"weights in use": 3 * GIB},
+                "transients": {"KV cache": 5 * GIB},
+            },
+        },
+    } | changes
+
+
+def programs(temporaries=1.0, slots_temporaries=1.0):
+    return [
+        Program("train_step", "trainer", {"temporaries": temporaries * GIB}, roofline_s=2.0),
+        Program("publish", "trainer", {"outputs": 3 * GIB}),
+        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True),
+        Program(
+            "decode_chunk",
+            "searcher",
+            {"temporaries": slots_temporaries * GIB, "code": 0.25 * GIB},
+            roofline_s=0.1,
+            with_cache=True,
+            variants=4,
+        ),
+    ]
+
+
+def test_memory_is_residents_and_the_hungriest_program():
+    trainer, searcher = occupancies(facts(), programs())
+    assert trainer.peak_bytes == (2 + 4 + 3) * GIB  # publication wants more than the step
+    assert searcher.peak_bytes == (3 + 5 + 1 + 4 * 0.25) * GIB
+    assert trainer.over_bytes == searcher.over_bytes == 0
+
+
+def test_parts_that_take_turns_share_a_device():
+    (both,) = occupancies(facts(takes_turns=True), programs())
+    # Searching is at its fullest with the trainer's state beside it.
+    assert both.peak_bytes == (2 + 4 + 3 + 5 + 1 + 4 * 0.25) * GIB
+
+
+def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
+    compiled = programs(temporaries=30.0)
+    found = occupancies(facts(), compiled)
+    assert found[0].over_bytes == 20 * GIB
+    lines = advice(facts(), compiled, found, None)
+    # (16 - 6) * 0.95 GiB are free: 9.5 / 30 of 64 rows are 20.
+    assert lines == [
+        "train_step wants 30.0 GiB where 9.5 GiB are free: set --config.batch.micro_batch_rows=16 "
+        "(now 64; temporaries shrink in proportion; --search checks)"
+    ]
+
+
+def test_a_step_that_the_compiler_refused_is_helped_by_what_it_said():
+    failed = Program(
+        "train_step", "trainer", failure="too large", is_too_large=True, needed_bytes=40 * GIB
+    )
+    lines = advice(facts(), [failed], occupancies(facts(), [failed]), None)
+    assert "micro_batch_rows=8 " in lines[0]
+
+
+def test_a_cache_that_is_too_large_gets_fewer_slots():
+    compiled = programs(slots_temporaries=20.0)
+    found = occupancies(facts(), compiled)
+    assert found[1].over_bytes > 0
+    # (16 - 3) * 0.95 GiB for what takes 25: 7 of 16 slots, so 4.
+    assert "--config.search.num_slots=4" in advice(facts(), compiled, found, None)[0]
+
+
+def test_residents_that_do_not_fit_are_spread():
+    crowded = facts()
+    crowded["groups"]["searcher"]["residents"] = {"weights in use": 20 * GIB}
+    found = occupancies(crowded, programs())
+    lines = advice(crowded, programs(), found, None)
+    assert any("20.0 GiB of each device" in x and "search.num_devices=2" in x for x in lines)
+
+
+def test_a_placement_that_does_not_compile_is_said():
+    failed = Program("publish", "trainer", failure="the compiler aborted: chips")
+    lines = advice(facts(), [failed], [], None)
+    assert lines[0].startswith("publish does not compile here: the compiler aborted: chips.")
+
+
+def test_the_balance_compares_device_seconds():
+    weighed = balance(facts(), programs())
+    # 32 responses x 128 tokens in 16 slots: 256 steps, 32 chunks of 0.1 s, and two prefills.
+    assert weighed.round_s == pytest.approx(32 * 0.1 + 2 * 0.5)
+    rate = 4 * 32 / weighed.round_s
+    assert weighed.made_per_trained == pytest.approx(rate * 2.0 / 64)
+    # 8 device-seconds of training against 64 / rate * 4 of searching, over 8 devices.
+    search = 64 / rate * 4
+    assert weighed.trainer_devices == pytest.approx(8 * 8 / (8 + search))
+    assert weighed.steps_per_hour == pytest.approx(3600 / max(2.0, 64 / rate))
+    lines = advice(facts(), programs(), occupancies(facts(), programs()), weighed)
+    assert lines == ["the split is balanced: 4 trainer devices are the nearest that this slice has"]
+
+
+def test_no_balance_without_all_programs():
+    assert balance(facts(), programs()[:2]) is None
