@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax import config as config_lib
-from tba_jax.config import ConfigError, default_config, validate, validate_devices
+from tba_jax.config import ConfigError, default_config, validate
+from tba_jax.config_devices import validate_devices
 
 ROOT = Path(__file__).parents[1]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
