@@ -35,13 +35,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_texts < 0:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
     # Imported here, so that --help and a wrong flag answer at once.
-    from tba_jax.checkpointing import CheckpointError, load_host_state
+    from tba_jax.checkpointing import CheckpointError, load_host_states
+    from tba_jax.repartition import on_one_host
 
     try:
-        step, state = load_host_state(args.workdir)
+        step, states = load_host_states(args.workdir)
     except CheckpointError as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
+    state = on_one_host(states)
     arrays, meta = state["buffer"]
     pending = sum(
         group[0] + sum(group[1].values())

@@ -4,8 +4,9 @@
 A checkpoint holds the train state (arrays, sharded) and the host state: the replay buffer, the
 outboxes, the prompt streams, the counters. Plain Orbax items keep only process 0's host content, so
 host state goes through `HostStateHandler`: one file per process inside the same composite save.
-This module does not know what the states mean. It owns the invariant that a checkpoint is either
-complete or invisible, and that nothing on disk is pickled.
+Processes meet through the coordination service of `jax.distributed` alone, never through a program
+on devices that searchers work on. This module does not know what the states mean. It owns the
+invariant that a checkpoint is either complete or invisible, and that nothing on disk is pickled.
 """
 
 import asyncio
@@ -133,13 +134,19 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         asyncio.run(run())
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """This process's host state.
+        """A list with this process's host state, or with those of all processes that saved.
+
+        All of them where their number is not that of today's processes: nobody's state is then
+        what anybody had.
 
         Raises:
             FileNotFoundError: when the checkpoint holds no file of this process.
         """
         del args
-        return unpack_host_state(_host_file(directory, jax.process_index()).read_bytes())
+        saved = sorted(directory.glob("process_*.npz"), key=lambda file: file.name)
+        if len(saved) <= 1 or len(saved) == jax.process_count():
+            saved = [_host_file(directory, jax.process_index() if len(saved) > 1 else 0)]
+        return [unpack_host_state(file.read_bytes()) for file in saved]
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
@@ -164,29 +171,47 @@ class Checkpoints:
     Args:
         folder: e.g. WORKDIR/checkpoints; created when absent unless `read_only`.
         keep: newest checkpoints kept.
+        timeout_s: a save that takes longer has failed.
         read_only: for commands that look at a run without writing to it.
     """
 
-    def __init__(self, folder: str | epath.Path, *, keep: int = 1, read_only: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | epath.Path,
+        *,
+        keep: int = 1,
+        timeout_s: int = 600,
+        read_only: bool = False,
+    ) -> None:
         # Orbax refuses relative paths.
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self._saving: int | None = None
+        self._timeout_s = timeout_s
         _tell_failures_once()
         if read_only:
             # Orbax warns about what read-only was asked for.
             logging.set_verbosity(logging.ERROR)
+        processes = None if jax.process_count() == 1 else set(range(jax.process_count()))
+        if processes is not None and not read_only:
+            # With named processes Orbax leaves the folder to us.
+            self._folder.mkdir(parents=True, exist_ok=True)
+        multiprocessing = ocp.options.MultiprocessingOptions(active_processes=processes)
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("train_state", "host_state"),
             item_handlers={
-                "train_state": ocp.StandardCheckpointHandler(),
+                "train_state": ocp.StandardCheckpointHandler(
+                    multiprocessing_options=multiprocessing
+                ),
                 "host_state": HostStateHandler(),
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
-                create=not read_only,
+                create=not read_only and processes is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
+                async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+                multiprocessing_options=multiprocessing,
             ),
         )
 
@@ -218,8 +243,32 @@ class Checkpoints:
         self._guard(self._manager.check_for_errors)
 
     def wait(self) -> None:
-        """Block until the save under way is complete."""
-        self._guard(self._manager.wait_until_finished)
+        """Block until the save under way is complete.
+
+        Raises:
+            CheckpointError: it failed, or takes longer than `timeout_s`.
+        """
+        self._guard(self._wait)
+
+    def _wait(self) -> None:
+        # Orbax bounds its barriers, but not what a storage that hangs does to a write.
+        failures: list[BaseException] = []
+
+        def wait() -> None:
+            try:
+                self._manager.wait_until_finished()
+            except BaseException as error:  # carried to the caller below
+                failures.append(error)
+
+        thread = threading.Thread(target=wait, name="checkpoint-wait", daemon=True)
+        thread.start()
+        thread.join(self._timeout_s)
+        if thread.is_alive():
+            raise TimeoutError(
+                f"not complete after {self._timeout_s} s (config.checkpoint.timeout_s)"
+            )
+        if failures:
+            raise failures[0]
 
     def abandon(self, timeout_s: float) -> None:
         """Let the save under way complete if it can in `timeout_s`; for a run that failed.
@@ -253,7 +302,7 @@ class Checkpoints:
 
     def restore(
         self, abstract_state: Any, step: int | None = None
-    ) -> tuple[int, Any, dict[str, tuple[dict[str, np.ndarray], Any]]]:
+    ) -> tuple[int, Any, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
         """Newest (or given) checkpoint, placed as `abstract_state` says.
 
         Args:
@@ -261,7 +310,8 @@ class Checkpoints:
             step: which; None: the newest.
 
         Returns:
-            step, train state, host state of this process.
+            step, train state, and host states: this process's own alone, or those of all processes
+            that saved where their number was another.
 
         Raises:
             CheckpointError: no checkpoint, or an unreadable one; it is left as it is.
@@ -276,10 +326,10 @@ class Checkpoints:
         )
         return step, restored["train_state"], restored["host_state"]
 
-    def restore_host_state(
+    def restore_host_states(
         self, step: int | None = None
-    ) -> tuple[int, dict[str, tuple[dict[str, np.ndarray], Any]]]:
-        """Only the host state of this process: what the inspection commands need."""
+    ) -> tuple[int, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
+        """Only the host states, as `restore`: what the inspection commands need."""
         step = self._resolve(step)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
         return step, restored["host_state"]
@@ -333,8 +383,10 @@ def _brief(error: BaseException) -> str:
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"
 
 
-def load_host_state(workdir: str) -> tuple[int, dict[str, tuple[dict[str, np.ndarray], Any]]]:
-    """Step and host state of a run's newest checkpoint, without touching the run.
+def load_host_states(
+    workdir: str,
+) -> tuple[int, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
+    """Step and all host states of a run's newest checkpoint, without touching the run.
 
     Raises:
         CheckpointError: when the folder holds no readable checkpoint.
@@ -342,4 +394,4 @@ def load_host_state(workdir: str) -> tuple[int, dict[str, tuple[dict[str, np.nda
     folder = epath.Path(workdir) / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{workdir} holds no run: there is no folder {folder}")
-    return Checkpoints(folder, read_only=True).restore_host_state()
+    return Checkpoints(folder, read_only=True).restore_host_states()

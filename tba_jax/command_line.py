@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of `--config=FILE.py[:PRESET]` and `--config.FIELD=VALUE`, the same in every command.
+"""What every command shares: `--config=FILE.py[:PRESET]`, `--config.FIELD=VALUE`, versions.
 
 It knows the config's schema and nothing of what a command does with it. Invariant: every mistake of
 the user's is one ConfigError of one line.
 """
 
 import difflib
+import importlib.metadata
 import os
+import platform
 import re
 from collections.abc import Sequence
 
@@ -77,3 +79,10 @@ def _check_fields(arguments: Sequence[str]) -> None:
         near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
         raise ConfigError(f"config has no field {field!r}; {hint}")
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    names = ("tba_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}

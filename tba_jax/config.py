@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The configuration schema: every field, its default and its meaning, and `validate`.
+"""The configuration schema: every field, its default and its meaning.
 
 Presets in `configs/` hold only differences from `default_config()`. Sections are named after the
 part that consumes them and become its keyword arguments at the wiring in `main`; no part below
@@ -33,7 +33,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 PACES = ("off", "trainer")
 EVICTIONS = ("oldest", "lowest_reward")
 OWNERSHIPS = ("by_prompt", "any")
-PLACEMENTS = ("auto", "shared", "split")
+PLACEMENTS = ("auto", "shared", "split", "pod")
 SWAPS = ("round", "in_flight")
 TRANSPORTS = ("memory", "checkpoint")
 REFERENCE_PLACEMENTS = ("searcher", "trainer")
@@ -50,12 +50,12 @@ def default_config() -> Config:
     config.driver = "async"  # async: searcher threads beside the trainer; sync: one thread
     config.num_steps = 100  # optimiser steps of the run
     config.sync_period = 1  # k: trainer steps between weight publications and buffer merges
-    config.num_searchers = 1  # searchers (threads of the asynchronous driver)
-    config.placement = "auto"  # shared: one device set; split: apart; auto: split where they fit
+    config.num_searchers = 1  # searchers (threads of the asynchronous driver); pod: of all hosts
+    config.placement = "auto"  # shared devices; split: apart; auto: split if it fits; pod: hosts
     config.num_cpu_devices = 1  # devices that the CPU backend divides the machine into
 
     config.mesh = ConfigDict()  # the trainer's devices: data x fsdp x model of them
-    config.mesh.data = 1  # whole copies of the train state; rows of a batch are divided
+    config.mesh.data = 1  # whole copies of the train state, rows divided; pod: 1 is 1 per host
     config.mesh.fsdp = 1  # train state and rows divided; weights gathered layer by layer
     config.mesh.model = 1  # train state and every matrix product divided (tensor parallel)
 
@@ -162,6 +162,9 @@ def default_config() -> Config:
     config.replay.max_reuse = 0  # times a response may be drawn; 0: without bound
     config.replay.max_staleness = 0  # fresh slots wait for data at most this stale; 0: off
 
+    config.pod = ConfigDict()
+    config.pod.heartbeat_s = 20  # a process that is silent for this long is dead, and all end
+
     config.sync = ConfigDict()
     config.sync.transport = "memory"  # memory, or checkpoint: through Orbax in the workdir
     config.sync.keep = 2  # checkpoint transport: published versions kept on disk
@@ -197,6 +200,7 @@ def default_config() -> Config:
     config.checkpoint = ConfigDict()
     config.checkpoint.period = 50  # steps between checkpoints; 0: only at the end and on a stop
     config.checkpoint.keep = 2  # checkpoints kept
+    config.checkpoint.timeout_s = 600  # storage (or another host) that takes longer has failed
 
     config.eval = ConfigDict()
     config.eval.period = 50  # steps between evaluations; 0: before and after only
@@ -264,6 +268,8 @@ RESUME_MAY_CHANGE = frozenset(
         "log.watchdog_s",
         "checkpoint.period",
         "checkpoint.keep",
+        "checkpoint.timeout_s",
+        "pod.heartbeat_s",
         "reward.num_workers",
         "reward.timeout_s",
         "reward.max_failure_rate",
@@ -374,6 +380,8 @@ def validate(config: Config) -> None:
         ("classifier.batch_rows", 1),
         ("checkpoint.period", 0),
         ("checkpoint.keep", 1),
+        ("checkpoint.timeout_s", 1),
+        ("pod.heartbeat_s", 2),
         ("eval.period", 0),
         ("eval.max_new_tokens", 1),
         ("eval.num_slots", 1),
@@ -421,50 +429,3 @@ def validate(config: Config) -> None:
     if not config.task.name.partition("reasoning_gym:")[2]:
         _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
     config_rules.combinations(config)
-
-
-def validate_devices(config: Config, num_devices: int) -> None:
-    """Check the parts of the placement that depend on how many devices this process has.
-
-    Raises:
-        ConfigError: as `validate`.
-    """
-    mesh = config.mesh
-    trainer = mesh.data * mesh.fsdp * mesh.model
-    each = config.search.num_devices
-    shape = f"{mesh.data} x {mesh.fsdp} x {mesh.model}"
-    _need(
-        trainer <= num_devices,
-        "mesh",
-        shape,
-        f"the trainer's mesh wants {trainer} devices, and this process sees {num_devices}",
-        "Make mesh.data, mesh.fsdp or mesh.model smaller.",
-    )
-    wanted, left = config.num_searchers * each, num_devices - trainer
-    if config.placement == "split":
-        _need(
-            left > 0,
-            "mesh",
-            shape,
-            f"placement=split needs a device for searchers, and this process sees {num_devices}",
-            ("Make it smaller, or set" if num_devices > 1 else "Set")
-            + " --config.placement=shared.",
-        )
-        _need(
-            wanted <= left,
-            "num_searchers",
-            config.num_searchers,
-            f"placement=split leaves {left} devices for searchers of {each} each",
-            f"Set --config.num_searchers={left // each} or --config.placement=shared."
-            if left >= each
-            else f"Set --config.search.num_devices={left} or --config.placement=shared.",
-        )
-    elif config.placement == "shared" or wanted > left:
-        _need(
-            trainer % each == 0,
-            "search.num_devices",
-            each,
-            f"searchers that share the trainer's {trainer} devices must divide them",
-            f"Set --config.search.num_devices={math.gcd(trainer, each)}, or --config.placement="
-            "split where there are devices for both.",
-        )

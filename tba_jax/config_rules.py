@@ -168,6 +168,21 @@ def combinations(config: Any) -> None:
             "the synchronous driver has nobody to wait for",
             "Set --config.replay.pace=off.",
         )
+    if config.placement == "pod":
+        need(
+            config.sync.transport == "memory",
+            "sync.transport",
+            config.sync.transport,
+            "in a pod every host takes its weights from the trainer's mesh",
+            "Set --config.sync.transport=memory.",
+        )
+        need(
+            config.batch.packed_length == 0,
+            "batch.packed_length",
+            config.batch.packed_length,
+            "hosts of a pod cannot pack rows together",
+            "Set --config.batch.packed_length=0.",
+        )
     _task(config)
     _judges(config)
 

@@ -3,7 +3,9 @@
 
 `drive_sync` uses one thread and is bit-reproducible; it is also the on-policy baseline mode.
 `drive_async` runs every searcher on a worker thread beside the trainer loop, and neither waits for
-the other. Drivers decide when to publish, merge, evaluate and save; they know no mathematics.
+the other. Drivers publish, merge, evaluate and save; they know no mathematics. With several hosts
+each of them runs the same driver: publications, steps and checkpoints are calls of all hosts, which
+follow the StepPlan, while merges and evaluations are each host's own.
 """
 
 import faulthandler
@@ -16,8 +18,8 @@ from typing import Any
 
 from tba_jax.background import StopFlag, Worker
 from tba_jax.evaluation import Evaluation
+from tba_jax.run import Run
 from tba_jax.searcher import summarise_rounds
-from tba_jax.wiring import Run
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
@@ -29,11 +31,13 @@ def rounds_per_sync(run: Run) -> int:
     """Rounds each searcher does per publication so that every fresh slot has new data."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
-    return -(-prompts // (config.search.prompts_per_round * config.num_searchers))
+    return -(-prompts // (config.search.prompts_per_round * run.num_searchers))
 
 
 def _is_eval_due(run: Run, step: int, newest: int) -> bool:
     """Whether to evaluate the version published at `step`; `newest` is the last one begun."""
+    if not run.cluster.is_primary:
+        return False
     if newest < 0:
         return True
     period = run.config.eval.period
@@ -55,8 +59,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
         extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.streams)
         run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
     run.checkpoints.check()
-    period = config.checkpoint.period
-    if period and step % period == 0:
+    if run.trainer.plan.save:
         run.save()
     return is_logged
 
@@ -78,9 +81,10 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     rounds = rounds_per_sync(run)
     lag = config.search.exact_lag
     extra: dict[str, Any] = {}
-    while trainer.step_index < config.num_steps and not interrupted():
+    sync = trainer.step_index % config.sync_period == 0
+    while trainer.step_index < config.num_steps and not _stops(run, interrupted):
         step = trainer.step_index
-        if step % config.sync_period == 0:
+        if sync:
             publish_s = trainer.publish()
             run.transport.poll()
             published = run.transport.latest(0)
@@ -102,14 +106,24 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                 "sync/version": step,
                 **summarise_rounds(summaries),
             }
-        values = trainer.step()
+        values = trainer.step(run.is_interrupted(interrupted))
         if values is None:
             raise RuntimeError(
                 "the replay buffer holds nothing to train on: every response of the last rounds "
                 f"was rejected or aged out; ledger: {run.buffer.ledger()}"
             )
+        sync = trainer.plan.sync
         if after_step(run, values, extra):
             extra = {}
+
+
+def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:
+    """Whether to make no further step.
+
+    With several hosts none may stop by itself: an interruption goes into the next step's offer, and
+    the plan of that step stops them all.
+    """
+    return run.trainer.plan.stop if run.cluster.num_processes > 1 else interrupted()
 
 
 class _Watchdog:
@@ -205,31 +219,32 @@ class _AsyncLoop:
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Sync, train, log until the last step."""
         run, trainer = self._run, self._run.trainer
-        num_steps, period = run.config.num_steps, run.config.sync_period
+        num_steps = run.config.num_steps
         # First data, then the evaluation of the start model: the trainer waits for the former only.
         summaries = self._fill(interrupted)
         self._submit_evaluation(trainer.step_index)
-        synced_at = trainer.step_index  # published when the driver began
         summaries += self._merge()  # what the outboxes held when the run was interrupted
         extra: dict[str, Any] = {}
-        while trainer.step_index < num_steps and not interrupted():
+        sync = False  # published when the driver began
+        while trainer.step_index < num_steps and not _stops(run, interrupted):
             self._stop.check()
             step = trainer.step_index
-            if step % period == 0 and synced_at != step:
-                synced_at = step
+            if sync:
+                sync = False
                 extra["sync/publish_s"] = trainer.publish()
                 extra["sync/version"] = step
                 merge_start = run.clock()
                 summaries += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
                 self._submit_evaluation(step)
-            values = trainer.step()
+            values = trainer.step(run.is_interrupted(interrupted))
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
                 self._stop.wait(POLL_S)
                 summaries += self._merge()
                 self._drain()
                 continue
+            sync = trainer.plan.sync
             self._drain()
             self._count_idle()
             extra.update(summarise_rounds(summaries))

@@ -3,8 +3,9 @@
 
     python -m tba_jax.main --config=configs/math.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-Running it again on a work directory that holds a run resumes it. Nothing heavy is imported at
-module level: reward processes import this module again when they start.
+Running it again on a work directory that holds a run resumes it. With --config.placement=pod the
+same command runs on every host, under jax.distributed. Nothing heavy is imported at module level:
+reward processes import this module again when they start.
 """
 
 import json
@@ -22,11 +23,12 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax import config as config_lib
-from tba_jax.command_line import parse_flags
-from tba_jax.config import Config
+from tba_jax.command_line import parse_flags, versions
+from tba_jax.config import Config, validate
 
 if TYPE_CHECKING:
-    from tba_jax.wiring import Run
+    from tba_jax.cluster import Cluster
+    from tba_jax.run import Run
 
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
@@ -37,6 +39,15 @@ _WORKDIR = flags.DEFINE_string(
 )
 _REPLAY_SCHEDULE = flags.DEFINE_string(
     "replay_schedule", None, "schedule.jsonl of an asynchronous run: do it again in one thread."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "pod: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS)."
+)
+_NUM_PROCESSES = flags.DEFINE_integer(
+    "num_processes", None, "pod: processes of the run (or JAX_NUM_PROCESSES)."
+)
+_PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "pod: which of them this is, from 0 (or JAX_PROCESS_ID)."
 )
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Resolve and check the config, print it, touch nothing, exit."
@@ -50,7 +61,8 @@ class UserError(Exception):
 class Interruption:
     """Turns SIGINT and SIGTERM into a flag that the drivers look at between steps.
 
-    A second signal of the same kind has its usual effect.
+    A second signal of the same kind has its usual effect. In a pod SIGTERM goes to JAX's preemption
+    service instead, which takes it over when the processes join.
     """
 
     def __init__(self) -> None:
@@ -125,22 +137,26 @@ def _is_finished(workdir: Path, num_steps: int) -> bool:
     return after is not None and after["step"] == num_steps
 
 
-def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
-    import importlib.metadata
-    import platform
-
-    names = ("tba_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
-    found = {name: importlib.metadata.version(name) for name in names}
-    return {"python": platform.python_version(), **found}
-
-
-def _setup_jax(config: Config) -> None:
-    """Settings that must precede the first use of a device."""
+def _setup_jax(config: Config) -> "Cluster":
+    """Settings that must precede the first use of a device; joins the other processes of a pod."""
     import jax
 
+    from tba_jax import cluster
+
+    if config.placement == "pod":
+        address = cluster.resolve_address(
+            _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, os.environ
+        )
+        if address.num_processes != 1:
+            return cluster.start(
+                address,
+                num_cpu_devices=config.num_cpu_devices,
+                heartbeat_s=config.pod.heartbeat_s,
+                shutdown_s=int(config.log.watchdog_s),
+            )
     if config.num_cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    return cluster.Cluster()
 
 
 def _writers(config: Config, workdir: Path) -> list[Any]:
@@ -164,6 +180,7 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
 def run_config(
     config: Config,
     workdir: Path,
+    cluster: "Cluster",
     interrupted: Interruption,
     events: Sequence[Mapping[str, Any]] | None = None,
 ) -> int:
@@ -172,18 +189,22 @@ def run_config(
     Args:
         config: validated.
         workdir: claimed.
+        cluster: the processes of the run; every one of them calls this.
         interrupted: looked at between steps.
         events: schedule to replay; None: the configured driver.
 
     Returns:
         Process exit code.
     """
-    _setup_jax(config)
+    from rich.console import Console
+
     from tba_jax import drivers
     from tba_jax.metrics import ProgressDisplay, read_jsonl
     from tba_jax.parts import make_task
+    from tba_jax.run import RunClock
+    from tba_jax.run_report import host_counts, write_report_json
     from tba_jax.schedule_replay import drive_schedule
-    from tba_jax.wiring import RunClock, build
+    from tba_jax.wiring import build
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
     task = make_task(config)
@@ -192,14 +213,16 @@ def run_config(
         title=workdir.name,
         kind=task.response_kinds[0] if task.response_kinds else "",
         metric=task.metric,
+        console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
     )
     try:
         run = build(
             config,
             workdir,
+            cluster=cluster,
             clock=clock,
             progress=progress,
-            extra_writers=_writers(config, workdir),
+            extra_writers=_writers(config, workdir) if cluster.is_primary else (),
         )
     except BaseException:
         progress.close()
@@ -210,7 +233,7 @@ def run_config(
         if begun:
             progress.resume(read_jsonl(workdir / "metrics.jsonl"))
             progress.note(f"resumed {workdir} at step {begun} of {config.num_steps}")
-            if run.before is None:
+            if run.before is None and cluster.is_primary:
                 run.evaluate_start_model()
         if events is not None:
             drive_schedule(run, events, interrupted)
@@ -221,37 +244,54 @@ def run_config(
         # that is killed in it evaluates again.
         run.save()
         finished = run.trainer.step_index >= config.num_steps
-        if run.before is None and finished:
-            run.evaluate_start_model()
-        if finished and run.last_eval_step < config.num_steps:
-            progress.phase("evaluating the final policy")
-            start = clock()
-            run.trainer.publish()
-            run.transport.poll()
-            published = run.transport.latest(0)
-            assert published is not None
-            run.record_evaluation(published.version, run.evaluator.run(published.params), start)
+        if finished:
+            _evaluate_at_the_end(run)
         progress.phase("saving")
         run.checkpoints.wait()
+        counts = cluster.gather_json(host_counts(run))
     except BaseException:
         run.abort()
         raise
     run.close()
-    write_report_json(run)
+    if not cluster.is_primary:
+        return 0
+    write_report_json(run, counts)
     if not finished and events is not None and not interrupted():
         print(f"The schedule ends at step {run.trainer.step_index} of {config.num_steps}.")
         return 0
     if not finished:
+        number = interrupted.signal_number
+        cause = "a signal to another process" if number is None else signal.Signals(number).name
+        if cluster.num_processes > 1 and number is None:
+            cause = "preemption (SIGTERM to one of the processes)"
         print(
-            f"Stopped by {signal.Signals(interrupted.signal_number or 2).name} at step "
-            f"{run.trainer.step_index} of {config.num_steps}; saved. Run the same command again "
-            "to continue."
+            f"Stopped by {cause} at step {run.trainer.step_index} of {config.num_steps}; saved. "
+            "Run the same command again to continue."
         )
-        return 128 + (interrupted.signal_number or 2)
+        # A pod that was told to go and went in order has not failed.
+        return 128 + (number or 2) if cluster.num_processes == 1 else 0
     from tba_jax.report import build_report
 
     print(f"Report: {build_report(workdir)}")
     return 0
+
+
+def _evaluate_at_the_end(run: "Run") -> None:
+    """What the report compares; the publication is a call of all hosts, the rest of process 0."""
+    is_primary = run.cluster.is_primary
+    if run.before is None and is_primary:
+        run.evaluate_start_model()
+    is_due = run.last_eval_step < run.config.num_steps
+    if not run.cluster.broadcast_json(is_due):
+        return
+    run.progress.phase("evaluating the final policy")
+    start = run.clock()
+    run.trainer.publish()
+    run.transport.poll()
+    published = run.transport.latest(0)
+    assert published is not None
+    if is_primary:
+        run.record_evaluation(published.version, run.evaluator.run(published.params), start)
 
 
 def _check_reward(run: "Run") -> None:
@@ -264,103 +304,6 @@ def _check_reward(run: "Run") -> None:
         raise UserError(str(error)) from error
 
 
-def write_report_json(run: "Run") -> None:
-    """WORKDIR/report.json: the figures that scripts may rely on."""
-    import platform
-
-    import jax
-
-    from tba_jax.metrics import jsonable
-
-    trainer, clock = run.trainer, run.clock
-    wall_s = clock()
-
-    def evaluation(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if record is None:
-            return None
-        return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
-
-    samples = []
-    if run.before is not None and run.after is not None:
-        for prompt, before, before_reward, after, after_reward in zip(
-            run.evaluator.prompts,
-            run.before["texts"],
-            run.before["rewards"],
-            run.after["texts"],
-            run.after["rewards"],
-            strict=False,  # the report shows the first few prompts only
-        ):
-            samples.append(
-                {
-                    "prompt": prompt.text,
-                    "answer": prompt.columns.get("answer", ""),
-                    "before": before,
-                    "after": after,
-                    "before_reward": before_reward,
-                    "after_reward": after_reward,
-                }
-            )
-    decoded = sum(s.decoded_tokens for s in run.searchers)
-    device = jax.local_devices()[0]
-    report = {
-        "name": run.config.name,
-        "seed": run.config.seed,
-        "driver": run.config.driver,
-        "eval": {"before": evaluation(run.before), "after": evaluation(run.after)},
-        "steps": trainer.step_index,
-        "num_steps": run.config.num_steps,
-        "wall_s": wall_s,
-        "time_to_first_step_s": run.time_to_first_step_s,
-        "tokens_per_s": {"decoded": decoded / wall_s, "trained": trainer.trained_tokens / wall_s},
-        "idle_s": {
-            "trainer": trainer.wait_s,
-            "searchers": [run.searcher_idle_s.get(s.index, 0.0) for s in run.searchers],
-        },
-        "staleness": staleness_summary(trainer.staleness_counts),
-        "ledger": {
-            **run.buffer.ledger(),
-            "generated": sum(outbox.counts.generated for outbox in run.outboxes),
-            "outbox": sum(outbox.counts.pending for outbox in run.outboxes),
-        },
-        "sync": {
-            "count": len(trainer.sync_s),
-            "mean_s": sum(trainer.sync_s) / max(1, len(trainer.sync_s)),
-            "max_s": max(trainer.sync_s, default=0.0),
-        },
-        "skipped_prompts": {
-            "train": sum(stream.num_skipped for stream in run.streams),
-            "eval": run.evaluator.num_skipped,
-        },
-        "compiled_decode_programs": run.decoder.compile_count,
-        "kinds": list(run.task.response_kinds),
-        "samples": samples,
-        "hardware": f"{len(jax.local_devices())} x {device.device_kind}, "
-        f"{os.cpu_count()} CPU cores, {platform.platform()}",
-        "versions": versions(),
-        "config_changes": config_lib.difference(
-            config_lib.flatten(config_lib.default_config()), config_lib.flatten(run.config)
-        ),
-    }
-    (run.workdir / "report.json").write_text(json.dumps(jsonable(report), indent=1))
-
-
-def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
-    """Mean, median, 95th percentile and maximum over all uses of trajectories; {} for none."""
-    import numpy as np
-
-    if not counts:
-        return {}
-    values = np.array(sorted(counts))
-    weights = np.array([counts[v] for v in values.tolist()])
-    reached = np.cumsum(weights) / weights.sum()
-    return {
-        "mean": float((values * weights).sum() / weights.sum()),
-        "p50": int(values[np.searchsorted(reached, 0.5)]),
-        "p95": int(values[np.searchsorted(reached, 0.95)]),
-        "max": int(values[-1]),
-    }
-
-
 def main(argv: Sequence[str]) -> int:
     """absl entry point."""
     if len(argv) > 1:
@@ -368,7 +311,7 @@ def main(argv: Sequence[str]) -> int:
     config = _CONFIG.value
     if config is None:
         raise UserError("no --config given; try --config=configs/math.py")
-    config_lib.validate(config)
+    validate(config)
     workdir = Path(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
@@ -379,6 +322,10 @@ def main(argv: Sequence[str]) -> int:
 
         events = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
+    if config.placement == "pod":
+        if events is not None:
+            raise UserError("a schedule is replayed in one process; give another placement")
+        return _run_pod(config, workdir)
     interrupted = Interruption()
     if claim_workdir(workdir, config):
         if events is not None:
@@ -386,7 +333,85 @@ def main(argv: Sequence[str]) -> int:
         if _is_finished(workdir, config.num_steps):
             print(f"This run is finished. Report: {workdir / 'report.html'}")
             return 0
-    return run_config(config, workdir, interrupted, events)
+    return run_config(config, workdir, _setup_jax(config), interrupted, events)
+
+
+def _run_pod(config: Config, workdir: Path) -> int:
+    """`main` in a process of a pod: join the others, let process 0 claim the work directory."""
+    from tba_jax.cluster import LastWords, PeerError, peer_errors
+
+    interrupted = Interruption()
+    cluster = _setup_jax(config)
+    last_words = LastWords(cluster)
+    try:
+        is_finished = _claim_together(cluster, config, workdir)
+        if is_finished:
+            if cluster.is_primary:
+                print(f"This run is finished. Report: {workdir / 'report.html'}")
+            code = 0
+        else:
+            with peer_errors(cluster):
+                code = run_config(config, workdir, cluster, interrupted)
+        cluster.close()
+        last_words.unsay()
+        return code
+    except BaseException as error:
+        if cluster.num_processes == 1:
+            raise
+        # Not by way of the interpreter's end: leaving jax.distributed would wait for the others,
+        # who wait for this process. They notice that it is gone.
+        code = _tell(error)
+        if not isinstance(error, PeerError):
+            print(
+                f"error: process {cluster.process_id} of {cluster.num_processes} failed, which "
+                f"ends the others within {config.pod.heartbeat_s} s (config.pod.heartbeat_s)",
+                file=sys.stderr,
+            )
+        last_words.unsay()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
+    """Check that every process has the same command; process 0 claims the directory for all.
+
+    Returns:
+        Whether the run in it is finished.
+
+    Raises:
+        UserError: configs differ, or the directory is refused; the same in all processes.
+    """
+    flat = json.loads(json.dumps(config_lib.flatten(config)))
+    mine = {**flat, "workdir": str(workdir), "version": versions()}
+    theirs = cluster.broadcast_json(mine)
+    lines = [
+        f"{field}: {theirs[field]!r} there, {mine[field]!r} here"
+        for field in sorted(mine)
+        if theirs.get(field) != mine[field]
+    ]
+    for host, wrong in enumerate(cluster.gather_json(lines)):
+        if wrong:
+            raise UserError(
+                f"process {host} was started with another command than process 0: "
+                f"{'; '.join(wrong)}. Start the same command on every host"
+            )
+    answer: dict[str, Any] = {}
+    if cluster.is_primary:
+        try:
+            is_begun = claim_workdir(workdir, config)
+            answer = {"finished": is_begun and _is_finished(workdir, config.num_steps)}
+        except UserError as error:
+            answer = {"refused": str(error)}
+    answer = cluster.broadcast_json(answer)
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    if not workdir.is_dir():
+        raise UserError(
+            f"process {cluster.process_id} does not see the work directory {workdir} that process "
+            "0 made: a pod needs a directory that all hosts share"
+        )
+    return answer["finished"]
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
@@ -401,16 +426,26 @@ def cli(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return main(parse_flags(argv, flags.FLAGS))
-    except WorkerError as error:
+    except (WorkerError, UserError, ValueError, RuntimeError, OSError) as error:
+        if not isinstance(error, WorkerError) and not _is_mendable(error):
+            raise
+        return _tell(error)
+
+
+def _tell(error: BaseException) -> int:
+    """Print an error, with its traceback where that may help; the exit code."""
+    from tba_jax.background import WorkerError
+
+    if isinstance(error, WorkerError):
         print(f"error: {error}", file=sys.stderr)
         if error.__cause__ is not None and not _is_mendable(error.__cause__):
             traceback.print_exception(error.__cause__)
         return 1
-    except (UserError, ValueError, RuntimeError, OSError) as error:
-        if not _is_mendable(error):
-            raise
+    if _is_mendable(error):
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError | ValueError) else 1
+    traceback.print_exception(error)
+    return 1
 
 
 def _is_mendable(error: BaseException) -> bool:
@@ -420,12 +455,21 @@ def _is_mendable(error: BaseException) -> bool:
     comes out of numpy or jax is a defect of ours and keeps its traceback.
     """
     from tba_jax.checkpointing import CheckpointError
+    from tba_jax.cluster import PeerError
     from tba_jax.metrics import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.trainer import NonFiniteError
     from tba_jax.weight_sync import PublicationError
 
-    named = (UserError, CheckpointError, LogError, PublicationError, RewardFailure, NonFiniteError)
+    named = (
+        UserError,
+        CheckpointError,
+        LogError,
+        PeerError,
+        PublicationError,
+        RewardFailure,
+        NonFiniteError,
+    )
     if isinstance(error, named):
         return True
     frames = traceback.extract_tb(error.__traceback__)

@@ -19,6 +19,7 @@ from jaxtyping import Array
 from tba_jax import lora
 from tba_jax.attack_metrics import SentenceEmbedder, attack_metrics
 from tba_jax.config import Config
+from tba_jax.config_devices import trainer_mesh
 from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder, SamplingSettings
@@ -127,9 +128,9 @@ def packed_row_buckets(config: Config) -> tuple[int, ...]:
     )
 
 
-def mesh_shape(config: Config) -> MeshShape:
-    """Shape of the trainer's mesh."""
-    return MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model)
+def mesh_shape(config: Config, num_hosts: int = 1) -> MeshShape:
+    """Shape of the trainer's mesh; in a pod `mesh.data = 1` means one share for each host."""
+    return MeshShape(*trainer_mesh(config, num_hosts))
 
 
 def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
@@ -143,11 +144,12 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
     Raises:
         PlacementError: the devices cannot be divided so.
     """
+    hosts = {d.process_index for d in devices} if config.placement == "pod" else {0}
     return place(
         config.placement,
         devices,
-        mesh=mesh_shape(config),
-        num_searchers=config.num_searchers,
+        mesh=mesh_shape(config, len(hosts)),
+        num_searchers=max(1, config.num_searchers // len(hosts)),
         searcher_devices=config.search.num_devices,
         process_index=process_index,
     )

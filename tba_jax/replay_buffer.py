@@ -7,7 +7,6 @@ are made. It owns two invariants: every response that entered is accounted for (
 restored buffer makes the same next draws as the one that was saved.
 """
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -17,6 +16,7 @@ from jaxtyping import Float, Int
 
 from tba_jax.edit_distance import near_duplicates
 from tba_jax.prompt_pool import PromptPool
+from tba_jax.replay_draws import FreshPrompts, choose, response_log_weights
 from tba_jax.rounds import RoundCommit, Snapshot, check_commit
 from tba_jax.trajectory import Draw, Group, Trajectory
 from tba_jax.trajectory_store import ID, PROMPT_ID, SYNC, USES, OrderField, TrajectoryStore
@@ -41,75 +41,6 @@ _COUNTERS = (
 
 class LedgerError(RuntimeError):
     """Responses were lost or invented; the message has the numbers."""
-
-
-def response_log_weights(
-    rewards: Float[np.ndarray, " n"], *, priority_temperature: float, uniform_mix: float
-) -> Float[np.ndarray, " n"]:
-    """Log-probabilities of a prompt's responses in a replay slot.
-
-    p = uniform_mix / n + (1 - uniform_mix) * softmax(reward / priority_temperature)
-
-    Args:
-        rewards: raw rewards of the stored responses.
-        priority_temperature: > 0; inf is uniform.
-        uniform_mix: share of the uniform distribution, in [0, 1].
-    """
-    uniform = np.full(len(rewards), -math.log(len(rewards)))
-    if math.isinf(priority_temperature) or uniform_mix == 1.0:
-        return uniform
-    logits = rewards / priority_temperature
-    logits = logits - logits.max()
-    softmax = logits - np.log(np.exp(logits).sum())
-    if uniform_mix == 0.0:
-        return softmax
-    return np.logaddexp(math.log(uniform_mix) + uniform, math.log1p(-uniform_mix) + softmax)
-
-
-def _choose(
-    rng: np.random.Generator, log_weights: Float[np.ndarray, " n"], count: int
-) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " r"]]:
-    """Indices drawn without replacement, and repeats drawn with it when there are too few."""
-    n = len(log_weights)
-    if n >= count:
-        # Gumbel top-k: the same as drawing one by one without replacement.
-        noisy = log_weights + rng.gumbel(size=n)
-        return np.argpartition(-noisy, count - 1)[:count], np.empty(0, np.int64)
-    noisy = log_weights + rng.gumbel(size=(count - n, n))
-    return np.arange(n), noisy.argmax(axis=1)
-
-
-class _Fresh:
-    """Prompts with responses that arrived at one sync and were not drawn since.
-
-    Attributes:
-        step: trainer step of the sync.
-        pool: those prompts.
-        unused: prompt id -> how many of its responses are unused.
-        version: prompt id -> oldest policy version among its responses of this sync.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.pool = PromptPool()
-        self.unused: dict[int, int] = {}
-        self.version: dict[int, int] = {}
-
-    def put(self, prompt_id: int, unused: int, version: int) -> None:
-        self.pool.add(prompt_id)
-        self.unused[prompt_id] = unused
-        self.version[prompt_id] = version
-
-    def drop(self, prompt_id: int) -> None:
-        self.pool.discard(prompt_id)
-        del self.unused[prompt_id], self.version[prompt_id]
-
-    def lose_one(self, prompt_id: int) -> None:
-        left = self.unused.get(prompt_id, 0) - 1
-        if left > 0:
-            self.unused[prompt_id] = left
-        elif left == 0:
-            self.drop(prompt_id)
 
 
 class ReplayBuffer:
@@ -168,7 +99,7 @@ class ReplayBuffer:
         self._rng = np.random.default_rng(seed)
         self._store = TrajectoryStore()
         self._replay = PromptPool()  # the prompts of the store, for the epoch-style draws
-        self._fresh: dict[int, _Fresh] = {}  # sync number -> its prompts, oldest first
+        self._fresh: dict[int, FreshPrompts] = {}  # sync number -> its prompts, oldest first
         self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
         self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
         self._rejected: dict[str, int] = {}
@@ -229,7 +160,7 @@ class ReplayBuffer:
         newest = next(reversed(self._fresh.values()), None)
         if newest is not None and newest.step == step:
             return
-        self._fresh[self._next_sync] = _Fresh(step)
+        self._fresh[self._next_sync] = FreshPrompts(step)
         self._next_sync += 1
         if len(self._fresh) > self._fresh_window:
             del self._fresh[next(iter(self._fresh))]
@@ -310,7 +241,38 @@ class ReplayBuffer:
             assert slot is not None, "bytes are counted but nothing is stored"
             self._evict(slot, "bytes")
 
-    def sample(self, num_prompts: int, group_size: int, step: int) -> list[Draw] | None:
+    def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
+        """Whether `sample` would return a batch; slot kinds that this decides stay decided."""
+        with self._lock:
+            self._age(step)
+            plan = self._slot_kinds(num_prompts)
+            group = self._fresh_group(num_prompts, group_size)
+            short = sum(plan) - self._num_fresh(sum(plan), group)
+            return not (short > 0 and self._pace == "trainer") and self._suffices(
+                num_prompts, group_size
+            )
+
+    def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
+        """What a batch whose slot kinds somebody else decides could get from this buffer.
+
+        Returns:
+            Whether it can fill the slots at all; and fresh prompts, no exact count above
+            `num_prompts`.
+        """
+        with self._lock:
+            self._age(step)
+            group = self._fresh_group(num_prompts, group_size)
+            return self._suffices(num_prompts, group_size), self._num_fresh(num_prompts, group)
+
+    def sample(
+        self,
+        num_prompts: int,
+        group_size: int,
+        step: int,
+        *,
+        num_fresh: int | None = None,
+        num_short: int = 0,
+    ) -> list[Draw] | None:
         """Draw a batch: `num_prompts` slots of `group_size` responses.
 
         Each slot is fresh with probability `recency_prob`. Fresh: a prompt with unused responses
@@ -325,6 +287,9 @@ class ReplayBuffer:
             num_prompts: p.
             group_size: K.
             step: trainer step the batch is for.
+            num_fresh: where hosts share a batch, how many of these slots are fresh (at most what
+                `supply` said); None: this buffer decides.
+            num_short: with `num_fresh`, slots to count as `fresh_short`.
 
         Returns:
             The slots; None when the trainer must wait: nothing is stored, `max_reuse` leaves too
@@ -332,26 +297,43 @@ class ReplayBuffer:
             decided stay decided over a wait, so waiting does not bias the fresh share.
         """
         with self._lock:
-            self._step = step
-            self._evict_aged(step)
-            self._drop_stale(step)
-            plan = self._plan
-            if plan is None or len(plan) != num_prompts:
-                plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
-                self._plan = plan
+            self._age(step)
             # Fewer prompts than slots: a prompt fills as many as it has fresh groups for.
-            group = group_size if len(self._store) < num_prompts else 0
-            short = max(0, sum(plan) - self._num_fresh(sum(plan), group))
-            if (short and self._pace == "trainer") or not self._suffices(num_prompts, group_size):
+            group = self._fresh_group(num_prompts, group_size)
+            if num_fresh is None:
+                plan = self._slot_kinds(num_prompts)
+                num_short = max(0, sum(plan) - self._num_fresh(sum(plan), group))
+                num_fresh = sum(plan) - num_short
+                if num_short and self._pace == "trainer":
+                    return None
+            else:
+                plan = [slot < num_fresh for slot in range(num_prompts)]
+            if not self._suffices(num_prompts, group_size):
                 return None
             taken: set[int] = set()
-            fresh = [self._draw_fresh(taken, group_size, group) for _ in range(sum(plan) - short)]
+            fresh = [self._draw_fresh(taken, group_size, group) for _ in range(num_fresh)]
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
             for pool in (self._replay, *(f.pool for f in self._fresh.values())):
                 pool.give_back()
-            self._counters["fresh_short"] += short
+            self._counters["fresh_short"] += num_short
             self._plan = None
             return [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
+
+    def _age(self, step: int) -> None:
+        """What the passing of steps does: old responses go, and stop being fresh."""
+        self._step = step
+        self._evict_aged(step)
+        self._drop_stale(step)
+
+    def _slot_kinds(self, num_prompts: int) -> list[bool]:
+        """Which slots of the next batch should be fresh, decided once for each batch."""
+        if self._plan is None or len(self._plan) != num_prompts:
+            self._plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
+        return self._plan
+
+    def _fresh_group(self, num_prompts: int, group_size: int) -> int:
+        """Unused responses that fill a fresh slot; 0: each prompt fills one slot at most."""
+        return group_size if len(self._store) < num_prompts else 0
 
     def _drop_stale(self, step: int) -> None:
         if not self._max_staleness:
@@ -426,7 +408,7 @@ class ReplayBuffer:
     ) -> Draw:
         """Choose among `slots`, rebuild the trajectories and book their use."""
         prompt = self._store.prompt(prompt_id)
-        picked, repeats = _choose(self._rng, log_weights, group_size)
+        picked, repeats = choose(self._rng, log_weights, group_size)
         chosen = slots[picked]
         rows = self._store.use(chosen)
         trajectories = self._store.trajectories(chosen.tolist(), rows)
@@ -548,7 +530,7 @@ class ReplayBuffer:
             self._replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
             self._fresh = {}
             for entry in meta["fresh"]:
-                fresh = self._fresh[entry["sync"]] = _Fresh(entry["step"])
+                fresh = self._fresh[entry["sync"]] = FreshPrompts(entry["step"])
                 for prompt_id, unused, version in entry["prompts"]:
                     fresh.put(prompt_id, unused, version)
             self._rng.bit_generator.state = meta["rng"]

@@ -57,10 +57,10 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     model_config = families.transformer_config(hf_config)
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    step, state, host_state = checkpoints.restore(abstract_state(config, model_config, mesh))
+    step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))
     params, policy = state.params, policy_config(config, model_config)
     if policy.adapters is not None:
-        lora.check_base(folder, host_state["run"][1]["base_fingerprint"])
+        lora.check_base(folder, host_states[0]["run"][1]["base_fingerprint"])
         _, base, _ = hf_weights.load(
             folder,
             param_dtype=jnp.dtype(config.model.param_dtype),

@@ -14,9 +14,9 @@ from typing import Any
 
 from tba_jax.drivers import after_step, evaluate_now
 from tba_jax.metrics import read_jsonl
+from tba_jax.run import Run
 from tba_jax.searcher import summarise_rounds
 from tba_jax.weight_sync import Published
-from tba_jax.wiring import Run
 
 
 class ReplayError(ValueError):
@@ -61,7 +61,7 @@ def drive_schedule(
             trainer.publish()
             run.transport.poll()
             for searcher in run.searchers:
-                published = run.transport.latest(searcher.index)
+                published = run.transport.latest(searcher.reader)
                 assert published is not None
                 weights[published.version, searcher.index] = published
             if run.before is None:

@@ -63,7 +63,8 @@ class Searcher:
     """One searcher. `step()` does one round, or one submitted job.
 
     Args:
-        index: which searcher.
+        index: which searcher of the run.
+        reader: which reader of the transport: its place among this process's searchers.
         stream: its prompts.
         decoder: the engine; programs compile for the devices the weights live on.
         transport: source of versioned weights.
@@ -89,6 +90,7 @@ class Searcher:
         self,
         *,
         index: int,
+        reader: int,
         stream: PromptSource,
         decoder: Decoder,
         transport: Transport,
@@ -112,6 +114,7 @@ class Searcher:
         clock: Callable[[], float],
     ) -> None:
         self.index = index
+        self.reader = reader
         self._stream = stream
         self._decoder = decoder
         self._transport = transport
@@ -152,14 +155,14 @@ class Searcher:
     def _round(self) -> bool:
         if not self._outbox.has_room():
             return False
-        published = self._transport.latest(self.index)
+        published = self._transport.latest(self.reader)
         if published is None:
             return False
         self.do_round(published, self._newest if self._in_flight else None)
         return True
 
     def _newest(self, chunk: int) -> Published | None:
-        return self._transport.latest(self.index)
+        return self._transport.latest(self.reader)
 
     def do_round(
         self,

@@ -3,7 +3,8 @@
 
 It publishes weights and merges outboxes at every sync, draws batches from the replay buffer,
 and minimises the objective. It never generates and cannot see a searcher: responses arrive through
-outboxes and the buffer, weights leave through a weight transport. It owns the step counter, the
+outboxes and the buffer, weights leave through a weight transport. With several hosts every host
+draws its own share of the batch, and all of them follow one StepPlan. It owns the step counter, the
 invariant that published weights are no alias of its state, and the ledger check at every merge.
 """
 
@@ -16,8 +17,17 @@ from jaxtyping import Array
 
 from tba_jax.outbox import Outbox
 from tba_jax.replay_buffer import ReplayBuffer
+from tba_jax.step_plan import Offer, Planner, StepPlan
 from tba_jax.train_step import TrainState
-from tba_jax.trajectory import Batch, Draw, PackedBatch, pack_batch, pack_rows
+from tba_jax.trajectory import (
+    Batch,
+    Draw,
+    PackedBatch,
+    bucket_length,
+    longest,
+    pack_batch,
+    pack_rows,
+)
 from tba_jax.weight_sync import Transport
 
 
@@ -34,14 +44,15 @@ class Trainer:
         buffer: the replay buffer; this object is its only writer.
         outboxes: one per searcher.
         transport: where weights are published.
-        num_prompts, group_size: p and K of a batch.
+        planner: decides what all hosts do.
+        num_prompts, group_size: p and K of a batch; p over all hosts.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
         policy_temperature: what the policy's logits are divided by.
         packed_length: tokens of rows that hold several responses; 0: one response a row.
         row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
         max_nonfinite_steps: skipped steps in a row that end the run.
-        place_batch: puts host arrays on the trainer's devices.
+        place_batch: puts this host's rows on the trainer's devices.
         log_event: schedule log.
         clock: seconds since the run began.
     """
@@ -56,6 +67,7 @@ class Trainer:
         buffer: ReplayBuffer,
         outboxes: Sequence[Outbox],
         transport: Transport,
+        planner: Planner,
         num_prompts: int,
         group_size: int,
         prompt_buckets: Sequence[int],
@@ -76,11 +88,13 @@ class Trainer:
         self.trained_tokens = 0
         self.last_event: Mapping[str, Any] = {}
         self.staleness_counts: dict[int, int] = {}
+        self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
         self._buffer = buffer
         self._outboxes = outboxes
         self._transport = transport
-        self._num_prompts = num_prompts
+        self._planner = planner
+        self._num_prompts = num_prompts // planner.num_hosts
         self._group_size = group_size
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
@@ -152,24 +166,59 @@ class Trainer:
             summaries.append(commit.wall)
         return summaries
 
-    def step(self) -> dict[str, Any] | None:
-        """One optimiser step, or None when the buffer has nothing to train on yet.
+    def _offer(self, wants_stop: bool) -> Offer:
+        size = (self._num_prompts, self._group_size, self.step_index)
+        if self._planner.num_hosts == 1:
+            return Offer(self._buffer.is_ready(*size), 0, wants_stop)
+        suffices, num_fresh = self._buffer.supply(*size)
+        return Offer(suffices, num_fresh, wants_stop)
+
+    def _draw(self) -> list[Draw]:
+        """This host's share of the batch that the plan is about."""
+        size = (self._num_prompts, self._group_size, self.step_index)
+        if self._planner.num_hosts == 1:
+            draws = self._buffer.sample(*size)
+        else:
+            draws = self._buffer.sample(
+                *size,
+                num_fresh=self.plan.num_fresh[self._planner.host],
+                num_short=self.plan.num_short if self._planner.host == 0 else 0,
+            )
+        assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
+        return draws
+
+    def _buckets(self, draws: Sequence[Draw]) -> tuple[int, int]:
+        """Padded lengths that hold every host's rows."""
+        prompt, response = self._planner.agree_on_shape(longest(draws))
+        return (
+            bucket_length(prompt, self._prompt_buckets),
+            bucket_length(response, self._response_buckets),
+        )
+
+    def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
+        """One optimiser step, or None when some host's buffer has nothing to train on yet.
+
+        With several hosts a call of all of them; `plan` is then the same everywhere.
+
+        Args:
+            wants_stop: this host was interrupted; `plan.stop` tells everyone.
 
         Returns:
-            Host metrics of the step.
+            Host metrics of the step; those of the data are of this host's rows.
 
         Raises:
             NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
         """
         start = self._clock()
-        draws = self._buffer.sample(self._num_prompts, self._group_size, self.step_index)
-        if draws is None:
+        self.plan = self._planner.plan(self.step_index, self._offer(wants_stop))
+        if self.plan.wait:
             if self._waiting_since is None:
                 self._waiting_since = start
             return None
         waited = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
         self.wait_s += waited
+        draws = self._draw()
         batch = self._pack(draws)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, self._place_batch(batch))
@@ -221,10 +270,11 @@ class Trainer:
                 pad_id=self._pad_id,
                 policy_temperature=self._policy_temperature,
             )
+        prompt_bucket, response_bucket = self._buckets(draws)
         return pack_batch(
             draws,
-            prompt_buckets=self._prompt_buckets,
-            response_buckets=self._response_buckets,
+            prompt_buckets=(prompt_bucket,),
+            response_buckets=(response_bucket,),
             pad_id=self._pad_id,
             policy_temperature=self._policy_temperature,
         )

@@ -199,6 +199,14 @@ def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray
     return out
 
 
+def longest(draws: Sequence[Draw]) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response."""
+    return (
+        max(len(d.prompt.tokens) for d in draws),
+        max(len(y.response_tokens) for d in draws for y in d.trajectories),
+    )
+
+
 def pack_batch(
     draws: Sequence[Draw],
     *,
@@ -221,10 +229,9 @@ def pack_batch(
         ValueError: when a prompt or response is longer than its largest bucket.
     """
     p, k = len(draws), len(draws[0].trajectories)
-    prompt_len = bucket_length(max(len(d.prompt.tokens) for d in draws), prompt_buckets)
-    response_len = bucket_length(
-        max(len(y.response_tokens) for d in draws for y in d.trajectories), response_buckets
-    )
+    longest_prompt, longest_response = longest(draws)
+    prompt_len = bucket_length(longest_prompt, prompt_buckets)
+    response_len = bucket_length(longest_response, response_buckets)
     tokens = np.full((p, k, prompt_len + response_len), pad_id, np.int32)
     prompt_lengths = np.zeros((p, k), np.int32)
     response_lengths = np.zeros((p, k), np.int32)

@@ -40,8 +40,11 @@ class Transport(Protocol):
         """Make `params` the newest version; returns when the source may be donated."""
         ...
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest complete version, on that searcher's devices; None before the first one."""
+    def latest(self, reader: int) -> Published | None:
+        """Newest complete version, on that reader's devices; None before the first one.
+
+        Readers are this process's searchers, counted from 0.
+        """
         ...
 
     def poll(self) -> bool:
@@ -128,10 +131,10 @@ class MemoryTransport:
                 check_same_tree(self._published[0].params, params)
             self._published = [Published(version, x) for x in delivered]
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest version on that searcher's devices."""
+    def latest(self, reader: int) -> Published | None:
+        """Newest version on that reader's devices."""
         with self._lock:
-            return None if self._published is None else self._published[searcher]
+            return None if self._published is None else self._published[reader]
 
     def poll(self) -> bool:
         """Nothing to move: publication is complete when `publish` returns."""
@@ -259,9 +262,9 @@ class CheckpointTransport:
         self._mailbox.put(version, self._layout(params))
         return True
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest restored version on that searcher's devices."""
-        return self._mailbox.latest(searcher)
+    def latest(self, reader: int) -> Published | None:
+        """Newest restored version on that reader's devices."""
+        return self._mailbox.latest(reader)
 
     def close(self) -> None:
         """Wait for the save under way and release Orbax's threads."""
@@ -280,8 +283,8 @@ class MergingTransport:
 
     Args:
         adapters: the transport that adapters travel by.
-        merges: of each searcher: adapters on its devices -> weights as its decoder wants them.
-            Searchers with the same function share what it returned last.
+        merges: of each reader: adapters on its devices -> weights as its decoder wants them.
+            Readers with the same function share what it returned last.
     """
 
     def __init__(self, adapters: Transport, merges: Sequence[Callable[[Any], Any]]) -> None:
@@ -295,12 +298,12 @@ class MergingTransport:
         """Publish adapters, as the transport that they travel by does."""
         self._adapters.publish(version, params)
 
-    def latest(self, searcher: int) -> Published | None:
-        """Newest version as whole weights on that searcher's devices."""
-        published = self._adapters.latest(searcher)
+    def latest(self, reader: int) -> Published | None:
+        """Newest version as whole weights on that reader's devices."""
+        published = self._adapters.latest(reader)
         if published is None:
             return None
-        group = self._group[searcher]
+        group = self._group[reader]
         with self._locks[group]:
             merged = self._merged.get(group)
             if merged is None or merged.version < published.version:

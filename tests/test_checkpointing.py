@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax.checkpointing import (
     CheckpointError,
     Checkpoints,
-    load_host_state,
+    load_host_states,
     pack_host_state,
     unpack_host_state,
 )
@@ -53,7 +53,7 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
     checkpoints.close()
     for n in (4, 1):
         target = {"w": jax.ShapeDtypeStruct((16, 2), jnp.float32, sharding=placed(n))}
-        step, state, host = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
+        step, state, [host] = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
         assert step == 3
         np.testing.assert_array_equal(state["w"], value)
         assert state["w"].sharding == placed(n)
@@ -66,7 +66,7 @@ def test_host_state_is_copied_before_save_returns(tmp_path):
     checkpoints.save(1, {"w": jnp.zeros(2)}, {"buffer": ({"tokens": tokens}, {})})
     tokens[:] = -1
     checkpoints.close()
-    _, host = load_host_state(str(tmp_path))
+    _, [host] = load_host_states(str(tmp_path))
     assert host["buffer"][0]["tokens"].tolist() == [0, 1, 2, 3]
 
 
@@ -76,17 +76,17 @@ def test_a_relative_folder_works(tmp_path, monkeypatch):
     checkpoints = Checkpoints("run/checkpoints")
     checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
     checkpoints.close()
-    step, host = load_host_state("run")
+    step, [host] = load_host_states("run")
     assert (step, host["run"][1]["elapsed_s"]) == (1, 1.5)
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
 def test_no_run_and_no_checkpoint_are_said(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run"):
-        load_host_state(str(tmp_path))
+        load_host_states(str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        load_host_state(str(tmp_path))
+        load_host_states(str(tmp_path))
 
 
 def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
@@ -97,5 +97,5 @@ def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
     file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(CheckpointError, match="checkpoints/20 cannot be read.*checkpoint 10"):
-        load_host_state(str(tmp_path))
+        load_host_states(str(tmp_path))
     assert file.exists()

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax import config as config_lib
-from tba_jax.config import ConfigError, default_config, validate, validate_devices
+from tba_jax.config import ConfigError, default_config, validate
+from tba_jax.config_devices import validate_devices
 
 ROOT = Path(__file__).parents[1]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -192,6 +193,9 @@ def test_no_field_is_dead():
             },
             "classifier.kind=encoder needs a model",
         ),
+        ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
+        ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
+        ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),
         ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
         ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
         (

@@ -178,6 +178,28 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
     assert not np.any(state.reference_params["layers"]["q_lora_b"])
 
 
+def test_a_learned_log_z_is_trained_beside_adapters():
+    schedule = optax.constant_schedule(0.05)
+    optimizer = optax.adam(schedule)
+    settings = SETTINGS._replace(log_z="learned", scale="paper")
+    base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
+    policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
+    shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, learn_log_z=True)
+    adapters = lora.init_adapters(policy, 0, shardings.state.params)
+    state = make_init_state(optimizer, shardings)(adapters)
+    step = make_train_step(policy, optimizer, schedule, settings, shardings)
+    base, batch = (
+        jax.device_put(base, shardings.base),
+        jax.device_put(make_batch(), shardings.batch),
+    )
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch, base)
+        losses.append(float(metrics["train/loss"]))
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert np.any(state.log_z_head.weight) and np.any(state.params["layers"]["q_lora_b"])
+
+
 def test_no_gradient_has_the_size_of_a_matrix():
     config = tiny_config(hidden_size=64, mlp_size=512, num_layers=1)
     policy = lora.with_adapters(config, 2, 2.0, ("up", "down"))

@@ -19,7 +19,8 @@ from fake_rounds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_jax.replay_buffer import LedgerError, response_log_weights
+from tba_jax.replay_buffer import LedgerError
+from tba_jax.replay_draws import response_log_weights
 from tba_jax.trajectory_store import RESPONSE_OVERHEAD_BYTES
 
 

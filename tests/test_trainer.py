@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.cluster import Cluster
+from tba_jax.step_plan import Planner
 from tba_jax.trainer import NonFiniteError, Trainer
 from tba_jax.trajectory import Batch, Draw, PackedBatch, Prompt, Trajectory
 
@@ -49,7 +51,17 @@ def make_trainer(outcomes, seen, **changes):
     arguments = {
         "state": SimpleNamespace(step=jnp.int32(0)),
         "train_step": train_step,
-        "buffer": SimpleNamespace(sample=lambda *_: make_draws()),
+        "buffer": SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_, **__: make_draws()),
+        "planner": Planner(
+            Cluster(),
+            num_prompts=1,
+            recency_prob=1.0,
+            pace="off",
+            seed=0,
+            num_steps=10,
+            sync_period=1,
+            checkpoint_period=0,
+        ),
         "outboxes": [],
         "transport": None,
         "num_prompts": 1,

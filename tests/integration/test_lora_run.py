@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 
-from tba_jax import evaluate, export, saved_run, wiring
+from tba_jax import evaluate, export, saved_run
 from tba_jax.models import hf_weights
+from tba_jax.parts import START_MODEL
 
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
 
@@ -19,7 +20,7 @@ LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoi
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """The start model in a folder that a test may change."""
-    return shutil.copytree(wiring.START_MODEL, tmp_path_factory.mktemp("model") / "start")
+    return shutil.copytree(START_MODEL, tmp_path_factory.mktemp("model") / "start")
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several hosts: real processes on loopback with the CPU's gloo collectives."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+from commands import ROOT, SMALL, SYNC, environment, lines, losses, run, wait_for
+
+from tba_jax.checkpointing import load_host_states
+
+POD = ("placement=pod",)
+# A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
+# of a prompt are in its group, and at this temperature hardly any comes twice.
+SAME = (
+    *SYNC,
+    "replay.recency_prob=1.0",
+    "num_searchers=2",
+    "mesh.data=2",
+    "search.prompts_per_round=2",
+    "objective.group_size=2",
+    "search.samples_per_prompt=2",
+    "search.sampling_temperature=2.0",
+    "task.reward=my_rewards:length",
+)
+
+
+def arguments(workdir, *overrides):
+    return [
+        f"--config={ROOT / 'configs/math.py'}",
+        f"--workdir={workdir}",
+        *(f"--config.{override}" for override in (*SMALL, *POD, *overrides)),
+    ]
+
+
+def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
+    """The launcher, without waiting."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tba_jax.launch_processes",
+            f"--num_processes={num_processes}",
+            "--",
+            *arguments(workdir, *overrides),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cache),
+        cwd=cwd or ROOT,
+    )
+
+
+def run_pod(num_processes, workdir, *overrides, cache, cwd=None, timeout=240):
+    """(exit code, standard output, standard error) of a run of several processes."""
+    process = start_pod(num_processes, workdir, *overrides, cache=cache, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def report(workdir):
+    return json.loads((workdir / "report.json").read_text())
+
+
+def balance(ledger):
+    evicted = sum(v for k, v in ledger.items() if k.startswith("evicted"))
+    rejected = sum(ledger["rejected"].values())
+    return ledger["outbox"] + ledger["stored"] + evicted + ledger["duplicate"] + rejected
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder with a reward that tells responses apart."""
+    (tmp_path / "my_rewards.py").write_text(
+        textwrap.dedent("""
+        def length(prompts, completions, **columns):
+            return [len(text) / 20 for text in completions]
+        """)
+    )
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_losses_of_one(cache, folder):
+    code, _, err = run_pod(2, folder / "two", *SAME, "num_cpu_devices=2", cache=cache, cwd=folder)
+    assert code == 0, err
+    done = run(
+        folder / "one", *SAME, "num_cpu_devices=4", "placement=split", cache=cache, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    one, two = losses(folder / "one"), losses(folder / "two")
+    assert len(one) == 8
+    # The gradient is summed over devices in another order: float32 rounding (6e-8) of each of a few
+    # thousand summands, and what Adam makes of it over 8 steps.
+    np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=2e-4)
+    # Every prompt was searched by the same searcher, of whichever process.
+    names = ("schedule.jsonl", "schedule.1.jsonl")
+    rounds = [
+        {
+            (e["searcher"], e["round"]): e["prompt_ids"]
+            for name in names
+            for e in lines(workdir / name)
+            if e["event"] == "round"
+        }
+        for workdir in (folder / "one", folder / "two")
+    ]
+    assert rounds[0] == rounds[1] and len(rounds[0]) == 16
+    assert report(folder / "two")["ledger"] == report(folder / "one")["ledger"]
+    assert report(folder / "two")["eval"] == report(folder / "one")["eval"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cache, tmp_path):
+    workdir = tmp_path / "run"
+    code, out, err = run_pod(2, workdir, "num_cpu_devices=4", "num_searchers=2", cache=cache)
+    assert code == 0, err
+    assert out.count("Report: ") == 1 and sorted(losses(workdir)) == list(range(1, 9))
+    final = report(workdir)
+    assert final["processes"] == 2 and len(final["idle_s"]["searchers"]) == 2
+    assert balance(final["ledger"]) == final["ledger"]["generated"] > 0
+    # Each host's searcher fed its own buffer: prompts = searcher mod 2.
+    step, states = load_host_states(str(workdir))
+    assert step == 8 and len(states) == 2
+    for host, state in enumerate(states):
+        assert set(state["buffer"][0]["prompt_ids"] % 2) == {host}
+        assert f"outbox_{host}" in state
+
+    # 2 -> 1 -> 2 processes: nothing lost, nothing double, and training goes on.
+    stored = sum(len(state["buffer"][0]["row_reward"]) for state in states)
+    for number, num_steps in ((1, 12), (2, 16)):
+        # The horizon is part of the config; what is tested is the state.
+        edit_config(workdir, num_steps=num_steps)
+        code, out, err = run_pod(
+            number,
+            workdir,
+            f"num_steps={num_steps}",
+            "num_cpu_devices=4",
+            "num_searchers=2",
+            cache=cache,
+        )
+        assert code == 0, err
+        assert f"at step {num_steps - 4} of {num_steps}" in out
+        final = report(workdir)
+        assert final["processes"] == number
+        assert balance(final["ledger"]) == final["ledger"]["generated"]
+        assert final["ledger"]["stored"] >= stored
+        stored = final["ledger"]["stored"]
+        assert sorted(losses(workdir)) == list(range(1, num_steps + 1))
+        _, states = load_host_states(str(workdir))
+        assert len(states) == number
+        for host, state in enumerate(states):
+            assert set(state["buffer"][0]["prompt_ids"] % number) == {host}
+
+
+def edit_config(workdir, **fields):
+    path = workdir / "config.json"
+    content = json.loads(path.read_text())
+    content["config"].update(fields)
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["one process", "the launcher"])
+def test_an_interrupted_pod_saves_together_exits_0_and_resumes(who, cache, tmp_path):
+    workdir = tmp_path / "run"
+    overrides = ("num_steps=100000", "checkpoint.period=0", "eval.period=0", "num_cpu_devices=2")
+    pod = start_pod(2, workdir, *overrides, cache=cache)
+    wait_for(lambda: len(losses(workdir)) >= 3, process=pod)
+    if who == "the launcher":
+        pod.send_signal(signal.SIGINT)
+    else:
+        subprocess.run(["kill", "-TERM", str(child(pod, 1))], check=True)
+    out, err = pod.communicate(timeout=60)
+    assert pod.returncode == 0, err
+    stopped_at = int(re.search(r"Stopped by .* at step (\d+) of", out)[1])
+    assert stopped_at >= 3 and load_host_states(str(workdir))[0] == stopped_at
+    pod = start_pod(2, workdir, *overrides, cache=cache)
+    wait_for(lambda: max(losses(workdir), default=0) > stopped_at, process=pod)
+    pod.send_signal(signal.SIGINT)
+    out, err = pod.communicate(timeout=60)
+    assert pod.returncode == 0 and f"at step {stopped_at} of 100000" in out, err
+
+
+def child(pod, process_id):
+    """Process id of one process of a pod."""
+    listing = subprocess.run(
+        ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(listing.stdout.split()[0])
+
+
+@pytest.mark.slow
+def test_another_command_on_one_host_is_refused_on_all(cache, tmp_path):
+    common = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
+    processes = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-m", "tba_jax.main"),
+                *arguments(tmp_path / "run", f"checkpoint.period={4 + i}"),
+                *common,
+                f"--process_id={i}",
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(cache),
+            cwd=ROOT,
+        )
+        for i in range(2)
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 2
+        assert "process 1 was started with another command than process 0" in err
+        assert "checkpoint.period: 4 there, 5 here" in err
+
+
+def free_port():
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_pod_of_unknown_address_says_how_to_start_it(cache, tmp_path):
+    done = run(tmp_path / "run", *POD, cache=cache, flags=("--coordinator=127.0.0.1:1",))
+    assert done.returncode == 2
+    assert "missing: --num_processes (or JAX_NUM_PROCESSES), --process_id" in done.stderr
