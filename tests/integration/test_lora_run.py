@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
+from test_pod import run_pod
 
 from tba_jax import evaluate, export, saved_run
 from tba_jax.models import hf_weights
@@ -105,6 +106,24 @@ def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
     rounds = [r for r in lines(tmp_path / "run" / "schedule.jsonl") if r["event"] == "round"]
     assert any(r["swaps"] for r in rounds)
     assert len(losses(tmp_path / "run")) == 12
+
+
+@pytest.mark.slow
+def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):
+    overrides = (
+        "num_cpu_devices=2",
+        "mesh.fsdp=2",
+        "num_searchers=2",
+        "search.prompts_per_round=2",
+    )
+    code, _, err = run_pod(2, tmp_path / "run", *SYNC, *LORA[:2], *overrides, cache=cache)
+    assert code == 0, err
+    records = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)
+    assert records[-1]["train/kl_reference"] > 0.1
+    gaps = [r["train/sampler_gap"] for r in records if r["train/sampler_gap"] is not None]
+    assert gaps and max(gaps) < 1e-4
+    assert evaluate.main([f"--workdir={tmp_path / 'run'}"]) == 0
 
 
 # Last: it spoils the model that the other tests read.
