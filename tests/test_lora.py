@@ -17,13 +17,15 @@ from test_shardings import OPTIMIZER, SCHEDULE, make_mesh
 from test_shardings import SETTINGS as REMAT
 from test_train_step import CONFIG, SETTINGS, make_batch, slow
 
-from tba_jax import lora, weight_sync
+from tba_jax import lora, sharding, weight_sync, wiring
+from tba_jax.config import default_config
 from tba_jax.decoding import lowering
 from tba_jax.models import hf_weights
 from tba_jax.models.families import hf_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
 from tba_jax.optimizers import make_optimizer
+from tba_jax.sharding import MeshShape
 from tba_jax.train_step import init_state, make_init_state, make_train_step, step_shardings
 from tba_jax.weight_sync import CheckpointTransport, MemoryTransport, MergingTransport
 
@@ -292,6 +294,22 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
     if kind == "checkpoint":
         transport.close()
         assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [4, 6]
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapters):
+    placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
+    policy = POLICY if has_adapters else CONFIG
+    base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
+    found = wiring._references(default_config(), policy, (2,), placement, base)
+    (reference,) = found.values()
+
+    def pointers(tree):
+        return [x.addressable_data(0).unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+    # What is trained is donated, so there a reference needs a copy.
+    shared = [a == b for a, b in zip(pointers(base), pointers(reference.params), strict=True)]
+    assert set(shared) == {has_adapters}
 
 
 def test_another_base_is_refused(tmp_path):

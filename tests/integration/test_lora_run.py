@@ -127,7 +127,7 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
 
 
 # Last: it spoils the model that the other tests read.
-def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, capsys):
+def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache, capsys):
     _, params, hf_config = hf_weights.load(str(model))
     config, _, _ = hf_weights.load(str(model))
     changed = {**params, "layers": {**params["layers"], "up": params["layers"]["up"] * 1.01}}
@@ -135,3 +135,7 @@ def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, capsys
     assert evaluate.main([f"--workdir={reference}"]) == 1
     error = capsys.readouterr().err
     assert "were trained on weights with the fingerprint" in error and str(model) in error
+    (reference / "report.json").unlink()  # as if it had been stopped before its end
+    done = run(reference, *SYNC, *LORA, f"model.path={model}", cache=cache)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "were trained on weights with the fingerprint" in done.stderr
