@@ -101,7 +101,8 @@ class Tokenizer:
         Raises:
             ValueError: a token of the text that the model has no embedding for.
         """
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        # Not verbose: whoever has a limit says what it is; transformers would only warn.
+        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         if add_bos and not ids and self.bos_id is not None and self._has_row(self.bos_id):
