@@ -154,7 +154,9 @@ class Tokenizer:
             for row in rows
         ]
 
-    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def format_chat(
+        self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False
+    ) -> str:
         """The messages in the model's chat template, ending where the assistant begins or goes on.
 
         Where the template writes the beginning-of-sequence token, the text has it; `encode` gives
@@ -163,6 +165,8 @@ class Tokenizer:
         Args:
             messages: each with "role" and "content"; a last one of the assistant's is the beginning
                 of the response.
+            is_complete: it is not: the response is another message, such as a guard's verdict on
+                the conversation.
 
         Raises:
             ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
@@ -182,7 +186,7 @@ class Tokenizer:
         try:
             from jinja2 import TemplateError
 
-            begun = messages[-1]["role"] == "assistant"
+            begun = messages[-1]["role"] == "assistant" and not is_complete
             return self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages],
                 tokenize=False,
