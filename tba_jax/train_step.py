@@ -8,6 +8,7 @@ changes neither gradient nor metrics beyond rounding.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -214,13 +215,12 @@ def make_train_step(
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
-    many rows. Where these hold whole groups, each is scored once. Where a group is spread over
-    several, all rows are scored without gradient first: the gradient of the objective by each
-    token's log-prob (for TB its centred residual) needs the whole group, and once it is known the
-    rows are independent. A row is then scored twice; the gradient is the same.
-
-    A micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
-    devices stay where they are if the rows (or groups) of a micro-batch divide over them too.
+    many rows. Where these hold whole groups, as many for each device, each row is scored once.
+    Where a group is spread over several, all rows are scored without gradient first: the gradient
+    by each token's log-prob (for TB its centred residual) needs the whole group, and once it is
+    known the rows are independent. A row is then scored twice; the gradient is the same. A
+    micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
+    devices stay where they are if the rows of a micro-batch divide over them too.
 
     A step whose loss or gradient is not finite changes nothing but its counters.
 
@@ -235,6 +235,7 @@ def make_train_step(
         batch whose rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
+    parts = 1 if shardings is None else math.prod(shardings.batch.mesh.shape[a] for a in BATCH_AXES)
 
     def train_step(
         state: TrainState, batch: Batch | PackedBatch
@@ -287,7 +288,7 @@ def make_train_step(
             return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
         policy_token_logprobs, grads = _gradients(
-            rows, state.params, objective, groups, num_micro_batches
+            rows, state.params, objective, groups, num_micro_batches, parts
         )
         counted = rows.sums(policy_token_logprobs * rows.counted)
         loss = objective(counted, *groups)
@@ -511,7 +512,7 @@ _Objective = Callable[..., objectives.Loss]
 
 
 def _gradients(
-    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, ...], num: int
+    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, ...], num: int, parts: int
 ) -> tuple[Float[Array, "n t"], Any]:
     """(token log-probs of all rows, gradients of the objective by the parameters).
 
@@ -520,7 +521,7 @@ def _gradients(
         params: of the policy.
         objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
         groups: what else the objective reads of the groups, [p k] or [p 1] each.
-        num: micro-batches.
+        num, parts: micro-batches; parts into which devices divide the rows.
     """
 
     def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, ...]) -> Array:
@@ -543,7 +544,7 @@ def _gradients(
 
     num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    if size and num_rows // num % size == 0:
+    if size and num_rows // num % (size * parts) == 0:
 
         def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
             inputs, counted, groups = xs
