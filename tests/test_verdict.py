@@ -9,9 +9,7 @@ SIZES = {
     "batch_rows": 64,
     "round_rows": 32,
     "num_slots": 16,
-    "chunk_steps": 8,
     "response_tokens": 128.0,
-    "prefills_per_round": 2,
     "prompts_per_round": 8,
     "wanted_ratio": 1.0,
     "micro_batch_rows": 64,
@@ -38,6 +36,7 @@ def facts(**changes):
                 "devices": 1,
                 "count": 4,
                 "residents": {"weights in use": 3 * GIB},
+                "judges": [],
                 "transients": {"KV cache": 5 * GIB},
             },
         },
@@ -48,7 +47,7 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
     return [
         Program("train_step", "trainer", {"temporaries": temporaries * GIB}, roofline_s=2.0),
         Program("publish", "trainer", {"outputs": 3 * GIB}),
-        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True),
+        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True, calls_per_round=2),
         Program(
             "decode_chunk",
             "searcher",
@@ -56,6 +55,7 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
             roofline_s=0.1,
             with_cache=True,
             variants=4,
+            calls_per_round=32,
         ),
     ]
 
