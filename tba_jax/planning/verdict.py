@@ -189,6 +189,7 @@ def advice(
             lines.append(_spread(facts, group, occupancy))
     if not lines and weighed is not None:
         lines += _rebalance(facts, weighed)
+        lines += [_GATHER_LESS for p in programs if p.name == "train_step" and _gathers(facts, p)]
     return list(dict.fromkeys(lines))
 
 
@@ -196,6 +197,16 @@ _OTHER_PLACEMENT = (
     "Choose other sizes of the mesh or another --config.placement; docs/plan.md lists what each "
     "chip accepts"
 )
+
+
+_GATHER_LESS = (
+    "train_step waits for its links: parameters are gathered over mesh.fsdp for every micro-batch, "
+    "so fewer and larger ones (batch.micro_batch_rows; --search finds the largest) send less"
+)
+
+
+def _gathers(facts: Mapping[str, Any], p: Program) -> bool:
+    return p.bound == "links" and facts["sizes"]["micro_batch_rows"] < facts["sizes"]["batch_rows"]
 
 
 def _is_named(occupancy: Occupancy, p: Program) -> bool:
