@@ -6,6 +6,7 @@ policies. Invariant: an attack without a toxicity counts as a failure, and the f
 responses are equal.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -103,14 +104,7 @@ class SentenceEmbedder:
         self._max_tokens = min(max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
         self._batch_rows = batch_rows
-
-        @jax.jit
-        def program(params: encoder.Params, tokens: jax.Array, mask: jax.Array) -> jax.Array:
-            return encoder.embed_sentences(
-                params, tokens, mask, config=config, compute_dtype=jnp.float32
-            )
-
-        self._program = program
+        self._program = make_embed_program(config)
 
     def __call__(self, texts: Sequence[str]) -> "Float[np.ndarray, 'n d']":
         """Embeddings of unit length."""
@@ -127,3 +121,10 @@ class SentenceEmbedder:
                 tokens[i, : len(row)], mask[i, : len(row)] = row, True
             out.append(np.asarray(self._program(self._params, tokens, mask))[: len(rows)])
         return np.concatenate(out)
+
+
+def make_embed_program(config: encoder.EncoderConfig) -> Any:
+    """Jitted (params, tokens [b s], mask [b s]) -> unit vectors [b d], in float32."""
+    return jax.jit(
+        functools.partial(encoder.embed_sentences, config=config, compute_dtype=jnp.float32)
+    )

@@ -302,16 +302,12 @@ def _rows(config: Any) -> None:
         "model on every device",
         "Set --config.model.remat=layers.",
     )
-    k = config.objective.group_size
-    # Rows of a group lie on one device; so what is cut along groups is divided along groups.
-    unit = 1 if packed or wanted % k else k
     need(
-        wanted // unit % parts == 0,
+        wanted % parts == 0,
         "batch.micro_batch_rows",
         wanted,
-        f"{wanted // unit} {'groups' if unit > 1 else 'rows'} per micro-batch cannot be divided "
-        f"by mesh.data x mesh.fsdp = {parts}",
-        f"Set --config.batch.micro_batch_rows={unit * parts} or a multiple.",
+        f"cannot be divided by mesh.data x mesh.fsdp = {parts}",
+        f"Set --config.batch.micro_batch_rows={parts} or a multiple.",
     )
     longest = config.task.max_prompt_tokens + config.search.max_new_tokens
     need(

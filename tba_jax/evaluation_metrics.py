@@ -128,15 +128,7 @@ class ReferenceDistance:
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._vocab_size = config.vocab_size
-        self._program = jax.jit(
-            functools.partial(
-                _distances,
-                config=config,
-                temperature=temperature,
-                compute_dtype=jnp.dtype(compute_dtype),
-            ),
-            static_argnames="t",
-        )
+        self._program = make_distance_program(config, temperature, compute_dtype)
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """The four means."""
@@ -151,7 +143,7 @@ class ReferenceDistance:
         )
         prompt_lengths = np.repeat([len(p.tokens) for p in responses.prompts], n).astype(np.int32)
         reference = self._reference_params()
-        num_rows = max(1, min(len(lengths), _LOGITS_BYTES // (4 * t * self._vocab_size)))
+        num_rows = distance_rows(len(lengths), t, self._vocab_size)
         parts = []
         for start in range(0, len(lengths), num_rows):
             # The last rows are repeated, so that one shape is compiled.
@@ -166,6 +158,30 @@ class ReferenceDistance:
             "kl_to_reference": float(kl.mean()),
             "kl_from_reference": float(reverse_kl.mean()),
         }
+
+
+def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
+    """Responses of `t` tokens that are compared at a time."""
+    return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
+
+
+def make_distance_program(
+    config: TransformerConfig, temperature: float, compute_dtype: Any
+) -> Callable[..., Array]:
+    """Jitted (params, reference, tokens [b s], prompt lengths, response lengths, *, t) -> [3 b].
+
+    Args:
+        config, temperature, compute_dtype: as in `ReferenceDistance`.
+    """
+    return jax.jit(
+        functools.partial(
+            _distances,
+            config=config,
+            temperature=temperature,
+            compute_dtype=jnp.dtype(compute_dtype),
+        ),
+        static_argnames="t",
+    )
 
 
 def _distances(

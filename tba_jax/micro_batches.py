@@ -58,7 +58,12 @@ Objective = Callable[..., objectives.Loss]
 
 
 def gradients(
-    rows: Rows, params: Any, objective: Objective, groups: tuple[Array, ...], num: int
+    rows: Rows,
+    params: Any,
+    objective: Objective,
+    groups: tuple[Array, ...],
+    num: int,
+    num_parts: int = 1,
 ) -> tuple[Float[Array, "n t"], Any]:
     """(token log-probs of all rows, gradients of the objective by the parameters).
 
@@ -68,6 +73,7 @@ def gradients(
         objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
         groups: what else the objective reads of the groups, [p k] or [p 1] each.
         num: micro-batches.
+        num_parts: into how many parts devices divide the rows.
     """
 
     def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, ...]) -> Array:
@@ -90,7 +96,7 @@ def gradients(
 
     num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    if size and num_rows // num % size == 0:
+    if size and num_rows // num % (size * num_parts) == 0:
 
         def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
             inputs, counted, groups = xs

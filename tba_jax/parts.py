@@ -35,7 +35,7 @@ from tba_jax.response_classifiers import make_classifier
 from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
-from tba_jax.sharding import MESH_AXES, MeshShape, Placement, hand_over, place
+from tba_jax.sharding import MESH_AXES, MeshShape, Placement, PlacementError, hand_over, place
 from tba_jax.tasks import Task, get_task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import (
@@ -142,10 +142,10 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         process_index: whose searchers.
 
     Raises:
-        PlacementError: the devices cannot be divided so.
+        PlacementError: the devices cannot be divided so, or hosts of a pod would not train.
     """
     hosts = {d.process_index for d in devices} if config.placement == "pod" else {0}
-    return place(
+    placement = place(
         config.placement,
         devices,
         mesh=mesh_shape(config, len(hosts)),
@@ -153,6 +153,15 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         searcher_devices=config.search.num_devices,
         process_index=process_index,
     )
+    trains = {d.process_index for d in placement.trainer_mesh.devices.flat}
+    if config.placement == "pod" and len(trains) < len(hosts):
+        raise PlacementError(
+            f"config.mesh: a trainer of {placement.trainer_mesh.size} devices gets {len(trains)} "
+            f"whole hosts of {len(hosts)} on these chips, and hosts that only search would have to "
+            "send their responses away. Let the mesh have all devices; searchers then take turns "
+            "with the trainer."
+        )
+    return placement
 
 
 def make_step_shardings(

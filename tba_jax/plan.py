@@ -39,6 +39,9 @@ from tba_jax.planning.verdict import (
 Ask = Callable[..., Answer]
 
 
+_FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
+
+
 class Planner:
     """Questions about one config on one slice; each is answered by a child process.
 
@@ -74,7 +77,7 @@ class Planner:
         planned = next(p for p in facts["programs"] if p["name"] == name)
         question = self._request | {"config": facts["config"], "program": name, "chooses": False}
         answer = self._ask(question, timeout_s=self._timeout_s)
-        fixed = {key: planned[key] for key in ("name", "group", "variants", "with_cache")}
+        fixed = {key: planned[key] for key in _FIXED}
         if answer.value is None:
             if answer.is_user_error:
                 raise ValueError(answer.failure)
@@ -198,16 +201,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = override(None, [f"--config={args.config}", *overrides])
         validate(config)
         from tba_jax.parts import model_path
+        from tba_jax.planning.judges import judge_paths
         from tba_jax.planning.model_shapes import published_config
 
         model, source = published_config(model_path(config))
+        paths = judge_paths(config)
+        judges = {role: published_config(path) for role, path in paths.items()}
         planner = Planner(
-            {"topology": args.topology, "model": model, "cache": args.write_cache},
+            {
+                "topology": args.topology,
+                "model": model,
+                "judges": {role: shape for role, (shape, _) in judges.items()},
+                "cache": args.write_cache,
+            },
             args.timeout_s,
         )
         chooses = bool(args.topology) and not args.keep_placement
         facts = planner.describe(config.to_dict(), chooses=chooses)
-        chosen = facts["changed_fields"]
+        chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:
             found_fields = search(planner, facts["config"], say)
             changed = copy.deepcopy(facts["config"])
@@ -222,6 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if strays := [n for n in names if n not in known]:
             raise ConfigError(f"--programs: no program {strays[0]!r}; there are {', '.join(known)}")
         print(table.heading(facts, model_path(config), source, args.topology or "attached"))
+        for role, path in paths.items():
+            print(f"{role:<10} {path}; shape from {judges[role][1]}")
         programs, found, weighed, lines, fits = plan(planner, facts, names, say)
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
@@ -230,6 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if weighed:
         print(f"\n{table.balance_text(facts, weighed)}")
     print(f"\n{'fits' if fits else 'does NOT fit'}")
+    lines = [*notes, *lines]
     for line in lines:
         print(f"- {line}")
     if args.json:

@@ -102,7 +102,7 @@ class EncoderClassifier:
         self._max_tokens = min(max_tokens, self._config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
         self._batch_rows = batch_rows
-        self._program = _classify_program(self._config, dtype)
+        self._program = classify_program(self._config, dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
@@ -164,7 +164,7 @@ class GuardClassifier:
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
         self._buckets = length_buckets(max_tokens, 3)
         self._batch_rows = batch_rows
-        self._program = _verdict_program(self._config, len(self._verdict), dtype)
+        self._program = verdict_program(self._config, len(self._verdict), dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
@@ -220,7 +220,9 @@ def make_classifier(
 
 
 @functools.cache  # replicas on several devices share the program
-def _classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
+def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
+    """Jitted (params, tokens [b s], mask [b s]) -> log-probs of the labels [b n]."""
+
     @jax.jit
     def program(params: encoder.Params, tokens: Array, mask: Array) -> Array:
         logits = encoder.classify(
@@ -232,7 +234,9 @@ def _classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
 
 
 @functools.cache
-def _verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
+def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
+    """Jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
+
     @jax.jit
     def program(params: Any, tokens: Array, prompt_lengths: Array) -> Array:
         logprobs = token_logprobs(

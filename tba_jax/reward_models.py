@@ -8,7 +8,7 @@ every item comes back with a finite number or a named reason.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -83,9 +83,7 @@ class RewardModel:
         self._offset = offset
         self._compute_dtype = jnp.dtype(compute_dtype)
         self._where = where
-        self._program = program or jax.jit(
-            functools.partial(_scores, config=config, compute_dtype=self._compute_dtype)
-        )
+        self._program = program or make_score_program(config, self._compute_dtype)
 
     @classmethod
     def load(
@@ -225,6 +223,18 @@ class RewardModel:
         for chosen, values in pending:
             scores[chosen] = np.asarray(values)[: len(chosen)]
         return scores
+
+
+def make_score_program(config: TransformerConfig, compute_dtype: Any) -> Callable[..., Array]:
+    """Jitted (params, tokens [b s], lengths [b]) -> float32 [b], the scores of right-padded rows.
+
+    Args:
+        config: the architecture; one label.
+        compute_dtype: dtype of matmul inputs.
+    """
+    return jax.jit(
+        functools.partial(_scores, config=config, compute_dtype=jnp.dtype(compute_dtype))
+    )
 
 
 def _scores(

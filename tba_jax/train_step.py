@@ -8,6 +8,7 @@ changes neither gradient nor metrics beyond rounding.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -208,13 +209,12 @@ def make_train_step(
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
-    many rows. Where these hold whole groups, each is scored once. Where a group is spread over
-    several, all rows are scored without gradient first: the gradient of the objective by each
-    token's log-prob (for TB its centred residual) needs the whole group, and once it is known the
-    rows are independent. A row is then scored twice; the gradient is the same.
-
-    A micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
-    devices stay where they are if the rows (or groups) of a micro-batch divide over them too.
+    many rows. Where these hold whole groups, as many for each device, each row is scored once.
+    Where a group is spread over several, all rows are scored without gradient first: the gradient
+    by each token's log-prob (for TB its centred residual) needs the whole group, and once it is
+    known the rows are independent. A row is then scored twice; the gradient is the same. A
+    micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
+    devices stay where they are if the rows of a micro-batch divide over them too.
 
     A step whose loss or gradient is not finite changes nothing but its counters.
 
@@ -230,6 +230,7 @@ def make_train_step(
         rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
+    parts = 1 if shardings is None else math.prod(shardings.batch.mesh.shape[a] for a in BATCH_AXES)
 
     def train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
@@ -281,7 +282,7 @@ def make_train_step(
             baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
             return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
-        policy_token_logprobs, grads = gradients(rows, state.params, objective, groups, num)
+        policy_token_logprobs, grads = gradients(rows, state.params, objective, groups, num, parts)
         counted = rows.sums(policy_token_logprobs * rows.counted)
         loss = objective(counted, *groups)
         if pull_log_z is not None:

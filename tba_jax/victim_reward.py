@@ -22,6 +22,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.models import hf_weights
+from tba_jax.models.transformer import TransformerConfig
 from tba_jax.response_classifiers import ResponseClassifier
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.tokenizer import Tokenizer
@@ -87,13 +88,13 @@ class Victim:
                 f"victim.max_prompt_tokens and victim.max_new_tokens are {longest} tokens "
                 f"together, the victim at {path} was made for {config.max_positions}; lower them"
             )
-        self._decoder = Decoder(
+        self._decoder = make_victim_decoder(
             config,
-            compute_dtype=jnp.dtype(dtype),
+            settings.max_prompt_tokens,
+            settings.max_new_tokens,
+            dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
-            prompt_buckets=length_buckets(settings.max_prompt_tokens, 2),
-            max_length=longest,
         )
         weights = self._decoder.weights(params)
         self.weights = {
@@ -127,6 +128,26 @@ class Victim:
         return self._tokenizer.batch_decode(
             [row[:n] for row, n in zip(tokens, lengths, strict=True)]
         )
+
+
+def make_victim_decoder(
+    config: TransformerConfig,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    *,
+    dtype: str,
+    eos_ids: Sequence[int],
+    pad_id: int,
+) -> Decoder:
+    """The victim's decoder; arguments as in `VictimSettings` and `Decoder`."""
+    return Decoder(
+        config,
+        compute_dtype=jnp.dtype(dtype),
+        eos_ids=eos_ids,
+        pad_id=pad_id,
+        prompt_buckets=length_buckets(max_prompt_tokens, 2),
+        max_length=max_prompt_tokens + max_new_tokens,
+    )
 
 
 class VictimReward:

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from tba_jax import lora, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
-from tba_jax.config import Config, ConfigError
+from tba_jax.config import Config
 from tba_jax.config_devices import validate_devices
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
@@ -94,7 +94,7 @@ def build(
         extra_writers: more metric sinks.
 
     Raises:
-        ConfigError: the devices do not fit the placement.
+        ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: model folder, data or reward function are not usable, or the model is not the
             one that the adapters of a checkpoint were trained on; says which and why.
         CheckpointError: the newest checkpoint is not readable.
@@ -104,14 +104,6 @@ def build(
     validate_devices(config, len(jax.local_devices()), num_hosts)
     # Only a pod spans processes; with one process these are the same devices.
     placement = place_run(config, jax.devices(), cluster.process_id)
-    trains = {d.process_index for d in placement.trainer_mesh.devices.flat}
-    if config.placement == "pod" and len(trains) < num_hosts:
-        raise ConfigError(
-            f"config.mesh: a trainer of {placement.trainer_mesh.size} devices gets {len(trains)} "
-            f"whole hosts of {num_hosts} on these chips, and hosts that only search would have to "
-            "send their responses away. Let the mesh have all devices; searchers then take turns "
-            "with the trainer."
-        )
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id

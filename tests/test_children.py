@@ -65,6 +65,11 @@ def test_any_other_failure_is_its_last_error(child):
     assert answer.failure == "KeyError: 'layers'"
 
 
+def test_a_compiler_error_of_several_lines_is_its_first(child):
+    answer = child("raise RuntimeError('INTERNAL: no such core\\n\\nError encountered while x')")
+    assert answer.failure == "RuntimeError: INTERNAL: no such core"
+
+
 def test_a_child_ends_with_the_process_that_asked_it(tmp_path):
     fifo = tmp_path / "request"
     os.mkfifo(fifo)

@@ -334,9 +334,9 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"batch.micro_batch_rows": 16}, "1 groups per micro-batch .*fsdp = 2.*rows=32"),
-        ({"batch.micro_batch_rows": 1}, "1 rows per micro-batch .*fsdp = 2.*rows=2 or a multiple"),
-        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "3 rows .*fsdp = 2.*rows=2"),
+        ({"batch.micro_batch_rows": 1}, "rows = 1: cannot .*fsdp = 2.*rows=2 or a multiple"),
+        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "rows = 3: .*fsdp = 2.*rows=2"),
+        ({"batch.micro_batch_rows": 16}, None),
         ({"batch.micro_batch_rows": 32}, None),
         ({"batch.micro_batch_rows": 2}, None),
         ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),

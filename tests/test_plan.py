@@ -31,7 +31,9 @@ def in_process(request, *, timeout_s):
 
 def planner(topology=""):
     model, _ = published_config(str(START_MODEL))
-    return plan.Planner({"topology": topology, "model": model, "cache": ""}, 60.0, in_process)
+    return plan.Planner(
+        {"topology": topology, "model": model, "judges": {}, "cache": ""}, 60.0, in_process
+    )
 
 
 def start_config(**fields):
@@ -187,15 +189,15 @@ def test_a_billion_parameters_on_a_tpu_slice():
     done = run(
         "--config=configs/math.py:gsm8k",
         "--topology=v5e:2x4",
-        "--config.batch.num_prompts=8",
         "--programs=train_step,publish",
         "--json",
     )
     out = json.loads(done.stdout.splitlines()[-1])
-    assert out["placement"]["layout"] == "whole_hosts"
-    # Published weights: bfloat16, a quarter on each of four devices.
+    assert out["placement"]["layout"] == "interleaved"
+    assert out["placement"]["fields"]["batch.num_prompts"] == 8  # 7 divide over no two hosts
+    # bfloat16, an eighth on each device.
     held = out["programs"]["publish"]["hbm_gib"]["parameters"]
-    assert held == pytest.approx(1_100_048_384 * 2 / 4 / 2**30, rel=0.01)
+    assert held == pytest.approx(1_100_048_384 * 2 / 8 / 2**30, rel=0.01)
     assert done.returncode == (0 if out["fits"] else 1)
     if not out["fits"]:
         assert out["advice"]

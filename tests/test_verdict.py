@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums, fit, balance and advice from figures made by hand."""
 
+import dataclasses
+
 import pytest
 
 from tba_jax.planning.verdict import GIB, Program, advice, balance, occupancies
@@ -9,9 +11,7 @@ SIZES = {
     "batch_rows": 64,
     "round_rows": 32,
     "num_slots": 16,
-    "chunk_steps": 8,
     "response_tokens": 128.0,
-    "prefills_per_round": 2,
     "prompts_per_round": 8,
     "wanted_ratio": 1.0,
     "micro_batch_rows": 64,
@@ -38,6 +38,7 @@ def facts(**changes):
                 "devices": 1,
                 "count": 4,
                 "residents": {"weights in use": 3 * GIB},
+                "judges": [],
                 "transients": {"KV cache": 5 * GIB},
             },
         },
@@ -48,7 +49,7 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
     return [
         Program("train_step", "trainer", {"temporaries": temporaries * GIB}, roofline_s=2.0),
         Program("publish", "trainer", {"outputs": 3 * GIB}),
-        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True),
+        Program("prefill", "searcher", {}, roofline_s=0.5, with_cache=True, calls_per_round=2),
         Program(
             "decode_chunk",
             "searcher",
@@ -56,6 +57,7 @@ def programs(temporaries=1.0, slots_temporaries=1.0):
             roofline_s=0.1,
             with_cache=True,
             variants=4,
+            calls_per_round=32,
         ),
     ]
 
@@ -107,6 +109,26 @@ def test_residents_that_do_not_fit_are_spread():
     found = occupancies(crowded, programs())
     lines = advice(crowded, programs(), found, None)
     assert any("20.0 GiB of each device" in x and "search.num_devices=2" in x for x in lines)
+
+
+def test_a_step_that_waits_for_its_links_is_told_to_gather_less():
+    small = facts(sizes=SIZES | {"micro_batch_rows": 8})
+    for bound, given, is_told in (("links", small, True), ("compute", small, False),
+                                  ("links", facts(), False)):  # fmt: skip
+        step, *others = programs()
+        found = [dataclasses.replace(step, bound=bound), *others]
+        lines = advice(given, found, occupancies(given, found), balance(given, found))
+        assert any("send less" in line for line in lines) == is_told
+
+
+def test_judges_that_no_mesh_divides_are_named():
+    given = facts()
+    searcher = given["groups"]["searcher"]
+    searcher["residents"]["gold reward model"] = 24 * GIB
+    searcher["judges"].append("gold reward model")
+    found = occupancies(given, programs())
+    lines = advice(given, programs(), found, None)
+    assert any("24.0 GiB of it gold reward model" in line for line in lines)
 
 
 def test_a_placement_that_does_not_compile_is_said():

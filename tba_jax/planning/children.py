@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tba_jax.planning.environment import NO_TPU
 
 _MODULE = "tba_jax.planning.compile_one"
-_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)\b")
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
 
 

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 
 from tba_jax.config import Config, ConfigError, default_config
-from tba_jax.decoding.engine import CHUNK_STEPS
 from tba_jax.models import families
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
+from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
 
 
@@ -32,9 +32,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `config`, a nested dict; `topology`, "" for the attached devices; `model`, the
-            contents of a config.json; `cache`, folder of the persistent compilation cache or "";
-            `program`, a name, or "" for a description of the run; `chooses`, whether the placement
-            is chosen for the slice.
+            contents of a config.json; `judges`, those of the other models by their role; `cache`,
+            folder of the persistent compilation cache or ""; `program`, a name, or "" for a
+            description of the run; `chooses`, whether the placement is chosen for the slice.
 
     Raises:
         ValueError: the request makes no sense.
@@ -57,11 +57,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     model_config = families.transformer_config(request["model"])
     if request["chooses"]:
         assert chip is not None
-        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes)
+        held = judge_residents(config, request["judges"])["searcher"]
+        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, sum(held.values()))
     else:
         choice = layouts.place(config, devices)
     if request["program"]:
-        planned = plan_programs(config, model_config, choice.placement)
+        planned = _programs(config, model_config, request["judges"], choice)
         return _compile(next(p for p in planned if p.name == request["program"]))
     assert chip is not None
     return {
@@ -73,8 +74,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "layout": choice.name,
         "takes_turns": choice.takes_turns,
         "changed_fields": choice.fields,
+        "notes": choice.notes,
         "num_params": num_params(model_config),
-        "groups": _groups(config, model_config, choice),
+        "groups": _groups(config, model_config, request["judges"], choice),
         "sizes": _sizes(config, choice),
         "trainer_options": layouts.usable_options(config, model_config, devices),
         "programs": [
@@ -84,15 +86,30 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 "sizes": p.sizes,
                 "variants": p.variants,
                 "with_cache": p.with_cache,
+                "calls_per_round": p.calls_per_round,
             }
-            for p in plan_programs(config, model_config, choice.placement)
+            for p in _programs(config, model_config, request["judges"], choice)
         ],
     }
 
 
-def _groups(config: Config, model_config: Any, choice: layouts.Choice) -> dict[str, Any]:
+def _programs(
+    config: Config, model_config: Any, judges: Mapping[str, Any], choice: layouts.Choice
+) -> list[Planned]:
+    return [
+        *plan_programs(config, model_config, choice.placement),
+        *plan_judges(config, model_config, judges, choice.placement),
+    ]
+
+
+def _groups(
+    config: Config, model_config: Any, judges: Mapping[str, Any], choice: layouts.Choice
+) -> dict[str, Any]:
     mesh = choice.placement.trainer_mesh
     found: dict[str, Any] = residents(config, model_config, choice.placement)
+    for group, held in judge_residents(config, judges).items():
+        found[group]["residents"] |= held
+        found[group]["judges"] = list(held)
     found["trainer"] |= {
         "count": 1,
         "devices": mesh.devices.size,
@@ -115,8 +132,6 @@ def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
         "prompts_per_round": sizes.round_prompts,
-        "prefills_per_round": -(-sizes.round_prompts // sizes.prefill_prompts),
-        "chunk_steps": CHUNK_STEPS,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
         "micro_batch_rows": config.batch.micro_batch_rows or rows,

@@ -1,21 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices of a slice train and which search, where the config does not say it for this slice.
 
-`sharding.place` makes meshes of a decision and refuses what compilers refuse; this module makes the
-decision and says it as config fields, so that a run given those fields is placed the same way. It
-weighs bytes by hand, without compiling. The invariant it owns: what it chooses, `sharding.place`
-accepts.
+`parts.place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
+refuse; this module makes the decision and says it as config fields, so that a run given those
+fields is placed the same way. It weighs bytes by hand, without compiling. The invariant it owns:
+what it chooses, `main` accepts on such devices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tba_jax import lora, parts, sharding
-from tba_jax.config import Config, get_field
+from tba_jax.config import Config, get_field, validate
+from tba_jax.config_devices import validate_devices
 from tba_jax.decoding.engine import cache_lengths
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.sharding import MeshShape, Placement, PlacementError
@@ -30,11 +31,12 @@ class Choice(NamedTuple):
     """A placement of a run on a slice.
 
     Attributes:
-        name: shared, split, per_host, whole_hosts or interleaved.
-        placement: meshes; searchers are those of the last host that has any.
+        name: shared, split, per_host or interleaved.
+        placement: meshes; searchers are those of the last host.
         num_groups: searcher groups on the whole slice.
         takes_turns: trainer and searchers share devices.
         fields: config fields that were changed for it, with their values.
+        notes: changes that are more than a placement, a sentence each.
     """
 
     name: str
@@ -42,19 +44,24 @@ class Choice(NamedTuple):
     num_groups: int
     takes_turns: bool
     fields: dict[str, Any]
+    notes: tuple[str, ...] = ()
 
 
 def trainer_options(devices: Sequence[Any]) -> list[int]:
-    """Numbers of trainer devices that leave some for searchers and that this slice accepts."""
+    """Numbers of trainer devices that leave some for searchers, and that such a run accepts.
+
+    Every host of a pod trains, so of several hosts a trainer of whole hosts is no option.
+    """
     if len(_hosts(devices)) == 1:
         return list(range(1, len(devices)))
     options = []
     for n in range(1, len(devices)):
         try:
-            sharding.pod_layout(devices, n)
+            layout = sharding.pod_layout(devices, n)
         except PlacementError:
             continue
-        options.append(n)
+        if layout == "per_host":
+            options.append(n)
     return options
 
 
@@ -62,7 +69,8 @@ def usable_options(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any]
 ) -> list[int]:
     """Those of `trainer_options` over which a mesh divides this batch and this model."""
-    return [n for n in trainer_options(devices) if _mesh_exists(n, config, model_config)]
+    hosts = len(_hosts(devices))
+    return [n for n in trainer_options(devices) if _mesh_exists(n, config, model_config, hosts)]
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
@@ -72,36 +80,26 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         PlacementError: it does not suit them.
     """
     hosts = _hosts(devices)
-    mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     if len(hosts) > 1 and config.placement != "pod":
         raise PlacementError(
             f"config.placement = {config.placement!r} is for the devices of one host, and this "
             f"slice has {len(hosts)} hosts; set --config.placement=pod"
         )
-
-    def on(process: int) -> Placement:
-        return sharding.place(
-            config.placement,
-            devices,
-            mesh=mesh,
-            num_searchers=config.num_searchers,
-            searcher_devices=config.search.num_devices,
-            process_index=process,
-        )
-
-    by_host = [on(process) for process in sorted(hosts)]
+    validate_devices(config, len(devices) // len(hosts), len(hosts))
+    by_host = [parts.place_run(config, devices, process) for process in hosts]
     searching = [p for p in by_host if p.searcher_meshes]
     if not searching:
         raise PlacementError(
             f"searchers of {config.search.num_devices} devices do not fit on any host; lower "
             "search.num_devices"
         )
+    # libtpu 0.0.52 refuses groups that hold the first chip of a slice, and takes the others.
     chosen = searching[-1]
     trainer = set(chosen.trainer_mesh.devices.flat)
     searchers = {d for p in searching for m in p.searcher_meshes for d in m.devices.flat}
     takes_turns = bool(trainer & searchers)
     if len(hosts) > 1:
-        name = sharding.pod_layout(devices, mesh.size)
+        name = sharding.pod_layout(devices, chosen.trainer_mesh.size)
     else:
         name = "shared" if takes_turns else "split"
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
@@ -113,61 +111,99 @@ def choose(
     model_config: TransformerConfig,
     devices: Sequence[Any],
     hbm_bytes: float,
+    judge_bytes: float = 0.0,
 ) -> Choice:
     """A placement of this config on these devices, all of which are used.
 
-    One host: `shared` on one device, else `split` in halves. Several: the trainer gets half of
-    them (of the chips of each host on v4 and v5p, of the hosts elsewhere), or all of them in turn
-    with the searchers where the chips allow nothing between. Its mesh divides parameters over as
-    many devices as the prompts of a batch can be divided over, the rest is tensor-parallel.
-    Searcher groups are as small as weights and cache allow.
+    One host: `shared` on one device, else `split` in halves. Several: the trainer gets half of the
+    chips of each host where the chips allow it (v4 and v5p), elsewhere all of them in turns with
+    the searchers; rows are padded, since hosts cannot pack rows together. Its mesh divides
+    parameters over as many devices as the prompts of a batch can be divided over, the rest is
+    tensor-parallel. Searcher groups are as small as weights and cache allow.
+
+    A batch whose prompts no mesh of a pod divides gets more of them, which `notes` says.
+
+    Args:
+        config: of the run; changed to what is chosen.
+        model_config: of the policy.
+        devices: all of the slice.
+        hbm_bytes: memory of each.
+        judge_bytes: what models that give rewards take of the first device of a searcher group.
 
     Raises:
-        PlacementError: no mesh divides batch and model, or no group holds the weights.
+        PlacementError: no mesh divides batch and model.
+        ConfigError: a run on these devices would refuse the config.
     """
-    hosts = _hosts(devices)
-    per_host = len(devices) // len(hosts)
+    hosts = len(_hosts(devices))
+    per_host = len(devices) // hosts
     half = len(devices) / 2
-    # Of v5e slices above 16 chips one host is the only proper part: too little to train on.
     sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
     sizes = [*sorted(sizes, key=lambda n: abs(n - half)), len(devices)]
+    fields: dict[str, Any] = {
+        "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
+    }
+    notes = []
+    if hosts > 1 and config.batch.packed_length:
+        fields["batch.packed_length"] = 0
+        notes.append(
+            "rows are padded (batch.packed_length = 0), since the hosts of a pod cannot pack rows "
+            "together; one host of eight chips (v5e:2x4@8) can"
+        )
+    if hosts > 1 and not any(_mesh_exists(n, config, model_config, hosts) for n in sizes):
+        fields["batch.num_prompts"] = _divisible_prompts(config, model_config, sizes, hosts)
+        notes.append(
+            f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
+            f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides: batches of "
+            "another size are another experiment"
+        )
+    changed = _set(config, fields)
     size = next(
-        (n for n in sizes if _holds_state(n, config, model_config, hbm_bytes)), len(devices)
+        (n for n in sizes if _holds_state(n, config, model_config, hbm_bytes, hosts)), len(devices)
     )
     takes_turns = size == len(devices)
-    mesh = _mesh_shape(size, config, model_config)
-    if takes_turns or (len(hosts) > 1 and sharding.pod_layout(devices, size) == "whole_hosts"):
-        pool = per_host
-    else:
-        pool = per_host - size // len(hosts)
-    reserved = _held_bytes(config, model_config) / size if takes_turns else 0.0
-    group = _group_size(config, model_config, pool, per_host, hbm_bytes - reserved, devices)
-    fields: dict[str, Any] = {
-        "placement": "pod" if len(hosts) > 1 else "shared" if takes_turns else "split",
-        "mesh.data": mesh.data,
-        "mesh.fsdp": mesh.fsdp,
-        "mesh.model": mesh.model,
-        "num_searchers": pool // group,
-        "search.num_devices": group,
-        "batch.micro_batch_rows": _micro_batch_rows(config, mesh.data * mesh.fsdp),
-    }
+    mesh = _mesh_shape(size, config, model_config, hosts)
+    pool = per_host if takes_turns else per_host - size // hosts
+    held = judge_bytes + (_held_bytes(config, model_config) / size if takes_turns else 0.0)
+    group = _group_size(config, model_config, pool, per_host, hbm_bytes - held, devices)
+    changed |= _set(
+        config,
+        {
+            "placement": "pod" if hosts > 1 else "shared" if takes_turns else "split",
+            "mesh.data": mesh.data,
+            "mesh.fsdp": mesh.fsdp,
+            "mesh.model": mesh.model,
+            "num_searchers": pool // group * hosts,
+            "search.num_devices": group,
+            "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
+        },
+    )
+    validate(config)
+    return place(config, devices)._replace(fields=changed, notes=tuple(notes))
+
+
+def _set(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Sets fields of a config; returns those that had another value."""
     changed = {name: x for name, x in fields.items() if get_field(config, name) != x}
     with config.unlocked():
-        config.update_from_flattened_dict(fields)
-    return place(config, devices)._replace(fields=changed)
+        config.update_from_flattened_dict(dict(fields))
+    return changed
 
 
 def _hosts(devices: Sequence[Any]) -> list[int]:
     return sorted({d.process_index for d in devices})
 
 
-def _mesh_shape(size: int, config: Config, model_config: TransformerConfig) -> MeshShape:
+def _mesh_shape(
+    size: int, config: Config, model_config: TransformerConfig, hosts: int
+) -> MeshShape:
     prompts = config.batch.num_prompts
     for fsdp in range(size, 0, -1):
         model = size // fsdp
         divides = (
             size % fsdp == 0
             and prompts % fsdp == 0
+            # No row of a batch is divided over hosts.
+            and (size // hosts) % model == 0
             and model_config.hidden_size % fsdp == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
@@ -180,47 +216,77 @@ def _mesh_shape(size: int, config: Config, model_config: TransformerConfig) -> M
     )
 
 
-def _mesh_exists(size: int, config: Config, model_config: TransformerConfig) -> bool:
+def _mesh_exists(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> bool:
     try:
-        _mesh_shape(size, config, model_config)
+        _mesh_shape(size, config, model_config, hosts)
     except PlacementError:
         return False
     return True
 
 
+def _divisible_prompts(
+    config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
+) -> int:
+    """The next larger number of prompts for which a mesh of one of these sizes exists.
+
+    Raises:
+        PlacementError: the model itself does not divide over them.
+    """
+    trial = config.copy_and_resolve_references()
+    for prompts in range(config.batch.num_prompts + 1, config.batch.num_prompts + max(sizes) + 1):
+        trial.batch.num_prompts = prompts
+        if any(_mesh_exists(n, trial, model_config, hosts) for n in sizes):
+            return prompts
+    raise PlacementError(
+        f"no mesh of {' or '.join(map(str, sizes))} devices divides a model of hidden size "
+        f"{model_config.hidden_size} with {model_config.num_heads} heads; take another slice"
+    )
+
+
 def _holds_state(
-    size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float
+    size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
 ) -> bool:
     """A mesh of this size exists, and leaves room beside the state and a copy of it."""
-    if not _mesh_exists(size, config, model_config):
+    if not _mesh_exists(size, config, model_config, hosts):
         return False
     held = _held_bytes(config, model_config) / size
     return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
 
 
-def micro_batch_options(config: Config, parts: int) -> list[int]:
-    """Rows of a micro-batch that divide a batch and, over `parts` devices, themselves; ascending.
-
-    Padded rows of a group lie on one device, so micro-batches of whole groups are divided by
-    groups; packed rows are divided one by one.
-    """
-    rows, k = config.batch.num_prompts * config.objective.group_size, config.objective.group_size
+def micro_batch_options(config: Config, num_parts: int) -> list[int]:
+    """Rows of a micro-batch that divide a batch and, over `num_parts` devices, themselves."""
+    rows = config.batch.num_prompts * config.objective.group_size
     if config.batch.packed_length:
-        return [parts * 2**i for i in range(rows.bit_length()) if parts * 2**i <= rows] or [parts]
-    return [
-        n for n in range(1, rows + 1) if rows % n == 0 and (n if n % k else n // k) % parts == 0
-    ]
+        options = [num_parts * 2**i for i in range(rows.bit_length()) if num_parts * 2**i <= rows]
+        return options or [num_parts]
+    return [n for n in range(num_parts, rows + 1, num_parts) if rows % n == 0]
 
 
-def _micro_batch_rows(config: Config, parts: int) -> int:
-    """The config's own where the mesh divides it, else the nearest that it does."""
-    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
-    unit = config.objective.group_size
-    if config.batch.packed_length or wanted % unit:
-        unit = 1
-    if not wanted or wanted // unit % parts == 0:
-        return wanted
-    return min(options, key=lambda n: max(n / wanted, wanted / n))
+def _micro_batch_rows(
+    config: Config, model_config: TransformerConfig, mesh: MeshShape, hbm_bytes: float
+) -> int:
+    """The config's own where the mesh divides it, else the nearest that it does.
+
+    Where whole groups were asked for and memory allows, whole groups on each device: their rows are
+    scored once and not twice.
+    """
+    wanted, num_parts = config.batch.micro_batch_rows, mesh.data * mesh.fsdp
+    options, k = micro_batch_options(config, num_parts), config.objective.group_size
+
+    def distance(n: int) -> float:
+        return max(n / wanted, wanted / n)
+
+    if not wanted:
+        return 0
+    if not config.batch.packed_length and wanted % k == 0:
+        nearest = min((n for n in options if n % (k * num_parts) == 0), key=distance)
+        length = config.task.max_prompt_tokens + config.search.max_new_tokens
+        # Attention scores of a layer and their gradient, the largest arrays of a step.
+        scores = 2 * 4 * nearest * model_config.num_heads * length**2 / mesh.size
+        if scores + _held_bytes(config, model_config) / mesh.size <= hbm_bytes:
+            return nearest
+    is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
+    return wanted if is_possible else min(options, key=distance)
 
 
 def _held_bytes(config: Config, model_config: TransformerConfig) -> float:

@@ -13,6 +13,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from tba_jax.models import hf_weights
+
 _TIMEOUT_S = 5.0
 
 _RHO_1B = {
@@ -90,6 +92,36 @@ _LLAMA_3_2_1B = {
     },
     "tie_word_embeddings": True,
 }
+_LLAMA_3_1_8B = _LLAMA_3_2_1B | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "rope_scaling": _LLAMA_3_2_1B["rope_scaling"] | {"factor": 8.0},
+    "tie_word_embeddings": False,
+}
+_ROBERTA_BASE = {
+    "model_type": "roberta",
+    "vocab_size": 50265,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+    "layer_norm_eps": 1e-5,
+}
+# A reward model: the trunk of a language model with one label in place of the vocabulary.
+_REWARD = {
+    "architectures": ["GPTNeoXForSequenceClassification"],
+    "id2label": {"0": "LABEL_0"},
+}
+_PYTHIA_SIZES = {
+    "410m": _pythia(1024, 24, 16),
+    "1b": _pythia(2048, 16, 8),
+    "2.8b": _pythia(2560, 32, 32),
+    "6.9b": _pythia(4096, 32, 32) | {"vocab_size": 50432},
+}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "realtreetune/rho-1b-sft-GSM8K": _RHO_1B,
     "microsoft/rho-math-1b-v0.1": _RHO_1B,
@@ -105,16 +137,33 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         max_position_embeddings=131072,
         tie_word_embeddings=False,
     ),
-    "EleutherAI/pythia-410m": _pythia(1024, 24, 16),
-    "EleutherAI/pythia-410m-deduped": _pythia(1024, 24, 16),
-    "EleutherAI/pythia-1b": _pythia(2048, 16, 8),
-    "EleutherAI/pythia-1b-deduped": _pythia(2048, 16, 8),
-    "EleutherAI/pythia-2.8b": _pythia(2560, 32, 32),
-    "EleutherAI/pythia-2.8b-deduped": _pythia(2560, 32, 32),
+    **{f"EleutherAI/pythia-{size}": shape for size, shape in _PYTHIA_SIZES.items()},
+    **{f"EleutherAI/pythia-{size}-deduped": shape for size, shape in _PYTHIA_SIZES.items()},
+    **{f"mnoukhov/pythia{size}-sft-tldr": shape for size, shape in _PYTHIA_SIZES.items()},
+    **{
+        f"mnoukhov/pythia{size}-rm-tldr6.9b": shape | _REWARD
+        for size, shape in _PYTHIA_SIZES.items()
+    },
+    "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr": _PYTHIA_SIZES["6.9b"] | _REWARD,
     "openai-community/gpt2": _GPT2,
     "gpt2": _GPT2,
+    "vicgalle/gpt2-alpaca": _GPT2,
     "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_3_2_1B,
+    "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_3_1_8B,
+    "meta-llama/Llama-Guard-3-8B": _LLAMA_3_1_8B,
+    "facebook/roberta-hate-speech-dynabench-r4-target": _ROBERTA_BASE
+    | {"id2label": {"0": "nothate", "1": "hate"}},
+    "sentence-transformers/all-MiniLM-L6-v2": {
+        "model_type": "bert",
+        "vocab_size": 30522,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 512,
+        "type_vocab_size": 2,
+    },
 }
 
 
@@ -124,7 +173,9 @@ def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: neither a folder with config.json, nor on the hub, nor in the table.
     """
-    folder = Path(path_or_hub_id).expanduser()
+    is_embedded = path_or_hub_id.startswith(hf_weights.EMBEDDED)
+    folder = Path(hf_weights.resolve(path_or_hub_id) if is_embedded else path_or_hub_id)
+    folder = folder.expanduser()
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():

@@ -57,6 +57,7 @@ class Planned:
         variants: programs of this kind that a run may load, one per shape.
         with_cache: it runs while the KV cache is there.
         unknown_trips: trips of a loop that ends when its data says so.
+        calls_per_round: how often a round of a searcher runs it.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Planned:
     variants: int = 1
     with_cache: bool = False
     unknown_trips: int = 1
+    calls_per_round: float = 0.0
 
 
 class Sizes(NamedTuple):
@@ -134,7 +136,7 @@ def residents(
     trainer["copy of the state while it is saved"] = sum(trainer.values())
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
-    weights = _weights(config, model_config, placement)
+    weights = abstract_weights(config, model_config, placement)
     policy, searcher = parts.policy_config(config, model_config), {}
     if policy.adapters is not None:
         # Merged is what has adapters; the rest is shared with the base.
@@ -142,7 +144,11 @@ def residents(
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
     if config.reference.placement == "searcher":
         searcher["reference parameters"] = shard_bytes(
-            _reference_params(config, model_config, placement)
+            abstract_reference(config, model_config, placement)
+        )
+    elif config.eval.reference_metrics:
+        searcher["start model, for evaluation"] = shard_bytes(
+            abstract_weights(config, model_config, placement)
         )
     decoder = parts.make_decoder(config, model_config, Ids(), mesh)
     sizes = sizes_of(config)
@@ -205,7 +211,7 @@ def _searcher_programs(
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
     decoder = parts.make_decoder(config, model_config, Ids(), mesh)
-    weights = _weights(config, model_config, placement)
+    weights = abstract_weights(config, model_config, placement)
     columns = decoder.cache_lengths[-1]
     lowered = dict(
         lowering.lower_all(
@@ -235,6 +241,7 @@ def _searcher_programs(
             result="prefilled prompts",
             variants=buckets,
             with_cache=True,
+            calls_per_round=-(-sizes.round_prompts // sizes.prefill_prompts),
         ),
         Planned(
             name="admit",
@@ -254,6 +261,11 @@ def _searcher_programs(
             variants=lengths,
             with_cache=True,
             unknown_trips=decoder.chunk_steps,
+            # Responses of half their limit.
+            calls_per_round=sizes.round_prompts
+            * sizes.samples
+            * config.search.max_new_tokens
+            / (2 * sizes.num_slots * decoder.chunk_steps),
         ),
     ]
     if config.reference.placement == "searcher":
@@ -292,7 +304,7 @@ def _scoring(
     program = parts.make_reference_program_from(
         config, model_config, Ids().eos_ids, placement.searcher_meshes[0]
     )
-    params = _reference_params(config, model_config, placement)
+    params = abstract_reference(config, model_config, placement)
     shape = (sizes.round_prompts, sizes.samples)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     tokens = jax.ShapeDtypeStruct((*shape, sizes.prompt + sizes.response), jnp.int32)
@@ -303,6 +315,7 @@ def _scoring(
         lower=lambda: program.lower(params, tokens, rows, rows, response_bucket=sizes.response),
         resident={"reference parameters": shard_bytes(params)},
         variants=config.batch.num_length_buckets**2,
+        calls_per_round=1,
     )
 
 
@@ -350,13 +363,17 @@ def _publication(
     return program, parts.abstract_state(config, model_config, placement.trainer_mesh).params
 
 
-def _weights(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
+def abstract_weights(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
+    """The policy on the first searcher's devices, in the decoder's layout."""
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
     return lowering.abstract_weights(model_config, jnp.dtype(config.model.rollout_dtype), where)
 
 
-def _reference_params(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
+def abstract_reference(
+    config: Config, model_config: TransformerConfig, placement: Placement
+) -> Any:
+    """The reference on the first searcher's devices, in the trainer's layout."""
     shardings = parts.reference_shardings(model_config, placement.searcher_meshes[0])
     return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
 

@@ -33,6 +33,7 @@ class Program:
         bound: what decides that: compute, memory or links.
         variants: programs of this kind a run may load, one per shape.
         with_cache: it runs while the KV cache is there.
+        calls_per_round: how often a round of a searcher runs it.
         failure: why it did not compile; "" where it did.
         needed_bytes: what the compiler wanted where that was too much.
         uncounted: custom calls whose FLOPs are unknown.
@@ -49,6 +50,7 @@ class Program:
     bound: str = ""
     variants: int = 1
     with_cache: bool = False
+    calls_per_round: float = 0.0
     failure: str = ""
     is_too_large: bool = False
     needed_bytes: float = 0.0
@@ -140,11 +142,7 @@ def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | 
     sizes = facts["sizes"]
     step_s = by_name["train_step"].roofline_s
     rows = sizes["round_rows"]
-    chunks = rows * sizes["response_tokens"] / sizes["num_slots"] / sizes["chunk_steps"]
-    round_s = chunks * by_name["decode_chunk"].roofline_s
-    round_s += sizes["prefills_per_round"] * by_name["prefill"].roofline_s
-    if "score_reference" in by_name:
-        round_s += by_name["score_reference"].roofline_s
+    round_s = sum(p.calls_per_round * p.roofline_s for p in by_name.values())
     trainer, searcher = facts["groups"]["trainer"], facts["groups"]["searcher"]
     trained = sizes["batch_rows"]
     rate = searcher["count"] * rows / round_s
@@ -191,6 +189,7 @@ def advice(
             lines.append(_spread(facts, group, occupancy))
     if not lines and weighed is not None:
         lines += _rebalance(facts, weighed)
+        lines += [_GATHER_LESS for p in programs if p.name == "train_step" and _gathers(facts, p)]
     return list(dict.fromkeys(lines))
 
 
@@ -198,6 +197,16 @@ _OTHER_PLACEMENT = (
     "Choose other sizes of the mesh or another --config.placement; docs/plan.md lists what each "
     "chip accepts"
 )
+
+
+_GATHER_LESS = (
+    "train_step waits for its links: parameters are gathered over mesh.fsdp for every micro-batch, "
+    "so fewer and larger ones (batch.micro_batch_rows; --search finds the largest) send less"
+)
+
+
+def _gathers(facts: Mapping[str, Any], p: Program) -> bool:
+    return p.bound == "links" and facts["sizes"]["micro_batch_rows"] < facts["sizes"]["batch_rows"]
 
 
 def _is_named(occupancy: Occupancy, p: Program) -> bool:
@@ -257,6 +266,15 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
         f"what the {group} keeps takes {residents / GIB:.1f} GiB of each device, more than the "
         f"{occupancy.capacity_bytes / GIB:.1f} GiB there are"
     )
+    held = facts["groups"]["searcher"]
+    judges = {name: held["residents"][name] for name in held["judges"]}
+    if group != "trainer" and sum(judges.values()) > occupancy.capacity_bytes / 2:
+        names = " and ".join(judges)
+        return (
+            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}, which are whole on one "
+            "device: store them in bfloat16 (victim.dtype, classifier.dtype, model.rollout_dtype) "
+            "where they are not, name smaller ones, or take chips of more memory"
+        )
     if group == "searcher":
         return f"{start}: set --config.search.num_devices={facts['sizes']['next_group']}"
     return (

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models beside the policy that give rewards or judge: their programs and what they take.
+
+Reward model, gold reward model, victim, classifier, sentence embedder, and the start model that an
+evaluation compares with. Each is whole on one device: where searchers have several, on the first of
+a group; the gold model and the start model on the first searcher's, which evaluates; the embedder
+on the trainer's first. The programs are those of the parts themselves, lowered from shapes. It
+knows no chip and reads no weights. The invariant it owns: a model that the run loads has its bytes
+here.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from tba_jax import parts
+from tba_jax.attack_metrics import make_embed_program
+from tba_jax.config import Config
+from tba_jax.decoding import lowering
+from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.evaluation_metrics import distance_rows, make_distance_program
+from tba_jax.models import encoder, families
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.planning.layouts import shard_bytes
+from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
+from tba_jax.response_classifiers import classify_program, verdict_program
+from tba_jax.reward_models import LENGTH_STEP, make_score_program
+from tba_jax.sharding import Placement
+from tba_jax.trajectory import length_buckets
+from tba_jax.victim_reward import make_victim_decoder
+
+# Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
+# tokenizer nobody knows them, and one more or less hardly changes the program.
+_VERDICT_TOKENS = 2
+# Of `attack_metrics.SentenceEmbedder`.
+_EMBED_ROWS, _EMBED_TOKENS = 64, 128
+
+
+def judge_paths(config: Config) -> dict[str, str]:
+    """Role -> model folder or hub id, of every such model that the config names."""
+    is_attack = config.task.name == "redteam"
+    has_victim = is_attack and not config.task.reward and not config.reward.model_path
+    named = {
+        "reward model": config.reward.model_path,
+        "gold reward model": config.eval.gold_model,
+        "victim": (config.victim.path or str(parts.START_MODEL)) if has_victim else "",
+        "classifier": config.classifier.path
+        if has_victim and config.classifier.kind != "pattern"
+        else "",
+        "sentence embedder": config.eval.embedding_path if is_attack else "",
+    }
+    return {role: path for role, path in named.items() if path}
+
+
+def judge_residents(
+    config: Config, models: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Group -> what -> bytes on the device of that group that holds most of them.
+
+    Args:
+        config: of the run.
+        models: role -> contents of config.json.
+
+    Raises:
+        ValueError: a model is of a kind that its role has no use for.
+    """
+    held: dict[str, dict[str, float]] = {"trainer": {}, "searcher": {}}
+    for role in models:
+        group = "trainer" if role == "sentence embedder" else "searcher"
+        held[group][role] = shard_bytes(_params(role, config, models[role], None))
+    return held
+
+
+def plan_judges(
+    config: Config,
+    model_config: TransformerConfig,
+    models: Mapping[str, Mapping[str, Any]],
+    placement: Placement,
+) -> list[Planned]:
+    """Their programs.
+
+    Args:
+        config, models: as in `judge_residents`.
+        model_config: of the policy.
+        placement: of the run.
+    """
+    sizes = sizes_of(config)
+    rows = sizes.round_prompts * sizes.samples
+    mesh = placement.searcher_meshes[0]
+    device, found = mesh.devices.flat[0], []
+    if "reward model" in models:
+        longest = config.task.max_prompt_tokens + config.search.max_new_tokens
+        found.append(_scores("reward model", "score_reward", config, models, device, longest, rows))
+    if "gold reward model" in models:
+        longest = config.task.max_prompt_tokens + config.eval.max_new_tokens
+        found.append(_scores("gold reward model", "score_gold", config, models, device, longest, 0))
+    if "victim" in models:
+        found += _victim(config, models["victim"], device, rows)
+    if "classifier" in models:
+        found.append(_classifier(config, models["classifier"], device, rows))
+    if "sentence embedder" in models:
+        found.append(_embedder(config, models, placement.trainer_mesh.devices.flat[0]))
+    if config.eval.reference_metrics:
+        found.append(_distance(config, model_config, placement))
+    return found
+
+
+def _params(role: str, config: Config, model: Mapping[str, Any], device: Any) -> Any:
+    """Its parameters as it is loaded: shapes, on a device where one is given."""
+    if role == "sentence embedder":
+        tree = encoder.abstract_params(encoder.encoder_config(model), jnp.float32)
+    elif role == "classifier" and config.classifier.kind == "encoder":
+        dtype = jnp.dtype(config.classifier.dtype)
+        tree = encoder.abstract_params(encoder.encoder_config(model), dtype)
+    else:
+        name = {"victim": config.victim.dtype, "classifier": config.classifier.dtype}.get(
+            role, config.model.rollout_dtype
+        )
+        shape = families.transformer_config(model)
+        if bool(shape.num_labels) != role.endswith("reward model"):
+            wanted = (
+                "a sequence classifier" if role.endswith("reward model") else "a language model"
+            )
+            raise ValueError(f"the {role} must be {wanted}, and its config.json describes another")
+        tree = abstract_params(shape, jnp.dtype(name))
+    if device is None:
+        return tree
+    where = SingleDeviceSharding(device)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+
+
+def _ints(*shape: int, dtype: Any = jnp.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _scores(
+    role: str,
+    name: str,
+    config: Config,
+    models: Mapping[str, Mapping[str, Any]],
+    device: Any,
+    longest: int,
+    rows: int,
+) -> Planned:
+    shape = families.transformer_config(models[role])
+    params = _params(role, config, models[role], device)
+    program = make_score_program(shape, config.model.rollout_dtype)
+    width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, shape.max_positions)
+    size = config.reward.batch_size
+    return Planned(
+        name=name,
+        group="searcher",
+        sizes=f"{size} responses, {width} tokens",
+        lower=lambda: program.lower(params, _ints(size, width), _ints(size)),
+        resident={role: shard_bytes(params)},
+        variants=-(-width // LENGTH_STEP),
+        calls_per_round=-(-rows // size),
+    )
+
+
+def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> list[Planned]:
+    v = config.victim
+    shape = families.transformer_config(model)
+    decoder = make_victim_decoder(
+        shape,
+        v.max_prompt_tokens,
+        v.max_new_tokens,
+        dtype=v.dtype,
+        eos_ids=Ids().eos_ids,
+        pad_id=Ids().pad_id,
+    )
+    weights = lowering.abstract_weights(shape, jnp.dtype(v.dtype), SingleDeviceSharding(device))
+    slots = min(attacks * v.num_samples, v.num_slots)
+    prompts = max(1, min(-(-slots // v.num_samples), PREFILL_TOKENS // v.max_prompt_tokens))
+    columns, buckets = decoder.cache_lengths[-1], len(decoder.prompt_buckets)
+    lengths = len(decoder.cache_lengths)
+    lowered = dict(
+        lowering.lower_all(
+            decoder,
+            weights,
+            num_slots=slots,
+            cache_length=columns,
+            prompt_length=v.max_prompt_tokens,
+            prefill_prompts=prompts,
+        )
+    )
+    held = {"victim": shard_bytes(weights)}
+    chunk = "chunk_sampled" if v.top_p == 1 else "chunk_truncated"
+    in_slots = f"{slots} slots of {columns} columns"
+    # Responses of half their limit, as the searchers' own are reckoned.
+    chunks = attacks * v.num_samples * v.max_new_tokens / 2 / slots / decoder.chunk_steps
+    return [
+        Planned(
+            name="victim_prefill",
+            group="searcher",
+            sizes=f"{prompts} prompts of {v.max_prompt_tokens} tokens",
+            lower=lowered["prefill"],
+            resident=held,
+            variants=buckets,
+            calls_per_round=-(-attacks // prompts),
+        ),
+        Planned(
+            name="victim_admit",
+            group="searcher",
+            sizes=in_slots,
+            lower=lowered["admit"],
+            resident={},
+            variants=buckets * lengths,
+        ),
+        Planned(
+            name="victim_chunk",
+            group="searcher",
+            sizes=f"{in_slots}, {decoder.chunk_steps} steps",
+            lower=lowered[chunk],
+            resident=held,
+            variants=lengths,
+            unknown_trips=decoder.chunk_steps,
+            calls_per_round=chunks,
+        ),
+    ]
+
+
+def _classifier(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> Planned:
+    c = config.classifier
+    params = _params("classifier", config, model, device)
+    arguments: tuple[Any, ...]
+    if c.kind == "encoder":
+        shape = encoder.encoder_config(model)
+        length = min(c.max_tokens, shape.max_tokens)
+        program = classify_program(shape, c.dtype)
+        arguments = _ints(c.batch_rows, length), _ints(c.batch_rows, length, dtype=jnp.bool_)
+    else:
+        length = c.max_tokens
+        program = verdict_program(families.transformer_config(model), _VERDICT_TOKENS, c.dtype)
+        arguments = _ints(c.batch_rows, length + _VERDICT_TOKENS), _ints(c.batch_rows)
+    return Planned(
+        name="classify",
+        group="searcher",
+        sizes=f"{c.batch_rows} responses, {length} tokens",
+        lower=lambda: program.lower(params, *arguments),
+        resident={"classifier": shard_bytes(params)},
+        variants=3,
+        calls_per_round=-(-attacks * config.victim.num_samples // c.batch_rows),
+    )
+
+
+def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], device: Any) -> Planned:
+    model = models["sentence embedder"]
+    shape = encoder.encoder_config(model)
+    params = _params("sentence embedder", config, model, device)
+    length = min(_EMBED_TOKENS, shape.max_tokens)
+    program = make_embed_program(shape)
+    return Planned(
+        name="embed_attacks",
+        group="trainer",
+        sizes=f"{_EMBED_ROWS} attacks, {length} tokens",
+        lower=lambda: program.lower(
+            params, _ints(_EMBED_ROWS, length), _ints(_EMBED_ROWS, length, dtype=jnp.bool_)
+        ),
+        resident={"sentence embedder": shard_bytes(params)},
+        variants=3,
+    )
+
+
+def _distance(config: Config, model_config: TransformerConfig, placement: Placement) -> Planned:
+    sizes = sizes_of(config)
+    program = make_distance_program(
+        model_config, config.search.sampling_temperature, config.model.rollout_dtype
+    )
+    weights = abstract_weights(config, model_config, placement)
+    # A searcher's own reference serves where it has one.
+    reference = (
+        abstract_reference(config, model_config, placement)
+        if config.reference.placement == "searcher"
+        else weights
+    )
+    buckets = config.batch.num_length_buckets
+    t = length_buckets(config.eval.max_new_tokens, buckets)[-1]
+    responses = (config.task.num_eval_prompts or 2**31) * config.eval.num_samples
+    rows = distance_rows(responses, t, model_config.vocab_size)
+    return Planned(
+        name="reference_distance",
+        group="searcher",
+        sizes=f"{rows} responses of {t} tokens",
+        lower=lambda: program.lower(
+            weights, reference, _ints(rows, sizes.prompt + t), _ints(rows), _ints(rows), t=t
+        ),
+        resident={
+            "parameters": shard_bytes(weights),
+            "reference parameters": shard_bytes(reference),
+        },
+        variants=buckets**2,
+    )
