@@ -456,6 +456,7 @@ def _is_mendable(error: BaseException) -> bool:
     """
     from tba_jax.checkpointing import CheckpointError
     from tba_jax.cluster import PeerError
+    from tba_jax.device_turns import TurnError
     from tba_jax.metrics import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.trainer import NonFiniteError
@@ -469,6 +470,7 @@ def _is_mendable(error: BaseException) -> bool:
         PublicationError,
         RewardFailure,
         NonFiniteError,
+        TurnError,
     )
     if isinstance(error, named):
         return True

@@ -22,6 +22,7 @@ from tba_jax.config_devices import trainer_mesh
 from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.device_turns import InTurn, no_turns
 from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.evaluation_metrics import ReferenceDistance, WinRate
 from tba_jax.models import hf_weights
@@ -232,7 +233,12 @@ def make_publication(
 
 
 def decoder_weights(
-    config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
+    config: Config,
+    model_config: TransformerConfig,
+    params: Any,
+    source: Mesh,
+    mesh: Mesh,
+    in_turn: InTurn = no_turns,
 ) -> Any:
     """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh.
 
@@ -242,13 +248,21 @@ def decoder_weights(
         params: parameters, layers stacked.
         source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
         mesh: the searcher's.
+        in_turn: of `source`, where other threads launch programs on it.
     """
     layout, published = make_publication(config, model_config, source)
-    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    program = in_turn(make_publish_program(dtype, layout, published))
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 
 
-def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
+def start_weights(
+    config: Config,
+    model_config: TransformerConfig,
+    source: Mesh,
+    mesh: Mesh,
+    in_turn: InTurn = no_turns,
+) -> Any:
     """The start model's weights, as `decoder_weights` gives them.
 
     Args:
@@ -256,6 +270,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
         model_config: the architecture that is wanted.
         source: a mesh to read on.
         mesh: the searcher's.
+        in_turn: as in `decoder_weights`.
 
     Raises:
         ValueError: config.model.path is a model of another architecture.
@@ -270,7 +285,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
             "--config.eval.reference_metrics=False"
         )
     _, params, _ = hf_weights.load(folder, param_dtype=dtype, shardings=shardings)
-    return decoder_weights(config, model_config, params, source, mesh)
+    return decoder_weights(config, model_config, params, source, mesh, in_turn)
 
 
 def make_reference_program_from(
@@ -308,6 +323,7 @@ def make_decoder(
     model_config: TransformerConfig,
     tokenizer: SpecialIds,
     mesh: Mesh | None = None,
+    in_turn: InTurn = no_turns,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
 
@@ -316,6 +332,7 @@ def make_decoder(
         model_config: the architecture.
         tokenizer: the model's.
         mesh: the searcher's; None or of one device: for weights on any one device.
+        in_turn: as in `Decoder`.
 
     Raises:
         ValueError: the model has fewer positions than prompt and response may take.
@@ -342,6 +359,7 @@ def make_decoder(
         cache_sharding=lowering.cache_sharding(model_config, mesh)
         if mesh is not None and mesh.size > 1
         else None,
+        in_turn=in_turn,
     )
 
 
@@ -455,6 +473,7 @@ def make_metrics(
     model_config: TransformerConfig,
     gold: RewardSource | None,
     reference_params: Callable[[], Any],
+    in_turn: InTurn = no_turns,
 ) -> list[MetricFunction]:
     """The metric functions that the config asks for.
 
@@ -464,6 +483,7 @@ def make_metrics(
         model_config: architecture of policy and reference.
         gold: judge of the win rate, if any.
         reference_params: gives the start model's weights on the device that evaluates.
+        in_turn: of the searcher that evaluates, as in `Decoder`.
     """
     metrics: list[MetricFunction] = []
     if gold is not None:
@@ -479,6 +499,7 @@ def make_metrics(
                 prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
                 response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
                 pad_id=tokenizer.pad_id,
+                in_turn=in_turn,
             )
         )
     return metrics

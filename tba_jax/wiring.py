@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax import sharding
+from tba_jax import device_turns, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
 from tba_jax.config import Config, ConfigError
@@ -110,6 +110,8 @@ def build(
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
+    turns = _turns(config, placement)
+    trainer_turn = device_turns.on(turns, placement.trainer_mesh)
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
@@ -143,7 +145,7 @@ def build(
             shardings=shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, model_config, tokenizer.eos_ids, placement, params)
+        references = _references(config, model_config, tokenizer.eos_ids, placement, turns, params)
     if is_new:
         state = make_init_state(optimizer, shardings)(params)
     else:
@@ -158,7 +160,7 @@ def build(
     layout, published = make_publication(config, model_config, placement.publication_mesh)
     transport: Transport
     if config.sync.transport == "memory":
-        transport = MemoryTransport(rollout_dtype, wanted, layout, published)
+        transport = MemoryTransport(rollout_dtype, wanted, layout, published, trainer_turn)
     else:
         transport = CheckpointTransport(
             str(folder),
@@ -167,6 +169,7 @@ def build(
             shardings=wanted,
             layout=layout,
             published=published,
+            in_turn=trainer_turn,
         )
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
@@ -181,7 +184,7 @@ def build(
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
     metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
-    decoders = _decoders(config, model_config, tokenizer, placement)
+    decoders = _decoders(config, model_config, tokenizer, placement, turns)
     streams = [
         PromptStream(
             task,
@@ -235,9 +238,11 @@ def build(
             return references[evaluation_mesh].params
         # From devices of this process: only one evaluates.
         source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
-        return start_weights(config, model_config, source, evaluation_mesh)
+        in_turn = device_turns.on(turns, source)
+        return start_weights(config, model_config, source, evaluation_mesh, in_turn)
 
-    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    in_turn = device_turns.on(turns, evaluation_mesh)
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params, in_turn)
     evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
@@ -252,8 +257,14 @@ def build(
 
     trainer = Trainer(
         state=state,
-        train_step=make_train_step(
-            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+        train_step=trainer_turn(
+            make_train_step(
+                model_config,
+                optimizer,
+                schedule,
+                step_settings(config, tokenizer.eos_ids),
+                shardings,
+            )
         ),
         buffer=buffer,
         outboxes=outboxes,
@@ -298,6 +309,7 @@ def build(
         evaluator=evaluator,
         decoder=decoders[placement.searcher_meshes[0]],
         placement=placement,
+        turns=turns,
         model_config=model_config,
         checkpoints=checkpoints,
         metrics=MultiWriter([*([metrics_log] if metrics_log else []), progress, *extra_writers]),
@@ -322,11 +334,23 @@ def build(
     return run
 
 
+def _turns(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
+    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
+    if config.driver != "async":
+        return None
+    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
+    if config.sync.transport == "checkpoint":
+        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+    # Half: the error says more than the watchdog, and comes first.
+    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+
+
 def _references(
     config: Config,
     model_config: TransformerConfig,
     eos_ids: tuple[int, ...],
     placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
     params: Any,
 ) -> dict[Mesh, Reference]:
     """A reference scorer for each set of searcher devices, with parameters of its own."""
@@ -338,7 +362,8 @@ def _references(
     for mesh in dict.fromkeys(placement.searcher_meshes):
         key = mesh if mesh.size > 1 else None  # one program serves any one device
         if key not in programs:
-            programs[key] = make_reference_program_from(config, model_config, eos_ids, mesh)
+            program = make_reference_program_from(config, model_config, eos_ids, mesh)
+            programs[key] = device_turns.on(turns, mesh)(program)
         own = sharding.hand_over(copied, reference_shardings(model_config, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
@@ -349,11 +374,13 @@ def _decoders(
     model_config: TransformerConfig,
     tokenizer: Tokenizer,
     placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
 ) -> dict[Mesh, Decoder]:
     """The decoder of each set of searcher devices; one serves all that have one device each."""
     decoders: dict[Any, Decoder] = {}
     for mesh in placement.searcher_meshes:
         key = mesh if mesh.size > 1 else None
         if key not in decoders:
-            decoders[key] = make_decoder(config, model_config, tokenizer, mesh)
+            in_turn = device_turns.on(turns, mesh)
+            decoders[key] = make_decoder(config, model_config, tokenizer, mesh, in_turn)
     return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}
