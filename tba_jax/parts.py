@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 
+from tba_jax import lora
 from tba_jax.attack_metrics import SentenceEmbedder, attack_metrics
 from tba_jax.config import Config
 from tba_jax.config_devices import trainer_mesh
@@ -110,6 +111,16 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
+def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
+    """The architecture as it is trained: with adapters where the config asks for them.
+
+    Raises:
+        ValueError: lora.modules names a matrix that this model lacks.
+    """
+    rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
+    return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
+
+
 def packed_row_buckets(config: Config) -> tuple[int, ...]:
     """Numbers of packed rows that the train step is compiled for, ascending."""
     return row_buckets(
@@ -155,7 +166,7 @@ def make_step_shardings(
     """
     optimizer, _ = make_optimizer_from(config)
     return step_shardings(
-        model_config,
+        policy_config(config, model_config),
         optimizer,
         mesh,
         keep_reference=config.reference.placement == "trainer",
@@ -173,13 +184,17 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
-    params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
+    policy = policy_config(config, model_config)
+    if policy.adapters is None:
+        params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
+    else:
+        params = lora.abstract_adapters(policy)
     shapes = jax.eval_shape(
         functools.partial(
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            learn_log_z=config.objective.log_z == "learned",
+            log_z_size=model_config.hidden_size if config.objective.log_z == "learned" else 0,
         ),
         params,
     )
@@ -203,6 +218,11 @@ def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
         ValueError: the mesh does not divide the model.
     """
     return _on(mesh, lowering.weight_shardings(model_config, mesh))
+
+
+def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants adapters: divided as the matrices that they belong to."""
+    return _on(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
 def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
@@ -233,12 +253,7 @@ def make_publication(
 
 
 def decoder_weights(
-    config: Config,
-    model_config: TransformerConfig,
-    params: Any,
-    source: Mesh,
-    mesh: Mesh,
-    in_turn: InTurn = no_turns,
+    config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
 ) -> Any:
     """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh.
 
@@ -248,21 +263,13 @@ def decoder_weights(
         params: parameters, layers stacked.
         source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
         mesh: the searcher's.
-        in_turn: of `source`, where other threads launch programs on it.
     """
     layout, published = make_publication(config, model_config, source)
-    dtype = jnp.dtype(config.model.rollout_dtype)
-    program = in_turn(make_publish_program(dtype, layout, published))
+    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 
 
-def start_weights(
-    config: Config,
-    model_config: TransformerConfig,
-    source: Mesh,
-    mesh: Mesh,
-    in_turn: InTurn = no_turns,
-) -> Any:
+def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
     """The start model's weights, as `decoder_weights` gives them.
 
     Args:
@@ -270,7 +277,6 @@ def start_weights(
         model_config: the architecture that is wanted.
         source: a mesh to read on.
         mesh: the searcher's.
-        in_turn: as in `decoder_weights`.
 
     Raises:
         ValueError: config.model.path is a model of another architecture.
@@ -285,7 +291,7 @@ def start_weights(
             "--config.eval.reference_metrics=False"
         )
     _, params, _ = hf_weights.load(folder, param_dtype=dtype, shardings=shardings)
-    return decoder_weights(config, model_config, params, source, mesh, in_turn)
+    return decoder_weights(config, model_config, params, source, mesh)
 
 
 def make_reference_program_from(

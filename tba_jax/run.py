@@ -47,6 +47,7 @@ class Run:
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
         last_eval_step: step of the newest finished evaluation, -1 before the first.
+        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Run:
     last_saved_step: int = -1
     time_to_first_step_s: float | None = None
     searcher_idle_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    base_fingerprint: str = ""
 
     def host_state(self) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
         """Everything that is not train state, copied, for one atomic checkpoint."""
@@ -101,6 +103,7 @@ class Run:
                     "staleness_counts": sorted(self.trainer.staleness_counts.items()),
                     "decoded_tokens": [[s.index, s.decoded_tokens] for s in self.searchers],
                     "searcher_idle_s": sorted(self.searcher_idle_s.items()),
+                    "base_fingerprint": self.base_fingerprint,
                 },
             ),
         }
@@ -182,13 +185,9 @@ class Run:
         start = self.clock()
         # On devices of this process: the others go on meanwhile.
         source = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
-        weights = start_weights(
-            self.config,
-            self.model_config,
-            source,
-            self.placement.searcher_meshes[0],
-            on(self.turns, source),
-        )
+        load = on(self.turns, source)(start_weights)
+        evaluation_mesh = self.placement.searcher_meshes[0]
+        weights = load(self.config, self.model_config, source, evaluation_mesh)
         self.record_evaluation(0, self.evaluator.run(weights), start)
 
     def close_rewards(self) -> None:

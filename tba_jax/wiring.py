@@ -5,6 +5,7 @@ The only module that knows every part and the whole config; sections of the conf
 keyword arguments. It starts no thread except the reward processes' own.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax import device_turns, sharding
+from tba_jax import device_turns, lora, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
 from tba_jax.config import Config, ConfigError
@@ -31,6 +32,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
 from tba_jax.parts import (
     abstract_state,
+    adapter_shardings,
     make_decoder,
     make_evaluator,
     make_gold,
@@ -45,6 +47,7 @@ from tba_jax.parts import (
     on_device,
     packed_row_buckets,
     place_run,
+    policy_config,
     reading_mesh,
     reference_shardings,
     sampling_settings,
@@ -65,6 +68,7 @@ from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
+    MergingTransport,
     Transport,
     make_publish_program,
 )
@@ -91,7 +95,8 @@ def build(
 
     Raises:
         ConfigError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable; says which and why.
+        ValueError: model folder, data or reward function are not usable, or the model is not the
+            one that the adapters of a checkpoint were trained on; says which and why.
         CheckpointError: the newest checkpoint is not readable.
     """
     folder = Path(workdir).absolute()
@@ -111,7 +116,6 @@ def build(
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
     turns = _turns(config, placement)
-    trainer_turn = device_turns.on(turns, placement.trainer_mesh)
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
@@ -123,6 +127,8 @@ def build(
     rewards = make_rewards(config, task, tokenizer, searcher_devices)
     gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    policy = policy_config(config, model_config)
+    has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
@@ -136,16 +142,19 @@ def build(
     newest = cluster.broadcast_json(checkpoints.latest_step())
     is_new = newest is None
     references: dict[Any, Reference] = {}
-    params, host_states = None, None
-    if is_new or config.reference.placement == "searcher":
+    params, base, host_states = None, None, None
+    if is_new or has_adapters or config.reference.placement == "searcher":
         progress.phase("loading the model")
         _, params, _ = hf_weights.load(
             folder_of_model,
             param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=shardings.state.params,
+            shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, model_config, tokenizer.eos_ids, placement, turns, params)
+        references = _references(config, policy, tokenizer.eos_ids, placement, turns, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
     if is_new:
         state = make_init_state(optimizer, shardings)(params)
     else:
@@ -154,23 +163,10 @@ def build(
         target = abstract_state(config, model_config, placement.trainer_mesh)
         _, state, host_states = checkpoints.restore(target, newest)
         state = TrainState(*state) if not isinstance(state, TrainState) else state
+        if has_adapters:
+            lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
 
-    rollout_dtype = jnp.dtype(config.model.rollout_dtype)
-    wanted = [searcher_shardings(model_config, mesh) for mesh in placement.searcher_meshes]
-    layout, published = make_publication(config, model_config, placement.publication_mesh)
-    transport: Transport
-    if config.sync.transport == "memory":
-        transport = MemoryTransport(rollout_dtype, wanted, layout, published, trainer_turn)
-    else:
-        transport = CheckpointTransport(
-            str(folder),
-            keep=config.sync.keep,
-            dtype=rollout_dtype,
-            shardings=wanted,
-            layout=layout,
-            published=published,
-            in_turn=trainer_turn,
-        )
+    transport = _transport(config, policy, placement, turns, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
@@ -238,8 +234,8 @@ def build(
             return references[evaluation_mesh].params
         # From devices of this process: only one evaluates.
         source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
-        in_turn = device_turns.on(turns, source)
-        return start_weights(config, model_config, source, evaluation_mesh, in_turn)
+        load = device_turns.on(turns, source)(start_weights)
+        return load(config, model_config, source, evaluation_mesh)
 
     in_turn = device_turns.on(turns, evaluation_mesh)
     metrics = make_metrics(config, tokenizer, model_config, gold, start_params, in_turn)
@@ -255,17 +251,15 @@ def build(
         make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
         return jax.tree.map(make, batch)
 
+    train_step = device_turns.on(turns, placement.trainer_mesh)(
+        make_train_step(
+            policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+        )
+    )
+    frozen = (base,) if has_adapters else ()
     trainer = Trainer(
         state=state,
-        train_step=trainer_turn(
-            make_train_step(
-                model_config,
-                optimizer,
-                schedule,
-                step_settings(config, tokenizer.eos_ids),
-                shardings,
-            )
-        ),
+        train_step=lambda state, batch: train_step(state, batch, *frozen),
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
@@ -317,6 +311,7 @@ def build(
         schedule_log=schedule_log,
         metrics_log=metrics_log,
         clock=clock,
+        base_fingerprint=hf_weights.fingerprint(folder_of_model) if has_adapters else "",
     )
     if host_states is not None:
         run.restore(
@@ -347,26 +342,79 @@ def _turns(config: Config, placement: sharding.Placement) -> device_turns.Device
 
 def _references(
     config: Config,
-    model_config: TransformerConfig,
+    policy: TransformerConfig,
     eos_ids: tuple[int, ...],
     placement: sharding.Placement,
     turns: device_turns.DeviceTurns | None,
     params: Any,
 ) -> dict[Mesh, Reference]:
-    """A reference scorer for each set of searcher devices, with parameters of its own."""
-    shardings = param_shardings(model_config, placement.publication_mesh)
-    # A copy, because the train state will be made of `params` and then donated.
-    copied = make_publish_program(jnp.dtype(config.model.param_dtype), None, shardings)(params)
+    """A reference scorer for each set of searcher devices.
+
+    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
+    shared with the trainer.
+    """
+    plain = dataclasses.replace(policy, adapters=None)
+    mesh = placement.publication_mesh
+    if policy.adapters is None or mesh != placement.trainer_mesh:
+        # A copy, because the train state will be made of `params` and then donated; or because
+        # they span processes.
+        copy = make_publish_program(
+            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
+        )
+        params = copy(params)
     programs: dict[Any, Callable[..., Array]] = {}
     references = {}
     for mesh in dict.fromkeys(placement.searcher_meshes):
         key = mesh if mesh.size > 1 else None  # one program serves any one device
         if key not in programs:
-            program = make_reference_program_from(config, model_config, eos_ids, mesh)
+            program = make_reference_program_from(config, plain, eos_ids, mesh)
             programs[key] = device_turns.on(turns, mesh)(program)
-        own = sharding.hand_over(copied, reference_shardings(model_config, mesh))
+        own = sharding.hand_over(params, reference_shardings(plain, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
+
+
+def _transport(
+    config: Config,
+    policy: TransformerConfig,
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+    workdir: Path,
+    base: Any,
+) -> Transport:
+    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    meshes = placement.searcher_meshes
+    layout, published = make_publication(config, plain, placement.publication_mesh)
+    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
+    merges = {}
+    if policy.adapters is not None:
+        # Each set of devices has the base once, in the decoder's layout.
+        weights = make_publish_program(dtype, layout, published)(base)
+        for mesh, where in zip(meshes, wanted, strict=True):
+            if mesh not in merges:
+                own = sharding.hand_over(weights, where)
+                merge = functools.partial(lora.merge, own, config=policy)
+                merges[mesh] = device_turns.on(turns, mesh)(merge)
+        layout = None
+        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
+        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
+    in_turn = device_turns.on(turns, placement.trainer_mesh)
+    transport: Transport
+    if config.sync.transport == "memory":
+        transport = MemoryTransport(dtype, wanted, layout, published, in_turn)
+    else:
+        transport = CheckpointTransport(
+            str(workdir),
+            keep=config.sync.keep,
+            dtype=dtype,
+            shardings=wanted,
+            layout=layout,
+            published=published,
+            in_turn=in_turn,
+        )
+    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
 
 
 def _decoders(
