@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax import config as config_lib
-from tba_jax.command_line import parse_flags, versions
+from tba_jax.command_line import local_folder, parse_flags, versions
 from tba_jax.config import Config, validate
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
         raise UserError("no --config given; try --config=configs/math.py")
     validate(config)
-    workdir = Path(_WORKDIR.value or default_workdir(config))
+    workdir = local_folder(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
         return 0
