@@ -55,7 +55,7 @@ def adapted(base, adapters, config):
     return logits(lora.combine(base, adapters), config)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
 def test_a_base_with_fresh_adapters_computes_what_the_base_does(family):
     config = tiny_config(family=family)
     modules = ALL if family == "llama" else ("q", "k", "v", "o", "up", "down")
@@ -67,7 +67,7 @@ def test_a_base_with_fresh_adapters_computes_what_the_base_does(family):
     assert np.abs(after - logits(base, config)).max() > 0.1
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
 def test_merged_parameters_compute_what_base_and_adapters_do(family):
     config = tiny_config(family=family)
     policy = lora.with_adapters(config, 4, 16.0, ("q", "o", "down"))
@@ -202,6 +202,7 @@ def test_a_learned_log_z_is_trained_beside_adapters():
     assert np.any(state.log_z_head.weight) and np.any(state.params["layers"]["q_lora_b"])
 
 
+@pytest.mark.slow
 def test_no_gradient_has_the_size_of_a_matrix():
     config = tiny_config(hidden_size=64, mlp_size=512, num_layers=1)
     policy = lora.with_adapters(config, 2, 2.0, ("up", "down"))
