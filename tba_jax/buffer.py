@@ -36,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
     # Imported here, so that --help and a wrong flag answer at once.
     from tba_jax.checkpointing import CheckpointError, load_host_states
+    from tba_jax.command_line import local_folder
+    from tba_jax.config import ConfigError
     from tba_jax.repartition import on_one_host
 
     try:
-        step, states = load_host_states(args.workdir)
-    except CheckpointError as error:
+        workdir = local_folder(args.workdir, "WORKDIR")
+        step, states = load_host_states(str(workdir))
+    except (CheckpointError, ConfigError) as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
     state = on_one_host(states)
@@ -52,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for group in outbox["groups"]
     )
     result = summarise(arrays, meta, step=step, pending=pending)
-    decode, note = _decoder(Path(args.workdir))
+    decode, note = _decoder(workdir)
     result["texts"] = texts(arrays, meta, decode, args.num_texts)
     _show(result, note)
     if args.json:

@@ -264,9 +264,7 @@ class Checkpoints:
         thread.start()
         thread.join(self._timeout_s)
         if thread.is_alive():
-            raise TimeoutError(
-                f"not complete after {self._timeout_s} s (config.checkpoint.timeout_s)"
-            )
+            raise TimeoutError
         if failures:
             raise failures[0]
 
@@ -294,8 +292,11 @@ class Checkpoints:
             # Orbax counts a save as done when it begins.
             complete = [step for step in complete if step != self._saving]
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
+            why = f"{type(error).__name__}: {_brief(error)}"
+            if isinstance(error, TimeoutError):  # ours, or Orbax's, whose text names no setting
+                why = f"not complete after {self._timeout_s} s (config.checkpoint.timeout_s)"
             raise CheckpointError(
-                f"writing checkpoint {where} failed: {type(error).__name__}: {_brief(error)}. "
+                f"writing checkpoint {where} failed: {why}. "
                 f"Complete checkpoints kept: {complete or 'none'}. Make room or fix the storage, "
                 "then run the same command again to continue from the newest one"
             ) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every command shares: `--config=FILE.py[:PRESET]`, `--config.FIELD=VALUE`, versions.
+"""What commands share: `--config=FILE.py[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
 
 It knows the config's schema and nothing of what a command does with it. Invariant: every mistake of
 the user's is one ConfigError of one line.
@@ -11,6 +11,7 @@ import os
 import platform
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from absl import flags
 from ml_collections import config_flags
@@ -79,6 +80,26 @@ def _check_fields(arguments: Sequence[str]) -> None:
         near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
         raise ConfigError(f"config has no field {field!r}; {hint}")
+
+
+def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
+    """A folder of this machine's file system, as the command line names it.
+
+    Args:
+        text: what was given.
+        what: which argument.
+
+    Raises:
+        ConfigError: an address such as gs://..., which would become a local folder named `gs:` and
+            be lost with the machine.
+    """
+    if "://" in str(text):
+        raise ConfigError(
+            f"{what}={text} is an address, and a path is wanted: mount the bucket (gcsfuse) or a "
+            "share (Filestore, NFS) and give its folder, e.g. /mnt/runs/NAME; "
+            "docs/launch/tpu_vm.md says how, under Spot machines"
+        )
+    return Path(text)
 
 
 def versions() -> dict[str, str]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tba_jax.device_turns import InTurn, no_turns
 from tba_jax.evaluation import Responses
 from tba_jax.models import transformer
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -107,6 +108,7 @@ class ReferenceDistance:
         compute_dtype: dtype of matmul inputs.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
+        in_turn: as in `Decoder`.
 
     References:
         TBA, arXiv:2503.18929, section 5.3 and its code (perplexity.py).
@@ -122,13 +124,14 @@ class ReferenceDistance:
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
+        in_turn: InTurn = no_turns,
     ) -> None:
         self._reference_params = reference_params
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._vocab_size = config.vocab_size
-        self._program = make_distance_program(config, temperature, compute_dtype)
+        self._program = in_turn(make_distance_program(config, temperature, compute_dtype))
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """The four means."""

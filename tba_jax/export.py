@@ -7,7 +7,8 @@ python -m tba_jax.export --workdir=DIR --out=DIR
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+
+from tba_jax.command_line import local_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.models import hf_weights
     from tba_jax.saved_run import load_policy
 
-    out = Path(args.out)
     try:
+        out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty; give a new --out folder")
         step, model_config, params, hf_config, source = load_policy(args.workdir)

@@ -23,7 +23,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax import config as config_lib
-from tba_jax.command_line import parse_flags, versions
+from tba_jax.command_line import local_folder, parse_flags, versions
 from tba_jax.config import Config, validate
 
 if TYPE_CHECKING:
@@ -312,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
     if config is None:
         raise UserError("no --config given; try --config=configs/math.py")
     validate(config)
-    workdir = Path(_WORKDIR.value or default_workdir(config))
+    workdir = local_folder(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
         return 0
@@ -456,6 +456,7 @@ def _is_mendable(error: BaseException) -> bool:
     """
     from tba_jax.checkpointing import CheckpointError
     from tba_jax.cluster import PeerError
+    from tba_jax.device_turns import TurnError
     from tba_jax.metrics import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.trainer import NonFiniteError
@@ -469,6 +470,7 @@ def _is_mendable(error: BaseException) -> bool:
         PublicationError,
         RewardFailure,
         NonFiniteError,
+        TurnError,
     )
     if isinstance(error, named):
         return True

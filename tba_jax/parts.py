@@ -23,6 +23,7 @@ from tba_jax.config_devices import trainer_mesh
 from tba_jax.data import eval_prompts
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.device_turns import InTurn, no_turns
 from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.evaluation_metrics import ReferenceDistance, WinRate
 from tba_jax.models import hf_weights
@@ -337,6 +338,7 @@ def make_decoder(
     model_config: TransformerConfig,
     tokenizer: SpecialIds,
     mesh: Mesh | None = None,
+    in_turn: InTurn = no_turns,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
 
@@ -345,6 +347,7 @@ def make_decoder(
         model_config: the architecture.
         tokenizer: the model's.
         mesh: the searcher's; None or of one device: for weights on any one device.
+        in_turn: as in `Decoder`.
 
     Raises:
         ValueError: the model has fewer positions than prompt and response may take.
@@ -371,6 +374,7 @@ def make_decoder(
         cache_sharding=lowering.cache_sharding(model_config, mesh)
         if mesh is not None and mesh.size > 1
         else None,
+        in_turn=in_turn,
     )
 
 
@@ -484,6 +488,7 @@ def make_metrics(
     model_config: TransformerConfig,
     gold: RewardSource | None,
     reference_params: Callable[[], Any],
+    in_turn: InTurn = no_turns,
 ) -> list[MetricFunction]:
     """The metric functions that the config asks for.
 
@@ -493,6 +498,7 @@ def make_metrics(
         model_config: architecture of policy and reference.
         gold: judge of the win rate, if any.
         reference_params: gives the start model's weights on the device that evaluates.
+        in_turn: of the searcher that evaluates, as in `Decoder`.
     """
     metrics: list[MetricFunction] = []
     if gold is not None:
@@ -508,6 +514,7 @@ def make_metrics(
                 prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
                 response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
                 pad_id=tokenizer.pad_id,
+                in_turn=in_turn,
             )
         )
     return metrics

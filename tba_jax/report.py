@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_jax import plots, report_page
+from tba_jax.command_line import local_folder
 from tba_jax.metrics import read_jsonl
 from tba_jax.report_page import Run, headline
 
@@ -28,7 +29,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     Raises:
         ValueError: when it is not a work directory, or one of its files is damaged.
     """
-    workdir = Path(workdir)
+    workdir = local_folder(workdir, "WORKDIR")
     if not any((workdir / name).exists() for name in ("metrics.jsonl", "report.json")):
         raise ValueError(
             f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "

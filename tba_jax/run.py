@@ -19,6 +19,7 @@ from tba_jax.cluster import Cluster
 from tba_jax.config import Config
 from tba_jax.data import PromptStream
 from tba_jax.decoding.engine import Decoder
+from tba_jax.device_turns import DeviceTurns, on
 from tba_jax.evaluation import Evaluation, Evaluator
 from tba_jax.metrics import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.models.transformer import TransformerConfig
@@ -40,6 +41,7 @@ class Run:
     Attributes:
         cluster: the processes of the run; searchers, streams, outboxes and buffer are this one's.
         num_searchers: of all processes.
+        turns: of the threads of an asynchronous run, where they could block one another's devices.
         rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
@@ -64,6 +66,7 @@ class Run:
     evaluator: Evaluator
     decoder: Decoder
     placement: Placement
+    turns: DeviceTurns | None
     model_config: TransformerConfig
     checkpoints: Checkpoints
     metrics: MultiWriter
@@ -149,7 +152,8 @@ class Run:
         if step == self.last_saved_step:
             return
         # A copy: the save reads in the background what the next donated step overwrites.
-        state = jax.block_until_ready(jax.tree.map(jnp.copy, self.trainer.state))
+        copy = on(self.turns, self.placement.trainer_mesh)(_copied)
+        state = jax.block_until_ready(copy(self.trainer.state))
         self.checkpoints.save(step, state, self.host_state())
         self.last_saved_step = step
 
@@ -181,9 +185,9 @@ class Run:
         start = self.clock()
         # On devices of this process: the others go on meanwhile.
         source = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
-        weights = start_weights(
-            self.config, self.model_config, source, self.placement.searcher_meshes[0]
-        )
+        load = on(self.turns, source)(start_weights)
+        evaluation_mesh = self.placement.searcher_meshes[0]
+        weights = load(self.config, self.model_config, source, evaluation_mesh)
         self.record_evaluation(0, self.evaluator.run(weights), start)
 
     def close_rewards(self) -> None:
@@ -208,6 +212,10 @@ class Run:
         self.progress.close()
         self.metrics.close()
         self.schedule_log.close()
+
+
+def _copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
 
 
 class RunClock:

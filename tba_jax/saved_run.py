@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from tba_jax import lora
 from tba_jax.checkpointing import Checkpoints
+from tba_jax.command_line import local_folder
 from tba_jax.config import Config, default_config
 from tba_jax.models import families, hf_weights
 from tba_jax.models.shardings import param_shardings
@@ -25,7 +26,7 @@ def load_run_config(workdir: str) -> Config:
     Raises:
         ValueError: the folder holds no run.
     """
-    path = Path(workdir) / "config.json"
+    path = local_folder(workdir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
     config = default_config()

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
+from tba_jax.device_turns import InTurn, no_turns
 from tba_jax.sharding import hand_over
 from tba_jax.trees import check_same_tree
 
@@ -92,6 +93,8 @@ class MemoryTransport:
             the trainer has it.
         published: a tree of shardings on the trainer's devices, in which the publish program
             leaves its copy; None: XLA's choice.
+        in_turn: where other threads launch programs on the trainer's devices, makes the publish
+            program wait for its turn.
     """
 
     def __init__(
@@ -100,8 +103,9 @@ class MemoryTransport:
         shardings: Sequence[Any],
         layout: Layout | None = None,
         published: Any = None,
+        in_turn: InTurn = no_turns,
     ) -> None:
-        self._program = make_publish_program(dtype, layout, published)
+        self._program = in_turn(make_publish_program(dtype, layout, published))
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
@@ -155,7 +159,8 @@ class CheckpointTransport:
     Args:
         workdir: the run's directory.
         keep: versions kept on disk, at least 2 (one may be being read while one is written).
-        dtype, shardings, layout, published: as MemoryTransport; files have the trainer's layout.
+        dtype, shardings, layout, published, in_turn: as MemoryTransport; files have the trainer's
+            layout.
     """
 
     def __init__(
@@ -167,14 +172,17 @@ class CheckpointTransport:
         shardings: Sequence[Any],
         layout: Layout | None = None,
         published: Any = None,
+        in_turn: InTurn = no_turns,
     ) -> None:
         self._folder = epath.Path(workdir) / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marker = epath.Path(workdir) / "versions.json"
         self._keep = keep
-        self._program = make_publish_program(dtype)
+        self._program = in_turn(make_publish_program(dtype))
         # With a layout only: without one the copy that was restored already is what readers want.
-        self._layout = jax.jit(layout, out_shardings=published) if layout else lambda params: params
+        self._layout: Layout = lambda params: params
+        if layout is not None:
+            self._layout = in_turn(jax.jit(layout, out_shardings=published))
         self._mailbox = MemoryTransport(dtype, shardings)
         self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())

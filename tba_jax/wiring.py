@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax import lora, sharding
+from tba_jax import device_turns, lora, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
 from tba_jax.config import Config
@@ -107,6 +107,7 @@ def build(
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
+    turns = _turns(config, placement)
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
@@ -142,7 +143,7 @@ def build(
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, policy, tokenizer.eos_ids, placement, params)
+        references = _references(config, policy, tokenizer.eos_ids, placement, turns, params)
     if has_adapters:
         base = params
         params = lora.init_adapters(policy, config.seed, shardings.state.params)
@@ -157,7 +158,7 @@ def build(
         if has_adapters:
             lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
 
-    transport = _transport(config, policy, placement, folder, base)
+    transport = _transport(config, policy, placement, turns, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
@@ -171,7 +172,7 @@ def build(
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
     metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
-    decoders = _decoders(config, model_config, tokenizer, placement)
+    decoders = _decoders(config, model_config, tokenizer, placement, turns)
     streams = [
         PromptStream(
             task,
@@ -225,9 +226,11 @@ def build(
             return references[evaluation_mesh].params
         # From devices of this process: only one evaluates.
         source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
-        return start_weights(config, model_config, source, evaluation_mesh)
+        load = device_turns.on(turns, source)(start_weights)
+        return load(config, model_config, source, evaluation_mesh)
 
-    metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+    in_turn = device_turns.on(turns, evaluation_mesh)
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params, in_turn)
     evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
@@ -240,8 +243,10 @@ def build(
         make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
         return jax.tree.map(make, batch)
 
-    train_step = make_train_step(
-        policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+    train_step = device_turns.on(turns, placement.trainer_mesh)(
+        make_train_step(
+            policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+        )
     )
     frozen = (base,) if has_adapters else ()
     trainer = Trainer(
@@ -290,6 +295,7 @@ def build(
         evaluator=evaluator,
         decoder=decoders[placement.searcher_meshes[0]],
         placement=placement,
+        turns=turns,
         model_config=model_config,
         checkpoints=checkpoints,
         metrics=MultiWriter([*([metrics_log] if metrics_log else []), progress, *extra_writers]),
@@ -315,11 +321,23 @@ def build(
     return run
 
 
+def _turns(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
+    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
+    if config.driver != "async":
+        return None
+    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
+    if config.sync.transport == "checkpoint":
+        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+    # Half: the error says more than the watchdog, and comes first.
+    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+
+
 def _references(
     config: Config,
     policy: TransformerConfig,
     eos_ids: tuple[int, ...],
     placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
     params: Any,
 ) -> dict[Mesh, Reference]:
     """A reference scorer for each set of searcher devices.
@@ -341,7 +359,8 @@ def _references(
     for mesh in dict.fromkeys(placement.searcher_meshes):
         key = mesh if mesh.size > 1 else None  # one program serves any one device
         if key not in programs:
-            programs[key] = make_reference_program_from(config, plain, eos_ids, mesh)
+            program = make_reference_program_from(config, plain, eos_ids, mesh)
+            programs[key] = device_turns.on(turns, mesh)(program)
         own = sharding.hand_over(params, reference_shardings(plain, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
@@ -351,6 +370,7 @@ def _transport(
     config: Config,
     policy: TransformerConfig,
     placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
     workdir: Path,
     base: Any,
 ) -> Transport:
@@ -367,13 +387,15 @@ def _transport(
         for mesh, where in zip(meshes, wanted, strict=True):
             if mesh not in merges:
                 own = sharding.hand_over(weights, where)
-                merges[mesh] = functools.partial(lora.merge, own, config=policy)
+                merge = functools.partial(lora.merge, own, config=policy)
+                merges[mesh] = device_turns.on(turns, mesh)(merge)
         layout = None
         published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
         wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
+    in_turn = device_turns.on(turns, placement.trainer_mesh)
     transport: Transport
     if config.sync.transport == "memory":
-        transport = MemoryTransport(dtype, wanted, layout, published)
+        transport = MemoryTransport(dtype, wanted, layout, published, in_turn)
     else:
         transport = CheckpointTransport(
             str(workdir),
@@ -382,6 +404,7 @@ def _transport(
             shardings=wanted,
             layout=layout,
             published=published,
+            in_turn=in_turn,
         )
     return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
 
@@ -391,11 +414,13 @@ def _decoders(
     model_config: TransformerConfig,
     tokenizer: Tokenizer,
     placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
 ) -> dict[Mesh, Decoder]:
     """The decoder of each set of searcher devices; one serves all that have one device each."""
     decoders: dict[Any, Decoder] = {}
     for mesh in placement.searcher_meshes:
         key = mesh if mesh.size > 1 else None
         if key not in decoders:
-            decoders[key] = make_decoder(config, model_config, tokenizer, mesh)
+            in_turn = device_turns.on(turns, mesh)
+            decoders[key] = make_decoder(config, model_config, tokenizer, mesh, in_turn)
     return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}

@@ -31,6 +31,7 @@ LAYERS = {
     "optimizers": 1,
     "rewards": 1,
     "sharding": 0,
+    "device_turns": 0,
     "tokenizer": 1,
     "fused_logprobs": 1,
     "decoding": 2,

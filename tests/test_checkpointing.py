@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: exact, atomic, placed where asked, and clear when damaged."""
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,3 +102,28 @@ def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
     with pytest.raises(CheckpointError, match="checkpoints/20 cannot be read.*checkpoint 10"):
         load_host_states(str(tmp_path))
     assert file.exists()
+
+
+def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=2, timeout_s=1)
+    checkpoints.save(10, {"w": jnp.zeros(2)}, HOST)
+    checkpoints.wait()
+    may_end = threading.Event()
+
+    class HangingFile:
+        def write_bytes(self, data):
+            assert may_end.wait(60.0)
+
+    monkeypatch.setattr("tba_jax.checkpointing._host_file", lambda *_: HangingFile())
+    checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # returns: written in the background
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.wait()
+    assert time.monotonic() - start < 20
+    assert "checkpoints/20 failed: not complete after 1 s" in str(caught.value)
+    assert "config.checkpoint.timeout_s" in str(caught.value)
+    assert "Complete checkpoints kept: [10]" in str(caught.value)
+    monkeypatch.undo()
+    assert load_host_states(str(tmp_path))[0] == 10  # what did not complete is invisible
+    may_end.set()
+    checkpoints.abandon(timeout_s=30.0)

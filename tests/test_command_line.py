@@ -2,12 +2,15 @@
 """`--config` and `--config.FIELD=VALUE` mean the same in every command."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from tba_jax import buffer, evaluate, export, report
 from tba_jax import config as config_lib
-from tba_jax import evaluate
 from tba_jax.command_line import override
 from tba_jax.config import ConfigError, default_config
 
@@ -75,3 +78,39 @@ def test_evaluate_refuses_in_one_line(arguments, message, capsys):
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and message in err
     assert len(err.splitlines()) == 1
+
+
+ADDRESS = "gs://bucket/run"
+MOUNT = "is an address, and a path is wanted: mount the bucket (gcsfuse) or a share"
+
+
+def test_main_refuses_an_address_as_its_work_directory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", MATH, f"--workdir={ADDRESS}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: --workdir={ADDRESS} {MOUNT}")
+    assert "docs/launch/tpu_vm.md" in done.stderr and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # no folder `gs:`
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "name"),
+    [
+        (evaluate, [f"--workdir={ADDRESS}"], "--workdir"),
+        (export, [f"--workdir={ADDRESS}", "--out=model"], "--workdir"),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out"),
+        (buffer, [ADDRESS], "WORKDIR"),
+        (report, [ADDRESS], "WORKDIR"),
+    ],
+)
+def test_commands_refuse_an_address(command, arguments, name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(arguments) == 1
+    assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.session import SamplingSettings, Session
+from tba_jax.device_turns import InTurn, no_turns
 from tba_jax.models import transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -63,6 +64,8 @@ class Decoder:
             on average; each chunk costs one round trip to the device.
         cache_sharding: sharding of a cache [n g c e] on a mesh; None: the device of the weights.
         implementation: who computes attention.
+        in_turn: where other threads launch programs on the mesh, makes every program wait for its
+            turn.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Decoder:
         chunk_steps: int = CHUNK_STEPS,
         cache_sharding: jax.sharding.NamedSharding | None = None,
         implementation: Implementation = "auto",
+        in_turn: InTurn = no_turns,
     ):
         if max_length > config.max_positions:
             raise ValueError(
@@ -94,6 +98,7 @@ class Decoder:
         self.chunk_steps = chunk_steps
         self.cache_lengths = cache_lengths(max_length + chunk_steps)
         self.cache_sharding = cache_sharding
+        self._in_turn = in_turn
         self._traced: set[tuple[Any, ...]] = set()
         static = {
             "config": config,
@@ -117,7 +122,9 @@ class Decoder:
             pad_id=pad_id,
         )
         self._new_cache: dict[jax.sharding.Sharding, Any] = {}
-        self._unstack = jax.jit(functools.partial(transformer.unstack_layers, config=config))
+        self._unstack = in_turn(
+            jax.jit(functools.partial(transformer.unstack_layers, config=config))
+        )
 
     @property
     def compile_count(self) -> int:
@@ -149,7 +156,8 @@ class Decoder:
                 out,
             )
 
-        return jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
+        program = jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
+        return self._in_turn(program)
 
     def new_cache(
         self, num_slots: int, length: int, where: jax.sharding.Sharding
@@ -157,10 +165,12 @@ class Decoder:
         """Zeroed caches on the devices of `where`, sharded by cache_sharding when there is one."""
         where = self.cache_sharding or where
         if where not in self._new_cache:
-            self._new_cache[where] = jax.jit(
-                functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
-                static_argnums=(0, 1),
-                out_shardings=where,
+            self._new_cache[where] = self._in_turn(
+                jax.jit(
+                    functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
+                    static_argnums=(0, 1),
+                    out_shardings=where,
+                )
             )
         return self._new_cache[where](num_slots, length)
 

@@ -99,3 +99,27 @@ def test_an_async_run_is_replayed_in_one_thread_to_the_same_losses(changes, cach
     )
     assert other.returncode == 2
     assert "is the config that of the logged run?" in other.stderr
+
+
+@pytest.mark.slow
+def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
+    workdir = tmp_path / "run"
+    overrides = (
+        "num_cpu_devices=8",
+        "placement=shared",
+        "mesh.fsdp=2",
+        "search.num_devices=2",
+        "num_searchers=2",
+        "sync_period=2",
+        "search.swap=in_flight",
+        "log.watchdog_s=120",
+    )
+    done = run(workdir, *overrides, cache=cache, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(workdir)) == list(range(1, 9))
+    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+    assert balance(ledger) == ledger["generated"] > 0
+    waits = [r["sync/turn_wait_s"] for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
+    assert waits == sorted(waits) and waits[-1] > 0
+    rounds = [e for e in lines(workdir / "schedule.jsonl") if e["event"] == "round"]
+    assert {e["searcher"] for e in rounds} == {0, 1}

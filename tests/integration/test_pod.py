@@ -162,6 +162,20 @@ def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cach
             assert set(state["buffer"][0]["prompt_ids"] % number) == {host}
 
 
+@pytest.mark.slow
+def test_an_interleaved_pod_takes_turns_on_its_devices(cache, tmp_path):
+    # The trainer has every device; searchers of two devices each lie on those of their host.
+    workdir = tmp_path / "run"
+    overrides = ("num_cpu_devices=2", "mesh.fsdp=4", "search.num_devices=2", "num_searchers=2")
+    code, out, err = run_pod(2, workdir, *overrides, "log.watchdog_s=180", cache=cache)
+    assert code == 0, err
+    assert out.count("Report: ") == 1 and sorted(losses(workdir)) == list(range(1, 9))
+    final = report(workdir)
+    assert balance(final["ledger"]) == final["ledger"]["generated"] > 0
+    waits = [r["sync/turn_wait_s"] for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
+    assert waits == sorted(waits) and waits[-1] > 0
+
+
 def edit_config(workdir, **fields):
     path = workdir / "config.json"
     content = json.loads(path.read_text())

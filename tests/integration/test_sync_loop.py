@@ -10,6 +10,7 @@ import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 
 from tba_jax import buffer, evaluate, export, parts, saved_run
+from tba_jax.checkpointing import load_host_states
 from tba_jax.models import hf_weights
 
 
@@ -127,3 +128,30 @@ def test_search_metrics_wait_for_a_logged_step(cache, tmp_path):
     # One searcher, four prompts a round, 4 x 4 prompts a sync.
     assert [r["search/rounds"] for r in logged] == [4, 4]
     assert [r["sync/version"] for r in logged] == [0, 4]
+
+
+@pytest.mark.slow
+def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
+    stored = []
+    for num in (1, 2):
+        workdir = tmp_path / f"on-{num}"
+        overrides = (
+            "num_steps=1",
+            "search.sampling_temperature=2.0",  # hardly any response comes twice
+            "num_cpu_devices=8",
+            "placement=split",
+            f"search.num_devices={num}",
+        )
+        done = run(workdir, *SYNC, *overrides, cache=cache)
+        assert done.returncode == 0, done.stderr
+        _, [state] = load_host_states(str(workdir))
+        stored.append(state["buffer"][0])
+    one, two = stored
+    # The first round: 4 prompts x 16 responses, less those that were drawn twice.
+    assert one["store_sizes"].sum() > 32
+    for name in ("prompt_ids", "store_sizes", "tokens", "row_reward"):
+        np.testing.assert_array_equal(two[name], one[name], err_msg=name)
+    # Two devices add the two halves of every product: float32 rounding (6e-8) through the layers.
+    one, two = (arrays["extras"].view(np.float32) for arrays in stored)
+    assert (one <= 0).all() and one.min() < -1  # log-probs
+    np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
