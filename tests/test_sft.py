@@ -10,7 +10,7 @@ import pytest
 from tba_jax import sft
 from tba_jax.decoding.engine import Decoder, SamplingSettings
 from tba_jax.models import hf_weights
-from tba_jax.parts import START_MODEL, TASK_MODELS
+from tba_jax.parts import START_MODEL
 from tba_jax.tasks import arithmetic
 from tba_jax.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
 
 
 def test_the_embedded_attacker_writes_sums():
-    folder = TASK_MODELS["redteam"]
+    folder = hf_weights.resolve("embedded:attacker_model")
     config, params, _ = hf_weights.load(folder)
     tokenizer = Tokenizer.load(folder)
     decoder = Decoder(
