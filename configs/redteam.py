@@ -16,7 +16,8 @@ llama
     buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
     recency 0.5: 94.8 %, more diverse). The attacker must be a supervised model too. Not run by us.
 
-The paper trains LoRA adapters of rank 32; these presets train all parameters.
+gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
+library of its code (peft) chooses for these models. The toy trains all parameters.
 """
 
 from tba_jax.config import Config, default_config
@@ -34,6 +35,7 @@ _PAPER = {
     "num_searchers": 6,
     "placement": "split",
     "task": {"name": "redteam", "max_prompt_tokens": 8, "num_eval_prompts": 1},
+    "lora": {"rank": 32, "alpha": 16.0},
     "batch": {"num_prompts": 8, "num_length_buckets": 1},
     "objective": {
         "group_size": 16,
@@ -148,6 +150,7 @@ PRESETS = {
         _PAPER,
         {
             "model": {"path": "openai-community/gpt2"},
+            "lora": {"modules": ("q", "k", "v")},
             "objective": {"reward_temperature_steps": 500},
             "search": {"explore_min_temperature": 0.5},
             "replay": {"capacity_per_prompt": 100_000},
@@ -167,6 +170,7 @@ PRESETS = {
                 "compute_dtype": "bfloat16",
                 "rollout_dtype": "bfloat16",
             },
+            "lora": {"modules": ("q", "v")},
             "objective": {
                 "reward_temperature_steps": 1000,
                 "reference_temperature_final": 1.2,

@@ -79,6 +79,11 @@ def default_config() -> Config:
     config.model.remat = "layers"  # computed again in the backward pass: none, dots, layers
     config.model.rollout_dtype = "float32"  # what searchers get and compute in
 
+    config.lora = ConfigDict()  # adapters are trained and published, the parameters stay
+    config.lora.rank = 0  # of each adapter; 0: all parameters are trained
+    config.lora.alpha = 16.0  # an adapter's product counts alpha / rank times
+    config.lora.modules = ("q", "k", "v", "o")  # matrices of a layer that have one
+
     config.batch = ConfigDict()
     config.batch.num_prompts = 16  # p: prompts per optimiser step
     config.batch.num_length_buckets = 3  # padded lengths that training and decode compile for
@@ -332,6 +337,7 @@ def validate(config: Config) -> None:
         ("mesh.model", 1),
         ("task.max_prompt_tokens", 1),
         ("task.num_eval_prompts", 0),
+        ("lora.rank", 0),
         ("batch.num_prompts", 1),
         ("batch.num_length_buckets", 1),
         ("batch.micro_batch_rows", 0),
@@ -388,6 +394,7 @@ def validate(config: Config) -> None:
         value = get_field(config, field)
         _need(value >= least, field, value, f"must be at least {least}", "Raise it.")
     for field in (
+        "lora.alpha",
         "objective.beta",
         "objective.beta_final",
         "optimizer.learning_rate",

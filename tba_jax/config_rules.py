@@ -9,6 +9,8 @@ import math
 import os
 from typing import Any
 
+LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; the message says field, value, rule and remedy."""
@@ -59,6 +61,14 @@ def combinations(config: Any) -> None:
         config.search.min_new_tokens,
         f"is above search.max_new_tokens = {config.search.max_new_tokens}",
         "Lower it.",
+    )
+    modules = tuple(config.lora.modules)
+    need(
+        bool(modules) and len({*modules}) == len(modules) and {*modules} <= {*LORA_MODULES},
+        "lora.modules",
+        modules,
+        f"must be some of {', '.join(LORA_MODULES)}, each once",
+        "For example --config.lora.modules=\"('q', 'v')\".",
     )
     _rows(config)
     if config.objective.beta_schedule == "constant":

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import Array
 
+from tba_jax import lora
 from tba_jax.attack_metrics import SentenceEmbedder, attack_metrics
 from tba_jax.config import Config
 from tba_jax.config_devices import trainer_mesh
@@ -109,6 +110,16 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
+def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
+    """The architecture as it is trained: with adapters where the config asks for them.
+
+    Raises:
+        ValueError: lora.modules names a matrix that this model lacks.
+    """
+    rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
+    return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
+
+
 def packed_row_buckets(config: Config) -> tuple[int, ...]:
     """Numbers of packed rows that the train step is compiled for, ascending."""
     return row_buckets(
@@ -154,7 +165,7 @@ def make_step_shardings(
     """
     optimizer, _ = make_optimizer_from(config)
     return step_shardings(
-        model_config,
+        policy_config(config, model_config),
         optimizer,
         mesh,
         keep_reference=config.reference.placement == "trainer",
@@ -172,13 +183,17 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
-    params = abstract_params(model_config, jnp.dtype(config.model.param_dtype))
+    policy = policy_config(config, model_config)
+    if policy.adapters is None:
+        params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
+    else:
+        params = lora.abstract_adapters(policy)
     shapes = jax.eval_shape(
         functools.partial(
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            learn_log_z=config.objective.log_z == "learned",
+            log_z_size=model_config.hidden_size if config.objective.log_z == "learned" else 0,
         ),
         params,
     )
@@ -202,6 +217,11 @@ def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
         ValueError: the mesh does not divide the model.
     """
     return _on(mesh, lowering.weight_shardings(model_config, mesh))
+
+
+def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants adapters: divided as the matrices that they belong to."""
+    return _on(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
 def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:

@@ -192,7 +192,8 @@ class GuardClassifier:
             {"role": "user", "content": prompt},
             {"role": "assistant", "content": response},
         ]
-        return self._tokenizer.encode(self._tokenizer.format_chat(messages), add_bos=True)
+        text = self._tokenizer.format_chat(messages, is_complete=True)
+        return self._tokenizer.encode(text, add_bos=True)
 
 
 def make_classifier(

@@ -45,6 +45,7 @@ class Run:
         before: the first evaluation with its sample texts, None until it is done.
         after: the newest one.
         last_eval_step: step of the newest finished evaluation, -1 before the first.
+        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
     """
 
     config: Config
@@ -76,6 +77,7 @@ class Run:
     last_saved_step: int = -1
     time_to_first_step_s: float | None = None
     searcher_idle_s: dict[int, float] = dataclasses.field(default_factory=dict)
+    base_fingerprint: str = ""
 
     def host_state(self) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
         """Everything that is not train state, copied, for one atomic checkpoint."""
@@ -98,6 +100,7 @@ class Run:
                     "staleness_counts": sorted(self.trainer.staleness_counts.items()),
                     "decoded_tokens": [[s.index, s.decoded_tokens] for s in self.searchers],
                     "searcher_idle_s": sorted(self.searcher_idle_s.items()),
+                    "base_fingerprint": self.base_fingerprint,
                 },
             ),
         }

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from tba_jax import lora
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.config import Config, default_config
 from tba_jax.models import families, hf_weights
-from tba_jax.parts import abstract_state, model_path, reading_mesh
+from tba_jax.models.shardings import param_shardings
+from tba_jax.parts import abstract_state, model_path, policy_config, reading_mesh
 
 
 def load_run_config(workdir: str) -> Config:
@@ -39,11 +42,14 @@ def load_run_config(workdir: str) -> Config:
 def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     """Policy of the newest checkpoint of a run, divided over the devices of `parts.reading_mesh`.
 
+    Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
+
     Returns:
         step, model config, params, the source model's config.json, the source model's folder.
 
     Raises:
-        ValueError: no run there. CheckpointError: no readable checkpoint.
+        ValueError: no run there, or adapters that were trained on other weights than those of
+            model.path. CheckpointError: no readable checkpoint.
     """
     config = load_run_config(workdir)
     folder = hf_weights.resolve(model_path(config))
@@ -51,5 +57,14 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     model_config = families.transformer_config(hf_config)
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    step, state, _ = checkpoints.restore(abstract_state(config, model_config, mesh))
-    return step, model_config, state.params, hf_config, str(folder)
+    step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))
+    params, policy = state.params, policy_config(config, model_config)
+    if policy.adapters is not None:
+        lora.check_base(folder, host_states[0]["run"][1]["base_fingerprint"])
+        _, base, _ = hf_weights.load(
+            folder,
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=param_shardings(model_config, mesh),
+        )
+        params = lora.merge(base, params, config=policy)
+    return step, model_config, params, hf_config, str(folder)

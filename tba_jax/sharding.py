@@ -50,7 +50,7 @@ AXIS_RULES: Mapping[str, Rule] = {
     "kv_heads": Rule("model", may_replicate=True),
     "vocab": Rule("model", may_replicate=True),
 }
-"""Logical axis -> mesh axis; an axis that is not here (layers, head_dim) is never divided."""
+"""Logical axis -> mesh axis; an axis that is not here (layers, head_dim, rank) is never divided."""
 
 
 class MeshShape(NamedTuple):

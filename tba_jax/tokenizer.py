@@ -101,7 +101,8 @@ class Tokenizer:
         Raises:
             ValueError: a token of the text that the model has no embedding for.
         """
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        # Not verbose: whoever has a limit says what it is; transformers would only warn.
+        ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         if add_bos and not ids and self.bos_id is not None and self._has_row(self.bos_id):
@@ -153,7 +154,9 @@ class Tokenizer:
             for row in rows
         ]
 
-    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def format_chat(
+        self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False
+    ) -> str:
         """The messages in the model's chat template, ending where the assistant begins or goes on.
 
         Where the template writes the beginning-of-sequence token, the text has it; `encode` gives
@@ -162,6 +165,8 @@ class Tokenizer:
         Args:
             messages: each with "role" and "content"; a last one of the assistant's is the beginning
                 of the response.
+            is_complete: it is not: the response is another message, such as a guard's verdict on
+                the conversation.
 
         Raises:
             ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
@@ -181,7 +186,7 @@ class Tokenizer:
         try:
             from jinja2 import TemplateError
 
-            begun = messages[-1]["role"] == "assistant"
+            begun = messages[-1]["role"] == "assistant" and not is_complete
             return self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages],
                 tokenize=False,

@@ -17,9 +17,10 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
-from tba_jax import objectives
+from tba_jax import lora, objectives
 from tba_jax.log_z import LogZHead, init_head, log_z
 from tba_jax.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.micro_batches import Rows, gradients, num_micro_batches, score_all
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
 from tba_jax.sharding import BATCH_AXES, shardings_like
@@ -31,9 +32,9 @@ class TrainState(NamedTuple):
 
     Attributes:
         step: int32, train steps done, skipped ones included.
-        params: policy parameters.
+        params: what is trained: the parameters of the policy, or its adapters alone.
         opt_state: optax state.
-        reference_params: reference parameters where the trainer scores them, else None.
+        reference_params: like `params`, of the reference where the trainer scores it, else None.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: int32, how many of the last steps were skipped.
         log_z_head: the learned log Z, where there is one; trained as part of the policy.
@@ -87,28 +88,6 @@ class StepSettings(NamedTuple):
         ) != (1.0, 1.0, 1.0, 1.0)
 
 
-class _Rows(NamedTuple):
-    """A batch as rows that can be scored in any number at a time, padded or packed.
-
-    Attributes:
-        inputs: arrays of n rows each, what `score` reads.
-        score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
-        counted: bool [n t], the tokens that count in log pi(y|x).
-        behavior: [n t], log-probs of the sampler.
-        is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
-        sums: [n t] -> [p k], sum over each response.
-        rows_per_prompt: K where the rows of a prompt lie side by side, 0 where they do not.
-    """
-
-    inputs: Any
-    score: Callable[[Any, Any], Float[Array, "m t"]]
-    counted: Array
-    behavior: Array
-    is_current: Array
-    sums: Callable[[Array], Float[Array, "p k"]]
-    rows_per_prompt: int
-
-
 class StepShardings(NamedTuple):
     """Where everything a train step touches lies on the trainer's mesh.
 
@@ -117,12 +96,16 @@ class StepShardings(NamedTuple):
         batch: of every array of a batch.
         replicated: of the metrics.
         compute: how the step uses divided parameters; None on a mesh of one device.
+        base: of the frozen parameters beside adapters; None where all are trained.
+        log_z_size: as in `init_state`.
     """
 
     state: TrainState
     batch: NamedSharding
     replicated: NamedSharding
     compute: ComputeSharding | None
+    base: Any = None
+    log_z_size: int = 0
 
 
 def step_shardings(
@@ -136,7 +119,7 @@ def step_shardings(
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
     Args:
-        config: the architecture.
+        config: the architecture; with adapters, they alone are the state's parameters.
         optimizer: whose state is placed.
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
@@ -145,21 +128,25 @@ def step_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    params = abstract_params(config)
+    params, shardings, base = abstract_params(config), param_shardings(config, mesh), None
+    if config.adapters is not None:
+        (_, params), (base, shardings) = lora.split(params), lora.split(shardings)
     shapes = jax.eval_shape(
         functools.partial(
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            learn_log_z=learn_log_z,
+            log_z_size=config.hidden_size if learn_log_z else 0,
         ),
         params,
     )
     return StepShardings(
-        state=shardings_like(shapes, params, param_shardings(config, mesh), mesh),
+        state=shardings_like(shapes, params, shardings, mesh),
         batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
         replicated=NamedSharding(mesh, PartitionSpec()),
         compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
+        base=base,
+        log_z_size=config.hidden_size if learn_log_z else 0,
     )
 
 
@@ -175,7 +162,7 @@ def make_init_state(
             init_state,
             optimizer=optimizer,
             keep_reference=shardings.state.reference_params is not None,
-            learn_log_z=shardings.state.log_z_head is not None,
+            log_z_size=shardings.log_z_size,
         ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
@@ -188,11 +175,18 @@ def init_state(
     optimizer: optax.GradientTransformation,
     *,
     keep_reference: bool,
-    learn_log_z: bool = False,
+    log_z_size: int = 0,
 ) -> TrainState:
-    """Fresh state at step 0; the reference, where kept, is a copy of the policy."""
+    """Fresh state at step 0; the reference, where kept, is a copy of the policy.
+
+    Args:
+        params: what is trained.
+        optimizer: of it.
+        keep_reference: keep one.
+        log_z_size: hidden size of the model where log Z is learned, else 0.
+    """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    head = init_head(params["embed"].shape[-1]) if learn_log_z else None
+    head = init_head(log_z_size) if log_z_size else None
     opt_state = optimizer.init(_trainable(params, head))
     # Three arrays: one could not be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]
@@ -210,7 +204,7 @@ def make_train_step(
     schedule: optax.Schedule,
     settings: StepSettings,
     shardings: StepShardings | None = None,
-) -> Callable[[TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]]:
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
@@ -225,22 +219,23 @@ def make_train_step(
     A step whose loss or gradient is not finite changes nothing but its counters.
 
     Args:
-        config: the architecture.
+        config: the architecture; with adapters, the gradient is by them alone.
         optimizer, schedule: of the parameters.
         settings: objective, schedules, micro-batches, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
-        (state, batch) -> (state, metrics): metrics are float32 scalars. It raises ValueError for a
-        batch whose rows the micro-batches do not divide.
+        (state, batch) -> (state, metrics), with adapters (state, batch, base): metrics are float32
+        scalars, and the base is neither changed nor donated. It raises ValueError for a batch whose
+        rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
 
     def train_step(
-        state: TrainState, batch: Batch | PackedBatch
+        state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        rows = _rows(batch, state.step, config, settings, compute)
-        num_micro_batches = _num_micro_batches(rows, settings)
+        rows = _rows(batch, state.step, config, settings, compute, base)
+        num = num_micro_batches(rows, settings.micro_batch_rows)
         beta = objectives.beta_at(
             state.step,
             schedule=settings.beta_schedule,
@@ -252,14 +247,14 @@ def make_train_step(
         if state.reference_params is None:
             reference_logprob = batch.reference_logprob
         else:
-            scored = _score_all(rows, state.reference_params, num_micro_batches)
+            scored = score_all(rows, state.reference_params, num)
             reference_logprob = rows.sums(scored * rows.counted)
 
         log_z_estimate, pull_log_z = (), None
         if state.log_z_head is not None and not isinstance(batch, PackedBatch):
             estimate, pull_log_z = jax.vjp(
-                functools.partial(
-                    _log_z, batch=batch, settings=settings, config=config, sharding=compute
+                lambda params, head: _log_z(
+                    _whole(base, params), head, batch, settings, config, compute
                 ),
                 state.params,
                 state.log_z_head,
@@ -286,9 +281,7 @@ def make_train_step(
             baselines = {"rloo": objectives.rloo_loss, "online_dpo": objectives.online_dpo_loss}
             return baselines[settings.objective](policy, reference, rewards, beta=beta)
 
-        policy_token_logprobs, grads = _gradients(
-            rows, state.params, objective, groups, num_micro_batches
-        )
+        policy_token_logprobs, grads = gradients(rows, state.params, objective, groups, num)
         counted = rows.sums(policy_token_logprobs * rows.counted)
         loss = objective(counted, *groups)
         if pull_log_z is not None:
@@ -365,10 +358,11 @@ def make_train_step(
 
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
+    base = () if shardings.base is None else (shardings.base,)
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(shardings.state, shardings.batch),
+        in_shardings=(shardings.state, shardings.batch, *base),
         out_shardings=(shardings.state, shardings.replicated),
     )
 
@@ -393,7 +387,6 @@ def _temperatures(settings: StepSettings, step: Array) -> dict[str, Float[Array,
 def _log_z(
     params: Any,
     head: LogZHead,
-    *,
     batch: Batch,
     settings: StepSettings,
     config: TransformerConfig,
@@ -412,13 +405,18 @@ def _log_z(
     )
 
 
+def _whole(base: Any, params: Any) -> Any:
+    return params if base is None else lora.combine(base, params)
+
+
 def _rows(
     batch: Batch | PackedBatch,
     step: Array,
     config: TransformerConfig,
     settings: StepSettings,
     sharding: ComputeSharding | None,
-) -> _Rows:
+    base: Any,
+) -> Rows:
     scoring: Any = {
         "config": config,
         "temperature": settings.temperature,
@@ -428,11 +426,14 @@ def _rows(
         "sharding": sharding,
     }
     if isinstance(batch, PackedBatch):
-        return _packed_rows(batch, step, scoring, settings)
-    return _padded_rows(batch, step, scoring, settings)
+        rows = _packed_rows(batch, step, scoring, settings)
+    else:
+        rows = _padded_rows(batch, step, scoring, settings)
+    # What is trained is all of the parameters, or the adapters that complete them.
+    return rows._replace(score=lambda trained, x: rows.score(_whole(base, trained), x))
 
 
-def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> Rows:
     p, k, t = batch.behavior_token_logprobs.shape
     mask = response_mask(
         batch.tokens[..., -t:],
@@ -456,7 +457,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
             **scoring,
         )[:, 0]
 
-    return _Rows(
+    return Rows(
         inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
         score=score,
         counted=flat(mask),
@@ -467,7 +468,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
     )
 
 
-def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSettings) -> _Rows:
+def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSettings) -> Rows:
     shape = batch.rewards.shape
     sequence = jnp.maximum(batch.segments - 1, 0)
     prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
@@ -486,7 +487,7 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSe
         )
         return of_sequences[1:].reshape(shape)
 
-    return _Rows(
+    return Rows(
         inputs=(batch.tokens, batch.segments, batch.positions, is_response),
         score=score,
         counted=counted,
@@ -495,101 +496,6 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSe
         sums=sums,
         rows_per_prompt=0,
     )
-
-
-def _num_micro_batches(rows: _Rows, settings: StepSettings) -> int:
-    num_rows, wanted = rows.counted.shape[0], settings.micro_batch_rows
-    if wanted and num_rows % wanted:
-        raise ValueError(
-            f"a batch of {num_rows} rows cannot be cut into micro-batches of {wanted}; make "
-            "config.batch.micro_batch_rows a divisor of the rows of a batch"
-        )
-    return num_rows // wanted if wanted else 1
-
-
-_Objective = Callable[..., objectives.Loss]
-
-
-def _gradients(
-    rows: _Rows, params: Any, objective: _Objective, groups: tuple[Array, ...], num: int
-) -> tuple[Float[Array, "n t"], Any]:
-    """(token log-probs of all rows, gradients of the objective by the parameters).
-
-    Args:
-        rows: the batch.
-        params: of the policy.
-        objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
-        groups: what else the objective reads of the groups, [p k] or [p 1] each.
-        num: micro-batches.
-    """
-
-    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, ...]) -> Array:
-        """Gradient of the objective by each token's log-prob."""
-
-        def loss(x: Array) -> Array:
-            return objective(rows.sums(x * counted), *groups).loss
-
-        return jax.grad(loss)(token_logprobs)
-
-    def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
-        return jax.vjp(lambda p: rows.score(p, inputs), params)
-
-    if num == 1:
-        token_logprobs, pull = pull_of(rows.inputs)
-        return token_logprobs, pull(weigh(token_logprobs, rows.counted, groups))[0]
-
-    def add(total: Any, pull: Callable[[Array], tuple[Any]], weights: Array) -> Any:
-        return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, pull(weights)[0])
-
-    num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
-    first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    if size and num_rows // num % size == 0:
-
-        def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
-            inputs, counted, groups = xs
-            token_logprobs, pull = pull_of(inputs)
-            # The mean of a micro-batch is over num times fewer prompts.
-            weights = weigh(token_logprobs, counted, groups) / num
-            return add(total, pull, weights), token_logprobs
-
-        xs = _cut((rows.inputs, rows.counted), num, size), _cut(groups, num, 1)
-        total, scored = jax.lax.scan(one_pass, first, (*xs[0], xs[1]))
-        token_logprobs = _joined(scored, size)
-    else:
-
-        def second_pass(total: Any, xs: Any) -> tuple[Any, None]:
-            inputs, weights = xs
-            _, pull = pull_of(inputs)
-            return add(total, pull, weights), None
-
-        token_logprobs = _score_all(rows, params, num)
-        weights = weigh(token_logprobs, rows.counted, groups)
-        total, _ = jax.lax.scan(second_pass, first, _cut((rows.inputs, weights), num, 1))
-    return token_logprobs, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
-
-
-def _score_all(rows: _Rows, params: Any, num: int) -> Float[Array, "n t"]:
-    """Token log-probs of all rows, by as many micro-batches."""
-    if num == 1:
-        return rows.score(params, rows.inputs)
-    scored = jax.lax.map(lambda inputs: rows.score(params, inputs), _cut(rows.inputs, num, 1))
-    return _joined(scored, 1)
-
-
-def _cut(tree: Any, num: int, size: int) -> Any:
-    """[n ...] as [num n/num ...]: micro-batch i has unit i of every `num` units of `size` rows."""
-
-    def cut(x: Array) -> Array:
-        x = x.reshape(-1, num, size, *x.shape[1:])
-        return jnp.swapaxes(x, 0, 1).reshape(num, -1, *x.shape[3:])
-
-    return jax.tree.map(cut, tree)
-
-
-def _joined(x: Float[Array, "num m t"], size: int) -> Float[Array, "n t"]:
-    """The inverse of `_cut`."""
-    num, _, t = x.shape
-    return jnp.swapaxes(x.reshape(num, -1, size, t), 0, 1).reshape(-1, t)
 
 
 def _largest_gap(

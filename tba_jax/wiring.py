@@ -5,6 +5,7 @@ The only module that knows every part and the whole config; sections of the conf
 keyword arguments. It starts no thread except the reward processes' own.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax import sharding
+from tba_jax import lora, sharding
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.cluster import Cluster
 from tba_jax.config import Config, ConfigError
@@ -31,6 +32,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.outbox import Outbox
 from tba_jax.parts import (
     abstract_state,
+    adapter_shardings,
     make_decoder,
     make_evaluator,
     make_gold,
@@ -45,6 +47,7 @@ from tba_jax.parts import (
     on_device,
     packed_row_buckets,
     place_run,
+    policy_config,
     reading_mesh,
     reference_shardings,
     sampling_settings,
@@ -65,6 +68,7 @@ from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import (
     CheckpointTransport,
     MemoryTransport,
+    MergingTransport,
     Transport,
     make_publish_program,
 )
@@ -91,7 +95,8 @@ def build(
 
     Raises:
         ConfigError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable; says which and why.
+        ValueError: model folder, data or reward function are not usable, or the model is not the
+            one that the adapters of a checkpoint were trained on; says which and why.
         CheckpointError: the newest checkpoint is not readable.
     """
     folder = Path(workdir).absolute()
@@ -121,6 +126,8 @@ def build(
     rewards = make_rewards(config, task, tokenizer, searcher_devices)
     gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    policy = policy_config(config, model_config)
+    has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
     prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
@@ -134,16 +141,19 @@ def build(
     newest = cluster.broadcast_json(checkpoints.latest_step())
     is_new = newest is None
     references: dict[Any, Reference] = {}
-    params, host_states = None, None
-    if is_new or config.reference.placement == "searcher":
+    params, base, host_states = None, None, None
+    if is_new or has_adapters or config.reference.placement == "searcher":
         progress.phase("loading the model")
         _, params, _ = hf_weights.load(
             folder_of_model,
             param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=shardings.state.params,
+            shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, model_config, tokenizer.eos_ids, placement, params)
+        references = _references(config, policy, tokenizer.eos_ids, placement, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
     if is_new:
         state = make_init_state(optimizer, shardings)(params)
     else:
@@ -152,22 +162,10 @@ def build(
         target = abstract_state(config, model_config, placement.trainer_mesh)
         _, state, host_states = checkpoints.restore(target, newest)
         state = TrainState(*state) if not isinstance(state, TrainState) else state
+        if has_adapters:
+            lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
 
-    rollout_dtype = jnp.dtype(config.model.rollout_dtype)
-    wanted = [searcher_shardings(model_config, mesh) for mesh in placement.searcher_meshes]
-    layout, published = make_publication(config, model_config, placement.publication_mesh)
-    transport: Transport
-    if config.sync.transport == "memory":
-        transport = MemoryTransport(rollout_dtype, wanted, layout, published)
-    else:
-        transport = CheckpointTransport(
-            str(folder),
-            keep=config.sync.keep,
-            dtype=rollout_dtype,
-            shardings=wanted,
-            layout=layout,
-            published=published,
-        )
+    transport = _transport(config, policy, placement, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
@@ -250,11 +248,13 @@ def build(
         make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
         return jax.tree.map(make, batch)
 
+    train_step = make_train_step(
+        policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+    )
+    frozen = (base,) if has_adapters else ()
     trainer = Trainer(
         state=state,
-        train_step=make_train_step(
-            model_config, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
-        ),
+        train_step=lambda state, batch: train_step(state, batch, *frozen),
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
@@ -305,6 +305,7 @@ def build(
         schedule_log=schedule_log,
         metrics_log=metrics_log,
         clock=clock,
+        base_fingerprint=hf_weights.fingerprint(folder_of_model) if has_adapters else "",
     )
     if host_states is not None:
         run.restore(
@@ -324,24 +325,73 @@ def build(
 
 def _references(
     config: Config,
-    model_config: TransformerConfig,
+    policy: TransformerConfig,
     eos_ids: tuple[int, ...],
     placement: sharding.Placement,
     params: Any,
 ) -> dict[Mesh, Reference]:
-    """A reference scorer for each set of searcher devices, with parameters of its own."""
-    shardings = param_shardings(model_config, placement.publication_mesh)
-    # A copy, because the train state will be made of `params` and then donated.
-    copied = make_publish_program(jnp.dtype(config.model.param_dtype), None, shardings)(params)
+    """A reference scorer for each set of searcher devices.
+
+    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
+    shared with the trainer.
+    """
+    plain = dataclasses.replace(policy, adapters=None)
+    mesh = placement.publication_mesh
+    if policy.adapters is None or mesh != placement.trainer_mesh:
+        # A copy, because the train state will be made of `params` and then donated; or because
+        # they span processes.
+        copy = make_publish_program(
+            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
+        )
+        params = copy(params)
     programs: dict[Any, Callable[..., Array]] = {}
     references = {}
     for mesh in dict.fromkeys(placement.searcher_meshes):
         key = mesh if mesh.size > 1 else None  # one program serves any one device
         if key not in programs:
-            programs[key] = make_reference_program_from(config, model_config, eos_ids, mesh)
-        own = sharding.hand_over(copied, reference_shardings(model_config, mesh))
+            programs[key] = make_reference_program_from(config, plain, eos_ids, mesh)
+        own = sharding.hand_over(params, reference_shardings(plain, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
+
+
+def _transport(
+    config: Config,
+    policy: TransformerConfig,
+    placement: sharding.Placement,
+    workdir: Path,
+    base: Any,
+) -> Transport:
+    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    meshes = placement.searcher_meshes
+    layout, published = make_publication(config, plain, placement.publication_mesh)
+    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
+    merges = {}
+    if policy.adapters is not None:
+        # Each set of devices has the base once, in the decoder's layout.
+        weights = make_publish_program(dtype, layout, published)(base)
+        for mesh, where in zip(meshes, wanted, strict=True):
+            if mesh not in merges:
+                own = sharding.hand_over(weights, where)
+                merges[mesh] = functools.partial(lora.merge, own, config=policy)
+        layout = None
+        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
+        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
+    transport: Transport
+    if config.sync.transport == "memory":
+        transport = MemoryTransport(dtype, wanted, layout, published)
+    else:
+        transport = CheckpointTransport(
+            str(workdir),
+            keep=config.sync.keep,
+            dtype=dtype,
+            shardings=wanted,
+            layout=layout,
+            published=published,
+        )
+    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
 
 
 def _decoders(

@@ -35,6 +35,8 @@ LAYERS = {
     "fused_logprobs": 1,
     "decoding": 2,
     "logprobs": 2,
+    "lora": 2,
+    "micro_batches": 2,
     "reward_models": 2,
     "outbox": 3,
     "replay_buffer": 3,

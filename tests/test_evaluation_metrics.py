@@ -62,7 +62,8 @@ def responses(params=None, texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 
         version_min=zeros,
         version_max=zeros,
     )
-    return Responses(params, prompts, decoded, [list(row) for row in texts], [[0.0, 0.0]] * 2)
+    rewards = [[0.0, 0.0]] * 2
+    return Responses(params, prompts, decoded, [list(row) for row in texts], rewards, {})
 
 
 def test_win_rate_is_strict_and_references_are_scored_once():

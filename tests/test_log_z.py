@@ -67,7 +67,9 @@ def test_with_the_policy_fixed_the_head_learns_what_vargrad_computes():
     # The best constant of a least-squares loss is the mean, which is the VarGrad estimate.
     batch = make_batch(p=1)
     optimizer, step = learned_step()
-    state = init_state(random_params(CONFIG), optimizer, keep_reference=False, learn_log_z=True)
+    state = init_state(
+        random_params(CONFIG), optimizer, keep_reference=False, log_z_size=CONFIG.hidden_size
+    )
     for _ in range(200):
         state, metrics = step(state, batch)
     vargrad = make_train_step(CONFIG, optax.sgd(0.0), optax.constant_schedule(0.0), SETTINGS)
@@ -84,7 +86,10 @@ def test_the_head_and_the_policy_both_move():
         CONFIG, optax.sgd(schedule), schedule, SETTINGS._replace(log_z="learned")
     )
     state = init_state(
-        random_params(CONFIG), optax.sgd(schedule), keep_reference=False, learn_log_z=True
+        random_params(CONFIG),
+        optax.sgd(schedule),
+        keep_reference=False,
+        log_z_size=CONFIG.hidden_size,
     )
     before = jax.device_get(state.params["embed"])
     state, _ = step(state, batch)

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from fakes import write_word_tokenizer
+from fakes import random_params, tiny_config, write_word_tokenizer
 from golden import make_golden
 from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
+from test_lora import adapted, trained_adapters
 
+from tba_jax import lora
 from tba_jax.models import classifier, families, hf_weights, rope
 from tba_jax.reward_models import RewardModel
 from tba_jax.tokenizer import Tokenizer
@@ -76,6 +78,22 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(family, tmp_path):
+    config = tiny_config(family=family)
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", "down"))
+    base, adapters = random_params(config), trained_adapters(policy)
+    merged = lora.merge(base, adapters, config=policy)
+    hf_weights.save(tmp_path, config, merged, families.hf_config(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.arange(12).reshape(2, 6)).logits.numpy()
+    got = adapted(base, adapters, policy)
+    assert np.abs(want).max() > 0.5
+    # Float32 products summed in another order, and merged before.
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
 def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
     """The gate of test_families, and no worse than three times what torch loses."""
     tokens = found["tokens"]

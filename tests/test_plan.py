@@ -56,6 +56,24 @@ def test_residents_are_those_of_the_run(facts):
     assert searcher["weights in use"] == searcher["reference parameters"] == size
 
 
+def test_a_run_that_trains_adapters_holds_and_moves_them_alone():
+    size = {"lora.rank": 4, "lora.modules": ("q", "v")}
+    facts = planner().describe(start_config(**size), chooses=False)
+    whole = 4 * facts["num_params"]
+    trainer = facts["groups"]["trainer"]["residents"]
+    searcher = facts["groups"]["searcher"]["residents"]
+    assert trainer["frozen parameters"] == searcher["frozen parameters"] == whole
+    assert trainer["parameters"] < whole / 20
+    assert trainer["optimiser state"] == pytest.approx(2 * trainer["parameters"], abs=64)
+    assert searcher["weights in use"] == searcher["next weights"] < whole / 4
+    names = ["train_step", "publish", "merge"]
+    programs, *_ = plan.plan(planner(), facts, names, lambda _: None)
+    by_name = {p.name: p for p in programs}
+    assert by_name["merge"].hbm["next weights"] >= searcher["next weights"]
+    assert by_name["publish"].hbm["parameters"] == trainer["parameters"]
+    assert by_name["train_step"].hbm["frozen parameters"] == whole
+
+
 def test_every_program_compiles_and_the_verdict_is_their_sum(facts):
     names = [p["name"] for p in facts["programs"]]
     assert names == [

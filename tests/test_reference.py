@@ -35,6 +35,7 @@ def test_a_reference_on_a_mesh_equals_one_device():
             chunk_tokens=16,
             eos_ids=(2,),
             mask_eos=False,
+            min_new_tokens=0,
             mesh=mesh,
         )
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))

@@ -69,6 +69,7 @@ def make_trainer(outcomes, seen, **changes):
         "prompt_buckets": (4,),
         "response_buckets": (8,),
         "pad_id": 0,
+        "policy_temperature": 1.0,
         "packed_length": 0,
         "row_buckets": (1, 2),
         "max_nonfinite_steps": 2,

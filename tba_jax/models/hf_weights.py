@@ -8,6 +8,7 @@ code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
 """
 
 import functools
+import hashlib
 import json
 import math
 import os
@@ -45,6 +46,7 @@ _ASSETS = Path(__file__).parents[1] / "assets"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
+_SAMPLED_VALUES = 1024  # of a tensor's start and middle, for the fingerprint
 _MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
 
 
@@ -172,6 +174,27 @@ def save(
         for name in TOKENIZER_FILES:
             if (source / name).is_file() and (source / name) != folder / name:
                 shutil.copyfile(source / name, folder / name)
+
+
+def fingerprint(folder: str | os.PathLike[str]) -> str:
+    """A name for the weights of a folder, whatever files they are divided into.
+
+    Made of names, dtypes and shapes of all tensors, and of some of the values of each: weights
+    that were trained further have another one, and reading it takes moments for any model.
+
+    Raises:
+        ValueError: no weights there, or a file that is damaged.
+    """
+    digest = hashlib.sha256()
+    entries, _ = _entries(Path(folder))
+    for name, entry in sorted(entries.items()):
+        mapped = safetensors_file.map_file(entry.path)
+        values = safetensors_file.view(mapped, entry).reshape(-1)
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        middle = values.size // 2
+        for part in (values[:_SAMPLED_VALUES], values[middle : middle + _SAMPLED_VALUES]):
+            digest.update(part.tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,36 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 from tba_jax.models import attention, rope
 
 Params = Mapping[str, Any]
+
+
+class Adapters(NamedTuple):
+    """Low-rank adapters on the matrices of every layer: x W becomes x W + alpha / rank (x A) B.
+
+    Attributes:
+        rank: of the products A B.
+        alpha: strength of an adapter, whatever its rank.
+        modules: names of the matrices that have one; their A and B are the leaves
+            `lora_names(name)`.
+    """
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of A B."""
+        return self.alpha / self.rank
+
+
+def lora_names(name: str) -> tuple[str, str]:
+    """Names of the leaves A [*inputs r] and B [r *outputs] of a matrix [*inputs *outputs]."""
+    return f"{name}_lora_a", f"{name}_lora_b"
+
+
+def num_input_axes(name: str) -> int:
+    """How many leading axes of a layer's matrix are its input."""
+    return 2 if name == "o" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +83,7 @@ class TransformerConfig:
         tie_embeddings: the embedding is also the output matrix.
         max_positions: longest sequence the model was made for, in tokens; rows of a learned table.
         num_labels: outputs of a sequence classifier or reward model; 0: a language model.
+        adapters: what a policy in training has beside its matrices, or None.
     """
 
     vocab_size: int
@@ -79,6 +110,7 @@ class TransformerConfig:
     tie_embeddings: bool = True
     max_positions: int = 2048
     num_labels: int = 0
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -161,6 +193,15 @@ class Block(nnx.Module):
             self.up_bias, self.down_bias = zeros(f), zeros(d)
             if config.gated_mlp:
                 self.gate_bias = zeros(f)
+        if config.adapters is not None:
+            for name in config.adapters.modules:
+                shape, at = getattr(self, name).shape, num_input_axes(name)
+                for leaf, axes in zip(
+                    lora_names(name),
+                    ((*shape[:at], config.adapters.rank), (config.adapters.rank, *shape[at:])),
+                    strict=True,
+                ):
+                    setattr(self, leaf, zeros(*axes))
 
     def __call__(
         self, x: Float[Array, "*b d"], angles: Rope, attend: Attend
@@ -212,7 +253,15 @@ class Block(nnx.Module):
         among them made XLA copy the weights to another layout.
         """
         kernel = getattr(self, name)[...].astype(x.dtype).reshape(x.shape[-1], -1)
-        out = (x.reshape(-1, x.shape[-1]) @ kernel).reshape(*x.shape[:-1], *out_shape)
+        rows = x.reshape(-1, x.shape[-1])
+        out = rows @ kernel
+        adapters = self.config.adapters
+        if adapters is not None and name in adapters.modules:
+            # Not W + A B first: its gradient would have the size of W.
+            a, b = (getattr(self, leaf)[...].astype(x.dtype) for leaf in lora_names(name))
+            narrow = rows @ a.reshape(x.shape[-1], -1)
+            out = out + adapters.scale * narrow @ b.reshape(adapters.rank, -1)
+        out = out.reshape(*x.shape[:-1], *out_shape)
         if has_bias:
             bias = getattr(self, name + "_bias")[...].astype(x.dtype)
             out = out + jnp.broadcast_to(bias, out.shape)
@@ -300,8 +349,15 @@ def abstract_params(config: TransformerConfig, param_dtype: Any = jnp.float32) -
 
 def param_axes(config: TransformerConfig) -> Params:
     """The tree of `init_params` with a tuple of logical axis names in place of each array."""
+    axes = dict(_AXES)
+    for name in config.adapters.modules if config.adapters else ():
+        (layers, *rest), at = _AXES[name], num_input_axes(name)
+        for leaf, names in zip(
+            lora_names(name), ((*rest[:at], "rank"), ("rank", *rest[at:])), strict=True
+        ):
+            axes[leaf] = (layers, *names)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: _AXES[path[-1].key], abstract_params(config)
+        lambda path, _: axes[path[-1].key], abstract_params(config)
     )
 
 

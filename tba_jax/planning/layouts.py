@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tba_jax import sharding
+from tba_jax import lora, parts, sharding
 from tba_jax.config import Config, get_field
 from tba_jax.decoding.engine import cache_lengths
-from tba_jax.models.transformer import TransformerConfig, num_params
+from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.sharding import MeshShape, Placement, PlacementError
 from tba_jax.train_step import TrainState
 
@@ -140,7 +140,7 @@ def choose(
         pool = per_host
     else:
         pool = per_host - size // len(hosts)
-    reserved = 2 * _state_bytes(config, model_config) / size if takes_turns else 0.0
+    reserved = _held_bytes(config, model_config) / size if takes_turns else 0.0
     group = _group_size(config, model_config, pool, per_host, hbm_bytes - reserved, devices)
     fields: dict[str, Any] = {
         "placement": "pod" if len(hosts) > 1 else "shared" if takes_turns else "split",
@@ -194,7 +194,7 @@ def _holds_state(
     """A mesh of this size exists, and leaves room beside the state and a copy of it."""
     if not _mesh_exists(size, config, model_config):
         return False
-    held = 2 * _state_bytes(config, model_config) / size
+    held = _held_bytes(config, model_config) / size
     return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
 
 
@@ -223,10 +223,23 @@ def _micro_batch_rows(config: Config, parts: int) -> int:
     return min(options, key=lambda n: max(n / wanted, wanted / n))
 
 
-def _state_bytes(config: Config, model_config: TransformerConfig) -> float:
-    """Parameters, two moments, perhaps a reference; about."""
-    copies = 4 if config.reference.placement == "trainer" else 3
-    return copies * num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
+def _held_bytes(config: Config, model_config: TransformerConfig) -> float:
+    """Train state and its copy while it is saved, or what adapters leave frozen; about."""
+    params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
+    if config.lora.rank:
+        return params  # the adapters are few
+    # Parameters, two moments, perhaps a reference.
+    return 2 * (4 if config.reference.placement == "trainer" else 3) * params
+
+
+def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
+    """How many times a searcher holds what it decodes with: in use, and the next version."""
+    policy = parts.policy_config(config, model_config)
+    if policy.adapters is None:
+        return 2.0
+    # The base, and what is merged of either.
+    kernels = lora.adapted(abstract_params(model_config), policy)
+    return 1 + 2 * sum(x.size for x in jax.tree.leaves(kernels)) / num_params(model_config)
 
 
 def _group_size(
@@ -239,7 +252,7 @@ def _group_size(
 ) -> int:
     """Devices of a searcher group: the fewest that hold weights twice, a reference and a cache."""
     weights = num_params(model_config) * jnp.dtype(config.model.rollout_dtype).itemsize
-    copies = 2.0
+    copies = _weight_copies(config, model_config)
     if config.reference.placement == "searcher":
         copies += (
             jnp.dtype(config.model.param_dtype).itemsize

@@ -15,16 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from tba_jax import parts
+from tba_jax import lora, parts
 from tba_jax.config import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
 from tba_jax.sharding import Placement
 from tba_jax.train_step import make_train_step
 from tba_jax.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.weight_sync import make_publish_program
+
+FROZEN = "frozen parameters"
+"""Kind of bytes: the base of adapters."""
 
 
 class Ids(NamedTuple):
@@ -128,9 +132,14 @@ def residents(
     trainer = state_bytes_by_kind(state)
     # A checkpoint is written from a copy in the background, while training goes on.
     trainer["copy of the state while it is saved"] = sum(trainer.values())
+    trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
     weights = _weights(config, model_config, placement)
-    searcher = {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
+    policy, searcher = parts.policy_config(config, model_config), {}
+    if policy.adapters is not None:
+        # Merged is what has adapters; the rest is shared with the base.
+        searcher[FROZEN], weights = shard_bytes(weights), lora.adapted(weights, policy)
+    searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
     if config.reference.placement == "searcher":
         searcher["reference parameters"] = shard_bytes(
             _reference_params(config, model_config, placement)
@@ -157,7 +166,7 @@ def _trainer_programs(
     state = parts.abstract_state(config, model_config, mesh)
     optimizer, schedule = parts.make_optimizer_from(config)
     train_step = make_train_step(
-        model_config,
+        parts.policy_config(config, model_config),
         optimizer,
         schedule,
         parts.step_settings(config, Ids().eos_ids),
@@ -165,6 +174,7 @@ def _trainer_programs(
     )
     batch = abstract_batch(config, placement)
     publish, params = _publication(config, model_config, placement)
+    frozen = _frozen(config, model_config, placement)
     if isinstance(batch, PackedBatch):
         words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
         variants = len(parts.packed_row_buckets(config))
@@ -176,14 +186,14 @@ def _trainer_programs(
             name="train_step",
             group="trainer",
             sizes=words,
-            lower=lambda: train_step.lower(state, batch),
-            resident=state_bytes_by_kind(state),
+            lower=lambda: train_step.lower(state, batch, *frozen),
+            resident=state_bytes_by_kind(state) | _frozen_bytes(frozen),
             variants=variants,
         ),
         Planned(
             name="publish",
             group="trainer",
-            sizes="all parameters",
+            sizes="adapters" if frozen else "all parameters",
             lower=lambda: publish.lower(params),
             resident={"parameters": shard_bytes(params)},
         ),
@@ -248,6 +258,26 @@ def _searcher_programs(
     ]
     if config.reference.placement == "searcher":
         found.append(_scoring(config, model_config, placement, sizes))
+    policy = parts.policy_config(config, model_config)
+    if policy.adapters is not None:
+        adapters = _abstract(
+            lora.abstract_adapters(policy),
+            parts.adapter_shardings(policy, mesh),
+            config.model.rollout_dtype,
+        )
+        found.append(
+            Planned(
+                name="merge",
+                group="searcher",
+                sizes=f"adapters of rank {policy.adapters.rank}",
+                lower=lambda: lora.lower_merge(weights, adapters, config=policy),
+                resident={
+                    FROZEN: shard_bytes(lora.adapted(weights, policy)),
+                    "adapters": shard_bytes(adapters),
+                },
+                result="next weights",
+            )
+        )
     return found
 
 
@@ -310,8 +340,12 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
 def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
-    """(publish program, abstract parameters)."""
-    layout, shardings = parts.make_publication(config, model_config, placement.publication_mesh)
+    """(publish program, what it publishes)."""
+    mesh, policy = placement.publication_mesh, parts.policy_config(config, model_config)
+    if policy.adapters is None:
+        layout, shardings = parts.make_publication(config, model_config, mesh)
+    else:
+        layout, shardings = None, lora.split(param_shardings(policy, mesh))[1]
     program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
     return program, parts.abstract_state(config, model_config, placement.trainer_mesh).params
 
@@ -324,8 +358,24 @@ def _weights(config: Config, model_config: TransformerConfig, placement: Placeme
 
 def _reference_params(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
     shardings = parts.reference_shardings(model_config, placement.searcher_meshes[0])
+    return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
+
+
+def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
+    """The base where adapters are trained, as the train step's last argument."""
+    base = parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
+    if base is None:
+        return ()
+    return (_abstract(abstract_params(model_config), base, config.model.param_dtype),)
+
+
+def _frozen_bytes(frozen: tuple) -> dict[str, float]:
+    return {FROZEN: shard_bytes(frozen)} if frozen else {}
+
+
+def _abstract(shapes: Any, shardings: Any, dtype: str) -> Any:
     return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        abstract_params(model_config, jnp.dtype(config.model.param_dtype)),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=sharding),
+        shapes,
         shardings,
     )

@@ -13,10 +13,10 @@ from tba_jax.planning.verdict import GIB, Balance, Occupancy, Program
 
 # Column -> kinds of memory in it.
 _COLUMNS = {
-    "params": ("parameters", "reference parameters"),
+    "params": ("parameters", "frozen parameters", "adapters", "reference parameters"),
     "optimiser": ("optimiser state",),
     "KV cache": ("KV cache", "prefilled prompts"),
-    "in/out": ("inputs", "outputs"),
+    "in/out": ("inputs", "outputs", "next weights"),
     "temps": ("temporaries",),
     "code": ("code",),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 
-from tba_jax import buffer, evaluate, export, saved_run, wiring
+from tba_jax import buffer, evaluate, export, parts, saved_run
 from tba_jax.models import hf_weights
 
 
@@ -94,7 +94,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
 
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    start, _, _ = hf_weights.load(str(wiring.START_MODEL))
+    start, _, _ = hf_weights.load(str(parts.START_MODEL))
     config, params, _ = hf_weights.load(str(tmp_path / "model"))
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that trains adapters: the main command, its checkpoints, and the commands that read it."""
+
+import json
+import shutil
+import signal
+
+import jax
+import numpy as np
+import pytest
+from commands import SYNC, lines, losses, run, start, wait_for
+from test_pod import run_pod
+
+from tba_jax import evaluate, export, saved_run
+from tba_jax.models import hf_weights
+from tba_jax.parts import START_MODEL
+
+LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """The start model in a folder that a test may change."""
+    return shutil.copytree(START_MODEL, tmp_path_factory.mktemp("model") / "start")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory, cache, model):
+    """An uninterrupted run of 8 steps."""
+    workdir = tmp_path_factory.mktemp("lora") / "run"
+    done = run(workdir, *SYNC, *LORA, f"model.path={model}", cache=cache)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def size(folder):
+    return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+
+
+def test_the_policy_learns_and_only_adapters_are_written(reference, model):
+    records = [r for r in lines(reference / "metrics.jsonl") if "train/loss" in r]
+    assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)
+    assert records[-1]["train/kl_reference"] > 0.1
+    assert all(r["train/sampler_gap"] < 1e-4 for r in records)
+    # 4 ranks of q, k, v and o are 3 % of the start model; a checkpoint also has two moments.
+    whole = (model / "model.safetensors").stat().st_size
+    (weights,) = [p for p in (reference / "weights").iterdir() if p.name == "8"]
+    assert size(weights) < 0.1 * whole
+    assert size(reference / "checkpoints" / "8" / "train_state") < 0.2 * whole
+
+
+def test_evaluate_and_export_agree_with_the_run(reference, model, tmp_path, capsys):
+    after = json.loads((reference / "report.json").read_text())["eval"]["after"]
+    assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
+
+    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
+    config, params, _ = hf_weights.load(str(tmp_path / "model"))
+    start_config, base, _ = hf_weights.load(str(model))
+    _, _, trained, _, _ = saved_run.load_policy(str(reference))
+    assert config == start_config
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
+    changed = {k for k, x in params["layers"].items() if not np.array_equal(x, base["layers"][k])}
+    assert changed == {"q", "k", "v", "o"}
+
+
+@pytest.mark.slow
+def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(
+    reference, model, cache, tmp_path
+):
+    workdir = tmp_path / "run"
+    process = start(workdir, *SYNC, *LORA, f"model.path={model}", cache=cache)
+    wait_for(
+        lambda: max(losses(workdir), default=0) >= 6 and (workdir / "checkpoints" / "4").exists(),
+        process=process,
+    )
+    process.send_signal(signal.SIGKILL)
+    process.wait(30)
+    process.communicate()
+    done = run(workdir, *SYNC, *LORA, f"model.path={model}", cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "resumed" in done.stdout and "step 4 of 8" in done.stdout
+    assert losses(workdir) == losses(reference)
+    final, unkilled = (json.loads((w / "report.json").read_text()) for w in (workdir, reference))
+    assert final["eval"] == unkilled["eval"]
+
+
+@pytest.mark.slow
+def test_asynchronous_searchers_swap_merged_weights_in_flight(cache, tmp_path):
+    done = run(
+        tmp_path / "run",
+        *LORA[:2],
+        "driver=async",
+        "search.swap=in_flight",
+        "num_searchers=2",
+        "num_cpu_devices=4",
+        "mesh.fsdp=2",
+        "reference.placement=trainer",
+        "reference.reset_period=3",
+        "num_steps=12",
+        "batch.num_prompts=2",
+        cache=cache,
+    )
+    assert done.returncode == 0, done.stderr
+    rounds = [r for r in lines(tmp_path / "run" / "schedule.jsonl") if r["event"] == "round"]
+    assert any(r["swaps"] for r in rounds)
+    assert len(losses(tmp_path / "run")) == 12
+
+
+@pytest.mark.slow
+def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):
+    overrides = (
+        "num_cpu_devices=2",
+        "mesh.fsdp=2",
+        "num_searchers=2",
+        "search.prompts_per_round=2",
+    )
+    code, _, err = run_pod(2, tmp_path / "run", *SYNC, *LORA[:2], *overrides, cache=cache)
+    assert code == 0, err
+    records = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
+    assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)
+    assert records[-1]["train/kl_reference"] > 0.1
+    gaps = [r["train/sampler_gap"] for r in records if r["train/sampler_gap"] is not None]
+    assert gaps and max(gaps) < 1e-4
+    assert evaluate.main([f"--workdir={tmp_path / 'run'}"]) == 0
+
+
+# Last: it spoils the model that the other tests read.
+def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache, capsys):
+    _, params, hf_config = hf_weights.load(str(model))
+    config, _, _ = hf_weights.load(str(model))
+    changed = {**params, "layers": {**params["layers"], "up": params["layers"]["up"] * 1.01}}
+    hf_weights.save(model, config, changed, hf_config)
+    assert evaluate.main([f"--workdir={reference}"]) == 1
+    error = capsys.readouterr().err
+    assert "were trained on weights with the fingerprint" in error and str(model) in error
+    (reference / "report.json").unlink()  # as if it had been stopped before its end
+    done = run(reference, *SYNC, *LORA, f"model.path={model}", cache=cache)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "were trained on weights with the fingerprint" in done.stderr
