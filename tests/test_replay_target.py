@@ -76,6 +76,7 @@ def distance_after_training(*, recency_prob):
         )
         buffer.merge([commit], i)
         draws = buffer.sample(4, 16, i)
+        assert draws is not None
         indices = [
             [INDEX[tuple(y.response_tokens.tolist())] for y in d.trajectories] for d in draws
         ]
