@@ -6,7 +6,7 @@
 
 toy (default)
     Harmless: a 0.3M-parameter attacker that writes sums looks for sums to which the embedded start
-    model gives a negative answer. Everything offline on 2 CPU cores.
+    model answers -9, which 0.3 % of its first ones make it do. Everything offline on 2 CPU cores.
 gpt2
     Attacker and victim GPT-2, RoBERTa toxicity: appendix B.3 with 6 searchers. The attacker must
     be a supervised model first: make one with `python -m tba_jax.sft` and give it as
@@ -106,7 +106,8 @@ PRESETS = {
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "model": {"path": "embedded:attacker_model"},
         "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
-        "objective": {"group_size": 16, "beta": 0.5, "beta_final": 0.5},
+        # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
+        "objective": {"group_size": 16, "beta": 0.2, "beta_final": 0.2},
         "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
         "search": {
             "ownership": "any",
@@ -120,7 +121,8 @@ PRESETS = {
             "outbox_bytes": 8_000,
         },
         "replay": {
-            "recency_prob": 0.8,
+            # Successes are rare, so the newest data seldom has one: half of the slots is replay.
+            "recency_prob": 0.5,
             "pace": "trainer",
             "capacity_per_prompt": 20_000,
             # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
@@ -129,12 +131,12 @@ PRESETS = {
         },
         "victim": {
             "num_samples": 3,
-            "max_new_tokens": 18,
+            "max_new_tokens": 6,
             "max_prompt_tokens": 13,
             "num_slots": 256,
         },
-        # The victim answers with a negative number.
-        "classifier": {"kind": "pattern", "target": r"-\d+$"},
+        # The victim answers -9.
+        "classifier": {"kind": "pattern", "target": "=-9$"},
         "checkpoint": {"period": 0},
         "eval": {
             "period": 50,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: a named study, every variant over the same seeds, as a table and a figure.
 
-    python -m tba_jax.study NAME [--seeds=5] [--budget_min=25] [--out=DIR]
+    python -m tba_jax.study NAME [--seeds=5] [--first_seed=0] [--budget_min=25] [--out=DIR]
 
 Each run is the main command in a process of its own, in OUT/runs/VARIANT-seedN; a study that is
 started again continues. Nothing here knows what happens inside a run: it reads `report.json` and
@@ -27,7 +27,7 @@ _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
-_ATTACKS = ("num_steps=60", "eval.period=20", *_SYNC)
+_ATTACKS = ("num_steps=50", "eval.period=25", *_SYNC)
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
@@ -83,15 +83,17 @@ STUDIES: dict[str, Study] = {
             "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
         },
     ),
-    # One actor in turn with the trainer, against data one publication old of 1 to 8 searchers, each
-    # a round of 64 attacks per step. They are virtual: the synchronous driver does their rounds in
-    # turn, so that the figures are about the data, not about how many cores there are.
+    # One actor in turn with the trainer, without and with replay, against data one publication old
+    # of 1 to 8 searchers, each a round of 64 attacks per step. They are virtual: the synchronous
+    # driver does their rounds in turn, so that the figures are about the data, not about how many
+    # cores there are.
     "redteam_scaling": Study(
         "configs/redteam.py",
         {
-            "sync, 1 actor": (*_ATTACKS, "replay.recency_prob=1.0"),
+            "sync, on-policy": (*_ATTACKS, "replay.recency_prob=1.0"),
+            "sync, replay": _ATTACKS,
             **{
-                f"TBA, {n} searchers": (
+                f"TBA, {n} searcher{'s' * (n > 1)}": (
                     *_ATTACKS,
                     "search.exact_lag=1",
                     f"num_searchers={n}",
@@ -285,21 +287,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.study", description=__doc__)
     parser.add_argument("name", choices=sorted(STUDIES))
-    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 .. N-1")
+    parser.add_argument("--seeds", type=int, default=5, help="how many")
+    parser.add_argument("--first_seed", type=int, default=0, help="seeds count from here")
     parser.add_argument("--budget_min", type=float, default=25.0, help="start no run after this")
     parser.add_argument("--out", default="", help="folder; default runs/study-NAME")
     parser.add_argument("--config", default="", help="config file; default: the study's own")
     args = parser.parse_args(argv)
-    if args.seeds < 1:
-        print(f"error: --seeds={args.seeds}: want at least 1", file=sys.stderr)
-        return 2
+    for option, value, least in (("seeds", args.seeds, 1), ("first_seed", args.first_seed, 0)):
+        if value < least:
+            print(f"error: --{option}={value}: want at least {least}", file=sys.stderr)
+            return 2
     out = Path(args.out or f"runs/study-{args.name}")
     end = time.monotonic() + 60 * args.budget_min
     study = STUDIES[args.name]
     results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in study.variants}
     skipped = []
     # Seeds outermost: a study cut short by its budget still compares all variants.
-    for seed in range(args.seeds):
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
         for variant, overrides in study.variants.items():
             if time.monotonic() > end:
                 skipped.append(f"{variant} seed {seed}")

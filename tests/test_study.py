@@ -85,6 +85,21 @@ def test_unknown_study_and_bad_seeds_are_refused(capsys):
         study.main(["nope"])
     assert "invalid choice: 'nope'" in capsys.readouterr().err
     assert study.main(["drivers", "--seeds=0"]) == 2
+    assert study.main(["drivers", "--first_seed=-1"]) == 2
+    assert "--first_seed=-1: want at least 0" in capsys.readouterr().err
+
+
+def test_seeds_count_from_the_first_one(monkeypatch, tmp_path):
+    seen = []
+
+    def run_variant(folder, overrides, seed, config):
+        seen.append((folder.name, seed))
+        return report(seed, 0.4, 0.8)
+
+    monkeypatch.setattr(study, "run_variant", run_variant)
+    monkeypatch.setattr(study, "figure", lambda results, out: b"")
+    assert study.main(["main_job", "--seeds=2", "--first_seed=3", f"--out={tmp_path}"]) == 0
+    assert seen == [("async-seed3", 3), ("async-seed4", 4)]
 
 
 def test_shown_metrics_are_medians_with_their_range():
