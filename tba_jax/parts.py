@@ -395,9 +395,8 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: no such task, or not with this data.
     """
-    return get_task(
-        config.task.name, config.task.data_path, num_held_out=config.task.num_eval_prompts
-    )
+    task = config.task
+    return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts)
 
 
 def make_rewards(
@@ -409,8 +408,7 @@ def make_rewards(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        devices: of the searchers, where models that rewards need are placed; a single reward model
-            goes to the first.
+        devices: of the searchers, for models that rewards need; a reward model takes the first.
 
     Raises:
         ValueError: the reward function or model cannot be used, or there is none.

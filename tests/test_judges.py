@@ -108,8 +108,8 @@ def test_victim_classifier_and_embedder_are_counted_and_compile():
     tree = encoder.abstract_params(encoder.encoder_config(ROBERTA), jnp.float32)
     assert held["classifier"] == sum(4 * x.size for x in jax.tree.leaves(tree))
     assert facts["groups"]["trainer"]["residents"]["sentence embedder"] > 0
-    # 64 attacks x 3 responses of 9 tokens, 192 slots, 8 steps a chunk; 64 rows a classification.
-    wanted = {"victim_prefill": 1, "victim_admit": 0, "victim_chunk": 9 / 8, "classify": 3}
+    # 64 attacks x 3 responses of 3 tokens, 192 slots, 8 steps a chunk; 64 rows a classification.
+    wanted = {"victim_prefill": 1, "victim_admit": 0, "victim_chunk": 3 / 8, "classify": 3}
     found = {p["name"]: p["calls_per_round"] for p in facts["programs"]}
     assert {name: found[name] for name in wanted} == wanted
     for name in ("victim_chunk", "classify", "embed_attacks"):

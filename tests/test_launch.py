@@ -218,6 +218,7 @@ def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     assert len(counts) >= 4 and counts.count("1") == 2, "it was started twice"
 
 
+@pytest.mark.slow
 def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
     # A pod that its machines tell to end ends with 0; process 0 says that there is more to do.
     said = "Stopped by SIGTERM at step 3 of 9; saved. Run the same command again to continue."
@@ -233,6 +234,7 @@ def test_a_job_that_saved_because_of_a_signal_is_not_done(cloud):
     assert len(cloud.calls("queued-resources", "create")) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["worker.sh setup", "worker.sh start"])
 def test_a_preemption_at_any_moment_is_made_up_for(cloud, moment):
     cloud.settings(JOB="true")
@@ -289,6 +291,7 @@ def test_an_answer_that_cannot_be_had_is_not_taken_for_nothing(cloud):
     assert cloud.homes() == []
 
 
+@pytest.mark.slow
 def test_setup_replaces_the_code_and_leaves_what_runs_wrote(cloud):
     cloud.settings(JOB="true", JOB_ENV_FILE=str(cloud.folder / "job.env"))
     cloud.tpu("create")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from fakes import random_params, tiny_config
 from test_train_step import SETTINGS, make_batch
 
@@ -63,6 +64,7 @@ def learned_step():
     return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
 
 
+@pytest.mark.slow
 def test_with_the_policy_fixed_the_head_learns_what_vargrad_computes():
     # The best constant of a least-squares loss is the mean, which is the VarGrad estimate.
     batch = make_batch(p=1)

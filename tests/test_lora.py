@@ -180,6 +180,7 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
     assert not np.any(state.reference_params["layers"]["q_lora_b"])
 
 
+@pytest.mark.slow
 def test_a_learned_log_z_is_trained_beside_adapters():
     schedule = optax.constant_schedule(0.05)
     optimizer = optax.adam(schedule)
@@ -302,7 +303,7 @@ def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapter
     placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
     policy = POLICY if has_adapters else CONFIG
     base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
-    found = wiring._references(default_config(), policy, (2,), placement, base)
+    found = wiring._references(default_config(), policy, (2,), placement, None, base)
     (reference,) = found.values()
 
     def pointers(tree):

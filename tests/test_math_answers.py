@@ -98,6 +98,7 @@ def test_a_full_stop_is_no_mistake_and_another_base_is_one():
     assert rewards_of([r"\boxed{2516_{8}}", r"\boxed{2516_9}"], "2516_8") == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     pool = RewardPool(
         "tba_jax.rewards.math_answers:math_reward",

@@ -58,6 +58,7 @@ def test_residents_are_those_of_the_run(facts):
     assert searcher["weights in use"] == searcher["reference parameters"] == size
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_adapters_holds_and_moves_them_alone():
     size = {"lora.rank": 4, "lora.modules": ("q", "v")}
     facts = planner().describe(start_config(**size), chooses=False)

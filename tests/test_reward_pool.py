@@ -155,6 +155,7 @@ def test_all_failures_at_once(pool):
     assert result.rewards == [fine.get(text) for text in texts]
 
 
+@pytest.mark.slow
 def test_long_chunk_is_not_blamed_on_its_items():
     pool = make_pool(timeout_s=0.4)
     # 8 items of 0.06 s overrun the deadline as a chunk, but none of them does alone.

@@ -87,7 +87,12 @@ def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
 # K = 4, over two parts of the batch: groups, one group over both parts, parts of groups, packed.
 @pytest.mark.parametrize(
     ("micro_batch_rows", "is_packed"),
-    [(8, False), (4, False), pytest.param(2, False, marks=pytest.mark.slow), (4, True)],
+    [
+        pytest.param(8, False, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (4, True),
+    ],
 )
 def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packed):
     batch = one_prompt_each(make_batch(p=4))

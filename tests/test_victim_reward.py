@@ -45,6 +45,7 @@ def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
     assert out.rewards[1] > out.rewards[0] == pytest.approx(np.log(0.01))
 
 
+@pytest.mark.slow
 def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
     # Sampled at temperature 0.7, the victim works a sum out now and then; ":" tells.
     attacks = [f"9+{i}-{j}+8-9+7" for i in range(4, 10) for j in range(4, 10)]

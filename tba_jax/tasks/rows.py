@@ -116,8 +116,8 @@ def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import pyarrow  # pyright: ignore[reportMissingImports]  # an optional dependency
+        import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
             f"reading {path} needs the package `pyarrow`: pip install 'tba_jax[hub]', or give "
