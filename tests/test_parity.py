@@ -77,7 +77,6 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
         _bfloat16_is_as_near_as_that_of_transformers(again, config, params, found)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(family, tmp_path):
     config = tiny_config(family=family)
@@ -94,6 +93,7 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
 def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
     """The gate of test_families, and no worse than three times what torch loses."""
     tokens = found["tokens"]
