@@ -89,7 +89,8 @@ class EncoderClassifier:
         max_tokens: int,
         batch_rows: int,
     ) -> None:
-        self._config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
+        with jax.default_device(device):
+            self._config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
         if target not in self._config.labels:
             labels = ", ".join(self._config.labels) or "none: it has no classification head"
             raise ValueError(
@@ -150,7 +151,8 @@ class GuardClassifier:
         max_tokens: int,
         batch_rows: int,
     ) -> None:
-        self._config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
+        with jax.default_device(device):
+            self._config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
         if self._config.num_labels:
             raise ValueError(
                 f"the model at {path} is a classifier with {self._config.num_labels} labels; "
