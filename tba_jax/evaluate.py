@@ -39,13 +39,12 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         decoder_weights,
         make_decoder,
         make_evaluator,
-        make_gold,
         make_metrics,
-        make_rewards,
         make_task,
         reading_mesh,
         start_weights,
     )
+    from tba_jax.reward_parts import make_gold, make_rewards
     from tba_jax.tokenizer import Tokenizer
 
     devices = jax.local_devices()
@@ -63,10 +62,10 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     def start_params() -> Any:
         return start_weights(config, model_config, source, mesh)
 
-    rewards = make_rewards(config, task, tokenizer, [mesh.devices.flat[0]])
+    rewards = make_rewards(config, task, tokenizer, [mesh])
     gold = None
     try:
-        gold = make_gold(config, task, tokenizer, mesh.devices.flat[0])
+        gold = make_gold(config, task, tokenizer, mesh)
         metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, mesh)
         evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)

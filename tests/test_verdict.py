@@ -87,6 +87,25 @@ def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
     ]
 
 
+def test_advice_counts_the_code_and_never_names_the_size_there_is():
+    step = Program("train_step", "trainer", {"temporaries": 9 * GIB, "code": GIB}, variants=2)
+    found = occupancies(facts(), [step])
+    assert found[0].over_bytes == GIB
+    # (16 - 6 - 2) * 0.95 GiB are free.
+    assert "9.0 GiB where 7.6 GiB are free" in advice(facts(), [step], found, None)[0]
+    assert "micro_batch_rows=32 " in advice(facts(), [step], found, None)[0]
+    least = facts(sizes=SIZES | {"micro_batch_rows": 4})
+    assert "no smaller micro-batch" in advice(least, [step], found, None)[0]
+
+
+def test_a_searcher_that_has_all_devices_of_its_host_is_not_told_to_take_more():
+    crowded = facts(sizes=SIZES | {"next_group": 0})
+    crowded["groups"]["searcher"]["residents"] = {"weights in use": 20 * GIB}
+    lines = advice(crowded, programs(), occupancies(crowded, programs()), None)
+    assert any("take chips of more memory" in line for line in lines)
+    assert not any("num_devices" in line for line in lines)
+
+
 def test_a_step_that_the_compiler_refused_is_helped_by_what_it_said():
     failed = Program(
         "train_step", "trainer", failure="too large", is_too_large=True, needed_bytes=40 * GIB

@@ -15,6 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GIB = 2**30
+ROLES = ("reward model", "gold reward model", "victim", "classifier", "sentence embedder")
+"""Kinds of bytes: the parameters of models beside the policy."""
+_CODE = "program code, all length buckets"
 # Of what is left of the memory: the compiler's figures leave out fragmentation.
 _HEADROOM = 0.95
 
@@ -100,7 +103,7 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
             parts += [(what, size) for what, size in groups[member]["residents"].items()]
         own = [p for p in programs if p.group in members and not p.failure]
         code = sum(p.hbm.get("code", 0.0) * p.variants for p in own)
-        parts.append(("program code, all length buckets", code))
+        parts.append((_CODE, code))
         cache = groups["searcher"]["transients"] if "searcher" in members else {}
         cache_bytes = sum(cache.values())
         hungriest = max(own, key=lambda p: p.own_bytes + cache_bytes * p.with_cache, default=None)
@@ -181,7 +184,7 @@ def advice(
         occupancy = next((o for o in found if o.group == group), None)
         resident = 0.0
         if occupancy is not None:
-            resident = _resident_bytes(facts, group)
+            resident = _resident_bytes(facts, group) + dict(occupancy.parts)[_CODE]
         if p.is_too_large or (group in over and _is_named(over[group], p)):
             lines += _shrink(facts, p, resident, capacity)
     for group, occupancy in over.items():
@@ -227,16 +230,16 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
     share = free / own if own else 0.0
     too_much = f"{p.name} wants {own / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
     if p.name == "train_step":
-        fitting = [
-            n for n in sizes["micro_batch_options"] if n <= sizes["micro_batch_rows"] * share
-        ]
+        now = sizes["micro_batch_rows"]
+        fitting = [n for n in sizes["micro_batch_options"] if n < now and n <= now * share]
         if fitting:
             return [
                 f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now "
-                f"{sizes['micro_batch_rows']}; temporaries shrink in proportion; --search checks)"
+                f"{now}; temporaries shrink in proportion; --search checks)"
             ]
         return [
-            f"{too_much}, and no smaller micro-batch divides over the mesh: shorten "
+            f"{too_much}, and no smaller micro-batch divides over the mesh: store parameters in "
+            "bfloat16 (--config.model.param_dtype=bfloat16) where they are not, shorten "
             "--config.search.max_new_tokens, or give the trainer more devices (mesh.fsdp, "
             "mesh.model)"
         ]
@@ -248,9 +251,9 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             return [
                 f"{p.name} and its cache want {(cache + own) / GIB:.1f} GiB where "
                 f"{free / GIB:.1f} GiB are free: set --config.search.num_slots={slots} (now "
-                f"{sizes['num_slots']}), or --config.search.num_devices={sizes['next_group']}"
+                f"{sizes['num_slots']}), or {_larger_group(sizes)}"
             ]
-        return [f"{too_much}: set --config.search.num_devices={sizes['next_group']}"]
+        return [f"{too_much}: {_larger_group(sizes)}"]
     if p.name == "score_reference":
         rows = max(1, int(sizes["prompts_per_round"] * share))
         return [
@@ -258,6 +261,12 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
         ]
     return [f"{too_much}: give its group more devices"]
+
+
+def _larger_group(sizes: Mapping[str, Any]) -> str:
+    if sizes["next_group"]:
+        return f"set --config.search.num_devices={sizes['next_group']}"
+    return "take chips of more memory: a searcher has as many as its host has for it"
 
 
 def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
@@ -269,14 +278,14 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
     held = facts["groups"]["searcher"]
     judges = {name: held["residents"][name] for name in held["judges"]}
     if group != "trainer" and sum(judges.values()) > occupancy.capacity_bytes / 2:
-        names = " and ".join(judges)
+        names, sizes = " and ".join(judges), facts["sizes"]
         return (
-            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}, which are whole on one "
-            "device: store them in bfloat16 (victim.dtype, classifier.dtype, model.rollout_dtype) "
-            "where they are not, name smaller ones, or take chips of more memory"
+            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}: store them in bfloat16 "
+            "(reward.dtype, eval.gold_dtype, victim.dtype, classifier.dtype) where they are not; "
+            f"or {_larger_group(sizes)} (victims and classifiers stay whole on one device)"
         )
     if group == "searcher":
-        return f"{start}: set --config.search.num_devices={facts['sizes']['next_group']}"
+        return f"{start}: {_larger_group(facts['sizes'])}"
     return (
         f"{start}: make mesh.fsdp or mesh.model larger, store parameters in bfloat16 "
         "(--config.model.param_dtype=bfloat16), or take a larger slice"
