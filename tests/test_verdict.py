@@ -27,6 +27,11 @@ def facts(**changes):
         "takes_turns": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
+        "config": {
+            "batch": {"num_length_buckets": 3},
+            "optimizer": {"name": "adamw"},
+            "model": {"param_dtype": "float32"},
+        },
         "groups": {
             "trainer": {
                 "devices": 4,
@@ -83,7 +88,9 @@ def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
     # (16 - 6) * 0.95 GiB are free: 9.5 / 30 of 64 rows are 20.
     assert lines == [
         "train_step wants 30.0 GiB where 9.5 GiB are free: set --config.batch.micro_batch_rows=16 "
-        "(now 64; temporaries shrink in proportion; --search checks)"
+        "(now 64; temporaries shrink in proportion; --search checks)",
+        "20.0 GiB could also be found so: --config.optimizer.name=adafactor 4.0 GiB; "
+        "--config.model.param_dtype=bfloat16 3.0 GiB (small updates round away)",
     ]
 
 
@@ -94,6 +101,14 @@ def test_advice_counts_the_code_and_never_names_the_size_there_is():
     # (16 - 6 - 2) * 0.95 GiB are free.
     assert "9.0 GiB where 7.6 GiB are free" in advice(facts(), [step], found, None)[0]
     assert "micro_batch_rows=32 " in advice(facts(), [step], found, None)[0]
+    # One of two variants of the program.
+    assert "num_length_buckets=1 up to 1.0 GiB of code" in advice(facts(), [step], found, None)[1]
+    small = {
+        "batch": {"num_length_buckets": 1},
+        "optimizer": {"name": "adafactor"},
+        "model": {"param_dtype": "bfloat16"},
+    }
+    assert len(advice(facts(config=small), [step], found, None)) == 1  # nothing is left to save
     least = facts(sizes=SIZES | {"micro_batch_rows": 4})
     assert "no smaller micro-batch" in advice(least, [step], found, None)[0]
 

@@ -190,6 +190,7 @@ def advice(
     for group, occupancy in over.items():
         if _resident_bytes(facts, group) > capacity:
             lines.append(_spread(facts, group, occupancy))
+        lines += _savings(facts, programs, group, occupancy)
     if not lines and weighed is not None:
         lines += _rebalance(facts, weighed)
         lines += [_GATHER_LESS for p in programs if p.name == "train_step" and _gathers(facts, p)]
@@ -260,7 +261,34 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             f"{too_much}: set --config.search.prompts_per_round={rows} (now "
             f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
         ]
-    return [f"{too_much}: give its group more devices"]
+    return [f"{too_much}: keep less on its devices, or take more of them or larger ones"]
+
+
+def _savings(
+    facts: Mapping[str, Any], programs: Sequence[Program], group: str, occupancy: Occupancy
+) -> list[str]:
+    """What else could be given up on devices that hold too much, with what it would free."""
+    config, frees = facts["config"], {}
+    members = ("trainer", "searcher") if group == "both" else (group,)
+    code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)
+    if config["batch"]["num_length_buckets"] > 1:
+        frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
+    held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
+    moments = held.get("optimiser state", 0.0)
+    if config["optimizer"]["name"] == "adamw":
+        frees["--config.optimizer.name=adafactor {} GiB"] = moments
+    if config["model"]["param_dtype"] == "float32":
+        kinds = ("parameters", "reference parameters", "frozen parameters")
+        stored = sum(held.get(kind, 0.0) for kind in kinds) + moments
+        what = "--config.model.param_dtype=bfloat16 {} GiB (small updates round away)"
+        frees[what] = stored / 2
+    named = [
+        what.format(f"{size / GIB:.1f}")
+        for what, size in sorted(frees.items(), key=lambda item: -item[1])
+        if size >= occupancy.over_bytes / 10
+    ]
+    over = f"{occupancy.over_bytes / GIB:.1f} GiB"
+    return [f"{over} could also be found so: {'; '.join(named)}"] if named else []
 
 
 def _larger_group(sizes: Mapping[str, Any]) -> str:
