@@ -18,6 +18,12 @@ SIZES = {
     "micro_batch_options": [4, 8, 16, 32, 64],
     "next_group": 2,
 }
+CONFIG = {
+    "driver": "async",
+    "batch": {"num_length_buckets": 3},
+    "optimizer": {"name": "adamw"},
+    "model": {"param_dtype": "float32"},
+}
 
 
 def facts(**changes):
@@ -27,11 +33,7 @@ def facts(**changes):
         "takes_turns": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
-        "config": {
-            "batch": {"num_length_buckets": 3},
-            "optimizer": {"name": "adamw"},
-            "model": {"param_dtype": "float32"},
-        },
+        "config": CONFIG,
         "groups": {
             "trainer": {
                 "devices": 4,
@@ -76,8 +78,19 @@ def test_memory_is_residents_and_the_hungriest_program():
 
 def test_parts_that_take_turns_share_a_device():
     (both,) = occupancies(facts(takes_turns=True), programs())
-    # Searching is at its fullest with the trainer's state beside it.
+    # The trainer publishes (3 GiB) between two chunks of a round, so the cache is there.
+    assert both.peak_bytes == (2 + 4 + 3 + 5 + 3 + 4 * 0.25) * GIB
+    alone = facts(takes_turns=True, config=CONFIG | {"driver": "sync"})
+    (both,) = occupancies(alone, programs())
+    # Searching is at its fullest with the trainer's state beside it, or publishing without a cache.
     assert both.peak_bytes == (2 + 4 + 3 + 5 + 1 + 4 * 0.25) * GIB
+
+
+def test_a_victims_slots_are_there_while_the_trainer_has_its_turn():
+    victim = Program("victim_chunk", "searcher", {"inputs": 6 * GIB, "temporaries": GIB})
+    (both,) = occupancies(facts(takes_turns=True), [*programs(temporaries=4.0), victim])
+    assert dict(both.parts)["the victim's slots"] == 6 * GIB
+    assert both.peak_bytes == (2 + 4 + 3 + 6 + 4 + 4 * 0.25) * GIB
 
 
 def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
@@ -103,7 +116,7 @@ def test_advice_counts_the_code_and_never_names_the_size_there_is():
     assert "micro_batch_rows=32 " in advice(facts(), [step], found, None)[0]
     # One of two variants of the program.
     assert "num_length_buckets=1 up to 1.0 GiB of code" in advice(facts(), [step], found, None)[1]
-    small = {
+    small = CONFIG | {
         "batch": {"num_length_buckets": 1},
         "optimizer": {"name": "adafactor"},
         "model": {"param_dtype": "bfloat16"},

@@ -3,7 +3,8 @@
 
 Figures in, statements out: it knows neither JAX nor processes. Memory of a device is what is there
 all the time (`residents`) plus the hungriest program's own arguments, results and temporaries; in a
-placement whose parts take turns, both parts' residents count. The invariant it owns: a plan that
+placement whose parts take turns, both parts' residents count, and beside a program of the trainer
+also what an asynchronous searcher holds between two of its own. The invariant it owns: a plan that
 fits has every program compiled, and every device group's sum below the chip's memory.
 
 Predicted times are rooflines, so times are lower bounds; a ratio of two of them is fair only as far
@@ -105,15 +106,28 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
         code = sum(p.hbm.get("code", 0.0) * p.variants for p in own)
         parts.append((_CODE, code))
         cache = groups["searcher"]["transients"] if "searcher" in members else {}
-        cache_bytes = sum(cache.values())
-        hungriest = max(own, key=lambda p: p.own_bytes + cache_bytes * p.with_cache, default=None)
+        held = _held_between(facts, own)
+        besides = {
+            p.name: cache if p.with_cache else held if p.group == "trainer" else {} for p in own
+        }
+        hungriest = max(
+            own, key=lambda p: p.own_bytes + sum(besides[p.name].values()), default=None
+        )
         if hungriest is not None:
-            if hungriest.with_cache:
-                parts += list(cache.items())
+            parts += list(besides[hungriest.name].items())
             parts.append((f"inputs, results, temporaries of {hungriest.name}", hungriest.own_bytes))
         peak = sum(size for _, size in parts)
         out.append(Occupancy(label, tuple(parts), peak, facts["chip"]["hbm_bytes"]))
     return out
+
+
+def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
+    """What a searcher keeps on a device while the trainer has its turn there."""
+    if not facts["takes_turns"] or facts["config"]["driver"] != "async":
+        return {}
+    slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
+    cache = facts["groups"]["searcher"]["transients"]
+    return {"the victim's slots": slots} if slots > sum(cache.values()) else dict(cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,6 +199,8 @@ def advice(
         resident = 0.0
         if occupancy is not None:
             resident = _resident_bytes(facts, group) + dict(occupancy.parts)[_CODE]
+            if p.group == "trainer":
+                resident += sum(_held_between(facts, programs).values())
         if p.is_too_large or (group in over and _is_named(over[group], p)):
             lines += _shrink(facts, p, resident, capacity)
     for group, occupancy in over.items():
@@ -261,6 +277,8 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             f"{too_much}: set --config.search.prompts_per_round={rows} (now "
             f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
         ]
+    if p.name == "publish":
+        return [f"{too_much}: train adapters (--config.lora.rank), which alone are published"]
     return [f"{too_much}: keep less on its devices, or take more of them or larger ones"]
 
 
