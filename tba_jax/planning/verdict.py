@@ -252,7 +252,7 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
         if fitting:
             return [
                 f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now "
-                f"{now}; temporaries shrink in proportion; --search checks)"
+                f"{now}; temporaries shrink, though by less than that; --search checks)"
             ]
         return [
             f"{too_much}, and no smaller micro-batch divides over the mesh: store parameters in "
@@ -305,7 +305,7 @@ def _savings(
         for what, size in sorted(frees.items(), key=lambda item: -item[1])
         if size >= occupancy.over_bytes / 10
     ]
-    over = f"{occupancy.over_bytes / GIB:.1f} GiB"
+    over = f"{occupancy.over_bytes / GIB:.2g} GiB"
     return [f"{over} could also be found so: {'; '.join(named)}"] if named else []
 
 
