@@ -108,8 +108,7 @@ PRESETS = {
         "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
         # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
         "objective": {"group_size": 16, "beta": 0.2, "beta_final": 0.2},
-        # At 1e-3 what was learned is lost again within ten steps: 64 rows are too noisy for that.
-        "optimizer": {"learning_rate": 5e-4, "schedule": "linear", "warmup_steps": 5},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
         "search": {
             "ownership": "any",
             # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
