@@ -124,7 +124,8 @@ PRESETS = {
             # Successes are rare, so the newest data seldom has one: half of the slots is replay.
             "recency_prob": 0.5,
             "pace": "trainer",
-            "capacity_per_prompt": 20_000,
+            # All that eight searchers find in 100 steps, and more.
+            "capacity_per_prompt": 100_000,
             # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
             "priority_temperature": 1.0,
             "uniform_mix": 0.5,
