@@ -39,13 +39,12 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         decoder_weights,
         make_decoder,
         make_evaluator,
-        make_gold,
         make_metrics,
-        make_rewards,
         make_task,
         reading_mesh,
         start_weights,
     )
+    from tba_jax.reward_parts import make_gold, make_rewards
     from tba_jax.tokenizer import Tokenizer
 
     devices = jax.local_devices()

@@ -5,7 +5,6 @@ Commands that look at a finished run, and `wiring`, which connects all parts, bu
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,9 +31,6 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
-from tba_jax.response_classifiers import make_classifier
-from tba_jax.reward_models import RewardModel
-from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
 from tba_jax.sharding import MESH_AXES, MeshShape, Placement, PlacementError, hand_over, place
 from tba_jax.tasks import Task, get_task
@@ -47,7 +43,6 @@ from tba_jax.train_step import (
     step_shardings,
 )
 from tba_jax.trajectory import length_buckets, row_buckets
-from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 from tba_jax.weight_sync import Layout, make_publish_program
 
 START_MODEL = Path(__file__).parent / "assets" / "start_model"
@@ -399,87 +394,6 @@ def make_task(config: Config) -> Task:
     return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts)
 
 
-def make_rewards(
-    config: Config, task: Task, policy_tokenizer: Tokenizer, devices: Sequence[Any]
-) -> RewardSource:
-    """The source of rewards for training and evaluation; close it after use.
-
-    Args:
-        config: the config.
-        task: its task.
-        policy_tokenizer: of the responses.
-        devices: of the searchers, for models that rewards need; a reward model takes the first.
-
-    Raises:
-        ValueError: the reward function or model cannot be used, or there is none.
-    """
-    if config.reward.model_path:
-        missing_eos = config.reward.missing_eos
-        return RewardModel.load(
-            config.reward.model_path,
-            device=devices[0],
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
-            policy_tokenizer=policy_tokenizer,
-            batch_size=config.reward.batch_size,
-            missing_eos=None if missing_eos == math.inf else missing_eos,
-            offset=config.reward.offset,
-        )
-    function = config.task.reward or task.reward
-    if not function and task.name == "redteam":
-        return make_victim_reward(config, devices)
-    if not function:
-        raise ValueError(
-            f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
-            "reward model, or --config.task.reward=package.module:function"
-        )
-    return _reward_pool(config, task, function, config.task.reward_weights)
-
-
-def _reward_pool(
-    config: Config, task: Task, function: str, weights: Sequence[float] = ()
-) -> RewardPool:
-    return RewardPool(
-        function,
-        num_workers=config.reward.num_workers,
-        timeout_s=config.reward.timeout_s,
-        max_failure_rate=config.reward.max_failure_rate,
-        weights=weights,
-        columns=tuple(task.eval_problem(0)[1]),
-    )
-
-
-def on_device(rewards: RewardSource, device: Any) -> RewardSource:
-    """A reward model on this device; a reward pool as it is, which uses none."""
-    return rewards.on(device) if isinstance(rewards, RewardModel) else rewards
-
-
-def make_gold(
-    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
-) -> RewardSource | None:
-    """The judge of the win rate, None where the config names none; close it after use.
-
-    Raises:
-        ValueError: it cannot be used, or the task's headline is the win rate and there is none.
-    """
-    if config.eval.gold_model:
-        return RewardModel.load(
-            config.eval.gold_model,
-            device=device,
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
-            policy_tokenizer=policy_tokenizer,
-            batch_size=config.reward.batch_size,
-        )
-    if config.eval.gold_reward:
-        return _reward_pool(config, task, config.eval.gold_reward)
-    if task.metric == "win_rate":
-        raise ValueError(
-            f"task {task.name} is judged by its win rate, and nothing judges; set "
-            "--config.eval.gold_model to a reward model other than the one that trains, or "
-            "--config.eval.gold_reward=package.module:function"
-        )
-    return None
-
-
 def make_metrics(
     config: Config,
     tokenizer: Tokenizer,
@@ -516,40 +430,6 @@ def make_metrics(
             )
         )
     return metrics
-
-
-def make_victim_reward(config: Config, devices: Sequence[Any]) -> VictimReward:
-    """Victim and classifier, one copy on each of the devices.
-
-    Raises:
-        ValueError: one of the two is not usable; says which.
-    """
-    v, c = config.victim, config.classifier
-    settings = VictimSettings(
-        template=v.template,
-        num_samples=v.num_samples,
-        temperature=v.temperature,
-        top_p=v.top_p,
-        max_new_tokens=v.max_new_tokens,
-        max_prompt_tokens=v.max_prompt_tokens,
-        num_slots=v.num_slots,
-    )
-    victim = Victim(v.path or str(START_MODEL), settings, devices=devices, dtype=v.dtype)
-    classifiers = {
-        device: make_classifier(
-            c.kind,
-            c.path,
-            c.target,
-            device=device,
-            dtype=c.dtype,
-            max_tokens=c.max_tokens,
-            batch_rows=c.batch_rows,
-        )
-        for device in dict.fromkeys(devices)
-    }
-    return VictimReward(
-        victim, classifiers, replicas=devices, num_samples=v.num_samples, seed=config.seed
-    )
 
 
 def task_metrics(config: Config) -> tuple[MetricFunction, ...]:

@@ -35,16 +35,13 @@ from tba_jax.parts import (
     adapter_shardings,
     make_decoder,
     make_evaluator,
-    make_gold,
     make_metrics,
     make_optimizer_from,
     make_publication,
     make_reference_program_from,
-    make_rewards,
     make_step_shardings,
     make_task,
     model_path,
-    on_device,
     packed_row_buckets,
     place_run,
     policy_config,
@@ -58,6 +55,7 @@ from tba_jax.parts import (
 from tba_jax.reference import Reference
 from tba_jax.repartition import repartition
 from tba_jax.replay_buffer import ReplayBuffer
+from tba_jax.reward_parts import make_gold, make_rewards, on_device
 from tba_jax.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.searcher import Searcher
 from tba_jax.step_plan import Planner

@@ -59,6 +59,7 @@ LAYERS = {
     "report_page": 5,
     "frontier": 5,
     "parts": 6,
+    "reward_parts": 7,
     "run": 7,
     "run_report": 8,
     "wiring": 8,
