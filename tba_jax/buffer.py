@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-_START_MODEL = Path(__file__).parent / "assets" / "start_model"
 _NUM_BARS = 10
 _BAR_WIDTH = 40
 
@@ -175,7 +174,7 @@ def _decoder(workdir: Path) -> tuple[Decode, str]:
 
     try:
         config = json.loads((workdir / "config.json").read_text())["config"]
-        folder = hf_weights.resolve(config["model.path"] or str(_START_MODEL))
+        folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
         tokenizer = Tokenizer.load(folder)
     except (OSError, ValueError, KeyError) as error:
         return lambda ids: " ".join(map(str, ids.tolist())), f"token ids, not text: {error}"
