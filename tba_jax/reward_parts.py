@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from tba_jax.config import Config
 from tba_jax.parts import START_MODEL
-from tba_jax.response_classifiers import make_classifier
+from tba_jax.response_classifiers import ClassifierSettings, make_classifier
 from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
@@ -121,18 +121,15 @@ def make_victim_reward(config: Config, devices: Sequence[Any]) -> VictimReward:
         num_slots=v.num_slots,
     )
     victim = Victim(v.path or str(START_MODEL), settings, devices=devices, dtype=v.dtype)
-    classifiers = {
-        device: make_classifier(
-            c.kind,
-            c.path,
-            c.target,
-            device=device,
-            dtype=c.dtype,
-            max_tokens=c.max_tokens,
-            batch_rows=c.batch_rows,
-        )
-        for device in dict.fromkeys(devices)
-    }
+    judge = ClassifierSettings(
+        kind=c.kind,
+        path=c.path,
+        target=c.target,
+        dtype=c.dtype,
+        max_tokens=c.max_tokens,
+        batch_rows=c.batch_rows,
+    )
+    classifiers = {device: make_classifier(judge, device) for device in dict.fromkeys(devices)}
     return VictimReward(
         victim, classifiers, replicas=devices, num_samples=v.num_samples, seed=config.seed
     )
