@@ -56,6 +56,19 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     pool.close()
 
 
+def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
+    task = get_task("reasoning_gym:chain_sum", "", chat=True)
+    messages, columns = task.eval_problem(3)
+    text, plain = chain_sum.eval_problem(3)
+    assert messages == [{"role": "user", "content": text.rstrip()}]
+    assert columns == {**plain, "prompt": messages}
+    pool = RewardPool(task.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
+    texts = [f"<answer>{columns['answer']}</answer>", "<answer></answer>"]
+    result = pool.score(["a text"] * 2, texts, {k: [v] * 2 for k, v in columns.items()})
+    pool.close()
+    assert result.rewards[0] == 1.0 and result.rewards[1] < 1.0, result.first_traceback
+
+
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
