@@ -124,7 +124,7 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
         ({"prompt": 7, "gold": "1"}, "line 2: want text or a list of chat messages .* got 7"),
         (
             {"prompt": CHAT, "gold": "1"},
-            "line 2: the prompt is chat messages, in .*line 1 it",
+            "line 2: prompts are chat messages here, in .*line 1 they are texts",
         ),
         ({"prompt": [], "gold": "1"}, "line 2: chat messages .* want 'role' and 'content'"),
         ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat messages .* got {'role': 'us"),

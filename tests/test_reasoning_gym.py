@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The procedural tasks of reasoning-gym and their reward (extra `reasoning_gym`)."""
+"""The procedural tasks of reasoning-gym and their reward (extra `reasoning-gym`)."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tba_jax.tasks import get_task
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning_gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning-gym\]'"):
         get_task("reasoning_gym:chain_sum", "")
 
 

@@ -21,7 +21,7 @@ try:
 except ImportError:
     raise ImportError(
         "tasks reasoning_gym:DATASET need the package reasoning-gym: "
-        "pip install 'tba_jax[reasoning_gym]'"
+        "pip install 'tba_jax[reasoning-gym]'"
     ) from None
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)

@@ -168,7 +168,8 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
     first_columns, first_kind = _form(first)
     if kind != first_kind:
         raise ValueError(
-            f"{where}: the prompt is {kind}, in {first_where} it is {first_kind}; use one of them"
+            f"{where}: prompts are {kind} here, in {first_where} they are {first_kind}; use one "
+            "form"
         )
     for names, others, here, there in (
         (first_columns, columns, where, first_where),

@@ -2,7 +2,7 @@
 """The tasks `reasoning_gym:DATASET`: the procedural problems of reasoning-gym.
 
 It does not know how answers are scored (`rewards.reasoning_gym` does). The package (extra
-`reasoning_gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
+`reasoning-gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
 and index alone; data sets that are not reproducible from their seed are refused.
 """
 
@@ -58,7 +58,7 @@ class ReasoningGym:
         except ImportError as error:
             raise ValueError(
                 f"task {self.name} needs the package reasoning-gym ({error}): "
-                "pip install 'tba_jax[reasoning_gym]'"
+                "pip install 'tba_jax[reasoning-gym]'"
             ) from None
         names = sorted(package.factory.DATASETS)
         if dataset not in names:
