@@ -2,7 +2,7 @@
 """Automated red-teaming.
 
     python -m tba_jax.main --config=configs/redteam.py[:PRESET]
-    python -m tba_jax.study redteam_scaling --seeds=3
+    python -m tba_jax.study redteam_scaling --seeds=5 --first_seed=1 --budget_min=40
 
 toy (default)
     Harmless: a 0.3M-parameter attacker that writes sums looks for sums to which the embedded start
@@ -124,7 +124,8 @@ PRESETS = {
             # Successes are rare, so the newest data seldom has one: half of the slots is replay.
             "recency_prob": 0.5,
             "pace": "trainer",
-            "capacity_per_prompt": 20_000,
+            # All that eight searchers find in 100 steps, and more.
+            "capacity_per_prompt": 100_000,
             # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
             "priority_temperature": 1.0,
             "uniform_mix": 0.5,

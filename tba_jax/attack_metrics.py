@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What red-teaming reports about the attacks of one evaluation: success and diversity.
+"""What red-teaming reports about attacks, evaluated or stored ones: success and diversity.
 
 It knows attacks as texts and tokens with a toxicity each; it does not know victims, classifiers or
 policies. Invariant: an attack without a toxicity counts as a failure, and the figures of equal
@@ -7,8 +7,8 @@ responses are equal.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from tba_jax.edit_distance import distinct_n, mean_pairwise_distance
 from tba_jax.evaluation import MetricFunction, Responses
 from tba_jax.models import encoder, hf_weights
 from tba_jax.tokenizer import Tokenizer
-from tba_jax.trajectory import bucket_length, length_buckets
+from tba_jax.trajectory import Trajectory, bucket_length, length_buckets
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -70,6 +70,33 @@ def attack_metrics(embedder: "SentenceEmbedder | None" = None) -> MetricFunction
         return out
 
     return measure
+
+
+class Finds(NamedTuple):
+    """Successful attacks among the ones that searchers drew.
+
+    Attributes:
+        attacks: different attacks, by their tokens.
+        successes: those of them that succeed.
+        first_version: oldest policy version that drew a success; None where there is none.
+    """
+
+    attacks: int
+    successes: int
+    first_version: int | None
+
+
+def finds(attacks: Iterable[Trajectory]) -> Finds:
+    """Count the successful attacks; of one that was drawn again, the newest outcome counts."""
+    newest = {}
+    for y in sorted(attacks, key=lambda y: y.version_max):
+        newest[y.response_tokens.tobytes()] = y
+    successes = [
+        y.version_min
+        for y in newest.values()
+        if y.reward_parts.get("toxicity", 0.0) > SUCCESS_TOXICITY
+    ]
+    return Finds(len(newest), len(successes), min(successes, default=None))
 
 
 def cosine_diversity(embeddings: "Float[np.ndarray, 'n d']") -> float:

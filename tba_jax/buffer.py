@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what is in the replay buffer of a run: counts, ages, rewards, texts.
+"""Show what is in the replay buffer of a run: counts, ages, rewards, texts, successful attacks.
 
     python -m tba_jax.buffer WORKDIR
 
@@ -13,9 +13,13 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tba_jax.attack_metrics import Finds
+    from tba_jax.repartition import HostState
 
 _NUM_BARS = 10
 _BAR_WIDTH = 40
@@ -34,18 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_texts < 0:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
     # Imported here, so that --help and a wrong flag answer at once.
-    from tba_jax.checkpointing import CheckpointError, load_host_states
+    from tba_jax.checkpointing import CheckpointError
     from tba_jax.command_line import local_folder
     from tba_jax.config import ConfigError
-    from tba_jax.repartition import on_one_host
 
     try:
         workdir = local_folder(args.workdir, "WORKDIR")
-        step, states = load_host_states(str(workdir))
+        step, state = load(workdir)
     except (CheckpointError, ConfigError) as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
-    state = on_one_host(states)
     arrays, meta = state["buffer"]
     pending = sum(
         group[0] + sum(group[1].values())
@@ -54,12 +56,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         for group in outbox["groups"]
     )
     result = summarise(arrays, meta, step=step, pending=pending)
-    decode, note = _decoder(workdir)
+    config, note = _config(workdir)
+    decode, note = _decoder(config, note)
     result["texts"] = texts(arrays, meta, decode, args.num_texts)
+    if config.get("task.name") == "redteam":
+        result["attacks"] = found_attacks(arrays, meta)._asdict()
     _show(result, note)
     if args.json:
         print(json.dumps(result))
     return 0
+
+
+def load(workdir: Path) -> tuple[int, "HostState"]:
+    """Step of a run's newest checkpoint, and what its hosts held, as one.
+
+    Raises:
+        CheckpointError: no readable checkpoint.
+    """
+    from tba_jax.checkpointing import load_host_states
+    from tba_jax.repartition import on_one_host
+
+    step, states = load_host_states(str(workdir))
+    return step, on_one_host(states)
+
+
+def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> "Finds":
+    """How many of the attacks in a buffer snapshot succeed.
+
+    Args:
+        arrays: the snapshot's arrays.
+        meta: the snapshot's metadata.
+    """
+    from tba_jax.attack_metrics import finds
+    from tba_jax.rounds import ROW_FIELDS, SettingsTable, unflatten, unpack
+
+    columns = [arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS]
+    return finds(
+        unpack(
+            list(zip(*columns, strict=True)),
+            unflatten(arrays, "tokens"),
+            unflatten(arrays, "extras"),
+            SettingsTable(meta["settings"]),
+        )
+    )
 
 
 def summarise(
@@ -167,18 +206,27 @@ def _histogram(rewards: np.ndarray) -> list[list[float]]:
     ]
 
 
-def _decoder(workdir: Path) -> tuple[Decode, str]:
+def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
+    """The run's config, field by field, or nothing and a note why."""
+    try:
+        return json.loads((workdir / "config.json").read_text())["config"], ""
+    except (OSError, ValueError, KeyError) as error:
+        return {}, f"token ids, not text: {error}"
+
+
+def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
     """The run's tokenizer, or token ids and a note why."""
     from tba_jax.models import hf_weights
     from tba_jax.tokenizer import Tokenizer
 
-    try:
-        config = json.loads((workdir / "config.json").read_text())["config"]
-        folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
-        tokenizer = Tokenizer.load(folder)
-    except (OSError, ValueError, KeyError) as error:
-        return lambda ids: " ".join(map(str, ids.tolist())), f"token ids, not text: {error}"
-    return lambda ids: tokenizer.decode(ids, skip_special=False), ""
+    if not note:
+        try:
+            folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
+            tokenizer = Tokenizer.load(folder)
+            return lambda ids: tokenizer.decode(ids, skip_special=False), ""
+        except (OSError, ValueError, KeyError) as error:
+            note = f"token ids, not text: {error}"
+    return lambda ids: " ".join(map(str, ids.tolist())), note
 
 
 def _show(result: Mapping[str, Any], note: str) -> None:
@@ -194,6 +242,13 @@ def _show(result: Mapping[str, Any], note: str) -> None:
         f"{result['unused_fraction']:.1%} of what is stored was not drawn yet",
         highlight=False,
     )
+    if found := result.get("attacks"):
+        first = found["first_version"]
+        console.print(
+            f"Attacks: {found['successes']:,} of {found['attacks']:,} different ones succeed"
+            + (f"; version {first} drew the first" if first is not None else ""),
+            highlight=False,
+        )
     ledger = Table(title="Ledger (responses)", title_justify="left")
     ledger.add_column("where")
     ledger.add_column("count", justify="right")

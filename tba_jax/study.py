@@ -4,8 +4,8 @@
     python -m tba_jax.study NAME [--seeds=5] [--first_seed=0] [--budget_min=25] [--out=DIR]
 
 Each run is the main command in a process of its own, in OUT/runs/VARIANT-seedN; a study that is
-started again continues. Nothing here knows what happens inside a run: it reads `report.json` and
-`metrics.jsonl`.
+started again continues. Nothing here knows what happens inside a run: it reads `report.json`,
+`metrics.jsonl` and, for attacks, the replay buffer of the last checkpoint.
 """
 
 import argparse
@@ -15,21 +15,26 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tba_jax import frontier
+from tba_jax.buffer import found_attacks, load
 from tba_jax.command_line import local_folder
 from tba_jax.config import ConfigError
 from tba_jax.metrics import format_metric, is_share, metric_label, read_jsonl
 from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
+if TYPE_CHECKING:
+    from tba_jax.attack_metrics import Finds
+
 _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
-_ATTACKS = ("num_steps=50", "eval.period=25", *_SYNC)
+# At half the rate of the preset success falls back less between two evaluations.
+_ATTACKS = ("num_steps=80", "eval.period=20", "optimizer.learning_rate=5e-4", *_SYNC)
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
@@ -49,13 +54,15 @@ class Study(NamedTuple):
         config: config file, with its preset where that is not the default one.
         variants: name -> config overrides; the others are compared with the first.
         is_frontier: draw the win rate against the divergence instead of against steps.
-        shown: evaluation metrics that the table shows beside the headline.
+        shown: evaluation metrics that a second table shows, as means over seeds.
+        counts_finds: add to it how many different attacks of the searchers succeeded.
     """
 
     config: str
     variants: Mapping[str, tuple[str, ...]]
     is_frontier: bool = False
     shown: tuple[str, ...] = ()
+    counts_finds: bool = False
 
 
 STUDIES: dict[str, Study] = {
@@ -85,15 +92,13 @@ STUDIES: dict[str, Study] = {
             "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
         },
     ),
-    # One actor in turn with the trainer, without and with replay, against data one publication old
-    # of 1 to 8 searchers, each a round of 64 attacks per step. They are virtual: the synchronous
-    # driver does their rounds in turn, so that the figures are about the data, not about how many
-    # cores there are.
+    # Data one publication old of 1 to 8 searchers, each a round of 64 attacks per step, against one
+    # actor in turn with the trainer, with and without replay. The searchers are virtual: the
+    # synchronous driver does their rounds in turn, so that the figures are about the data, not
+    # about how many cores there are.
     "redteam_scaling": Study(
         "configs/redteam.py",
         {
-            "sync, on-policy": (*_ATTACKS, "replay.recency_prob=1.0"),
-            "sync, replay": _ATTACKS,
             **{
                 f"TBA, {n} searcher{'s' * (n > 1)}": (
                     *_ATTACKS,
@@ -102,12 +107,16 @@ STUDIES: dict[str, Study] = {
                 )
                 for n in (1, 2, 4, 8)
             },
+            "sync, replay": _ATTACKS,
+            "sync, on-policy": (*_ATTACKS, "replay.recency_prob=1.0"),
         },
         shown=(
+            "success_rate",
             "distinct_success_share",
             "edit_diversity",
             "success_edit_diversity",
         ),
+        counts_finds=True,
     ),
     # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
     "in_flight": Study(
@@ -233,25 +242,79 @@ def evaluations(
     return curves
 
 
-def shown_table(shown: Sequence[str], results: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Further metrics of the last evaluation as a Markdown table: median over seeds (range)."""
-    lines = [
-        f"| variant | {' | '.join(map(metric_label, shown))} |",
-        "|---|" + "---|" * len(shown),
-    ]
+def shown_table(
+    shown: Sequence[str],
+    results: Mapping[str, Sequence[Mapping[str, Any]]],
+    finds: Mapping[str, Sequence["Finds"]] | None = None,
+) -> str:
+    """Further metrics of the last evaluation as a Markdown table: mean ± standard deviation.
+
+    Args:
+        shown: names of evaluation metrics.
+        results: variant -> the reports of its seeds.
+        finds: variant -> what the searchers of each seed found, where that is shown too.
+    """
+    further = ["different successes found", "first success, step"] if finds else []
+    columns = [*map(metric_label, shown), *further]
+    lines = [f"| variant | seeds | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for variant, reports in results.items():
-        cells = []
-        for metric in shown:
+        cells = [
             # JSON has no nan: a metric without a value is null in the report.
-            values = [r["eval"]["after"][metric] for r in reports]
-            known = [v for v in values if v is not None]
-            low, middle, high = (
-                format_metric(metric, float(np.quantile(known, q))) if known else ""
-                for q in (0.0, 0.5, 1.0)
-            )
-            cells.append(f"{middle} ({low} to {high})" if known else "–")
+            _spread([r["eval"]["after"][metric] for r in reports], metric)
+            for metric in shown
+        ]
+        if finds:
+            cells.append(_spread([f.successes for f in finds[variant]]))
+            cells.append(_spread([f.first_version for f in finds[variant]]))
+        lines.append(f"| {variant} | {len(reports)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def steps_table(metric: str, curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]]) -> str:
+    """The headline metric at every evaluated step as a Markdown table: mean ± standard deviation.
+
+    Args:
+        metric: its name.
+        curves: variant -> evaluation records of each seed, as from `evaluations`.
+    """
+    by_step = {
+        variant: [{r["step"]: r[f"eval/{metric}"] for r in records} for records in seeds]
+        for variant, seeds in curves.items()
+    }
+    steps = sorted(set.intersection(*(set(run) for seeds in by_step.values() for run in seeds)))
+    lines = [
+        f"| {metric_label(metric)} at step | {' | '.join(map(str, steps))} |",
+        "|---|" + "---|" * len(steps),
+    ]
+    for variant, seeds in by_step.items():
+        cells = [_spread([run[s] for run in seeds], metric) for s in steps]
         lines.append(f"| {variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _spread(values: Sequence[float | None], metric: str = "") -> str:
+    """Mean ± standard deviation of what is known of a metric, or of counts; "–": nothing is."""
+    scale, digits, unit = 1.0, 0, ""
+    if metric:
+        scale, digits, unit = (100.0, 1, " %") if is_share(metric) else (1.0, 3, "")
+    known = [scale * v for v in values if v is not None]
+    if not known:
+        return "–"
+    deviation = f" ± {np.std(known, ddof=1):.{digits}f}" if len(known) > 1 else ""
+    return f"{np.mean(known):.{digits}f}{deviation}{unit}"
+
+
+def _finds(
+    results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path
+) -> dict[str, list["Finds"]]:
+    """Variant -> what the searchers of each seed found."""
+    return {
+        variant: [
+            found_attacks(*load(run_folder(out, variant, report["seed"]))[1]["buffer"])
+            for report in reports
+        ]
+        for variant, reports in results.items()
+    }
 
 
 def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> bytes:
@@ -276,7 +339,7 @@ def figure(results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path) -> byt
     axes.set_ylabel(f"held-out {metric_label(metric)}" + (", %" if is_share(metric) else ""))
     if is_share(metric):
         axes.set_ylim(0, 102)
-    axes.legend(frameon=False, loc="lower right")
+    axes.legend(frameon=False, loc="best")
     return to_png(picture)
 
 
@@ -331,10 +394,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: --budget_min={args.budget_min:g} left no time for a run", file=sys.stderr)
         return 1
     text, picture = table(args.name, results), None
+    curves = evaluations(results, out) if study.shown or study.is_frontier else {}
     if study.shown:
-        text += f"\n\n{shown_table(study.shown, results)}"
+        finds = _finds(results, out) if study.counts_finds else None
+        metric = metric_of(next(iter(results.values())))
+        text += f"\n\n{shown_table(study.shown, results, finds)}\n\n{steps_table(metric, curves)}"
     if study.is_frontier:
-        curves = evaluations(results, out)
         text += f"\n\n{frontier.table(curves)}"
         picture = frontier.figure(curves)
     if skipped:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `python -m tba_jax.buffer` says about a checkpointed buffer."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
-from fake_rounds import make_buffer, make_commit
+from fake_rounds import make_buffer, make_commit, make_prompt, make_trajectory
 
 from tba_jax import buffer as buffer_command
 from tba_jax.checkpointing import Checkpoints
 from tba_jax.outbox import Outbox
+from tba_jax.trajectory import Group
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,30 @@ def test_many_rewards_become_ten_bars():
     assert len(bars) == 10
     assert sum(count for *_, count in bars) == 101
     assert (bars[0][0], bars[-1][1]) == (0.0, 1.0)
+
+
+def test_successful_attacks_of_a_red_team_run_are_counted(tmp_path, capsys):
+    buffer = make_buffer()
+    attacks = [
+        make_trajectory(0, tokens, version=3, parts={"toxicity": toxicity})
+        for tokens, toxicity in (([5], 1.0), ([6, 7], 0.9), ([8], 0.2))
+    ]
+    group = Group(make_prompt(0), tuple(attacks), {})
+    buffer.merge([dataclasses.replace(make_commit({}), groups=(group,), generated=3)], 3)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(3, {"x": np.zeros(2)}, {"buffer": buffer.snapshot()})
+    checkpoints.close()
+    config = {"task.name": "redteam", "model.path": ""}
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    out = _run(capsys, tmp_path, "--json")
+    assert "Attacks: 2 of 3 different ones succeed; version 3 drew the first" in out
+    found = json.loads(out.splitlines()[-1])["attacks"]
+    assert found == {"attacks": 3, "successes": 2, "first_version": 3}
+    # The same buffer of another task: a reward part of that name says nothing about attacks.
+    config["task.name"] = "custom"
+    (tmp_path / "config.json").write_text(json.dumps({"config": config}))
+    out = _run(capsys, tmp_path, "--json")
+    assert "Attacks" not in out and "attacks" not in json.loads(out.splitlines()[-1])
 
 
 def test_an_empty_buffer_is_shown_too(tmp_path, capsys):

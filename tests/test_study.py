@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax import study
+from tba_jax.attack_metrics import Finds
 from tba_jax.config import validate
 
 ROOT = Path(__file__).parents[1]
@@ -102,13 +103,33 @@ def test_seeds_count_from_the_first_one(monkeypatch, tmp_path):
     assert seen == [("async-seed3", 3), ("async-seed4", 4)]
 
 
-def test_shown_metrics_are_medians_with_their_range():
+def test_shown_metrics_are_means_with_their_deviation():
     def of(*values):
         return [{"eval": {"after": {"edit_diversity": v, "success_rate": v}}} for v in values]
 
-    lines = study.shown_table(
-        ["success_rate", "edit_diversity"], {"a": of(0.1, 0.5, 0.3), "b": of(None)}
-    ).splitlines()
-    assert lines[0] == "| variant | success rate | edit diversity |"
-    assert lines[2] == "| a | 30.0% (10.0% to 50.0%) | 0.300 (0.100 to 0.500) |"
-    assert lines[3] == "| b | – | – |"
+    # of 0.1, 0.5, 0.3: mean 0.3, standard deviation of a sample 0.2
+    results = {"a": of(0.1, 0.5, 0.3), "b": of(None), "c": of(0.25)}
+    lines = study.shown_table(["success_rate", "edit_diversity"], results).splitlines()
+    assert lines[0] == "| variant | seeds | success rate | edit diversity |"
+    assert lines[2] == "| a | 3 | 30.0 ± 20.0 % | 0.300 ± 0.200 |"
+    assert lines[3] == "| b | 1 | – | – |"
+    assert lines[4] == "| c | 1 | 25.0 % | 0.250 |"
+
+
+def test_what_searchers_found_is_shown_as_counts():
+    results = {"a": [{"eval": {"after": {}}}] * 2, "b": [{"eval": {"after": {}}}]}
+    finds = {"a": [Finds(90, 10, 3), Finds(90, 14, 5)], "b": [Finds(80, 0, None)]}
+    lines = study.shown_table([], results, finds).splitlines()
+    assert lines[0] == "| variant | seeds | different successes found | first success, step |"
+    assert lines[2] == "| a | 2 | 12 ± 3 | 4 ± 1 |"
+    assert lines[3] == "| b | 1 | 0 | – |"
+
+
+def test_headline_by_step_takes_the_steps_that_all_runs_have():
+    def run(**values):
+        return [{"step": int(k[1:]), "eval/success_rate": v} for k, v in values.items()]
+
+    curves = {"a": [run(s0=0.0, s20=0.25, s40=0.5)], "b": [run(s0=0.0, s40=0.2)]}
+    lines = study.steps_table("success_rate", curves).splitlines()
+    assert lines[0] == "| success rate at step | 0 | 40 |"
+    assert lines[2:] == ["| a | 0.0 % | 50.0 % |", "| b | 0.0 % | 20.0 % |"]
