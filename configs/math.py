@@ -12,6 +12,10 @@ gsm8k
 math
     TBA' on MATH with Qwen2.5-7B, section 6 and table 4. Not run by us.
 
+The models of both are asked in plain text, as in the paper: an SFT model in the form it was tuned
+on, and a base model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
+asked in its chat template with --config.task.chat=True.
+
 Never put this folder on sys.path: this file would hide the standard library's `math`.
 """
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tba_jax.attack_metrics import Finds
     from tba_jax.repartition import HostState
 
-_START_MODEL = Path(__file__).parent / "assets" / "start_model"
 _NUM_BARS = 10
 _BAR_WIDTH = 40
 
@@ -222,7 +221,7 @@ def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
 
     if not note:
         try:
-            folder = hf_weights.resolve(config["model.path"] or str(_START_MODEL))
+            folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
             tokenizer = Tokenizer.load(folder)
             return lambda ids: tokenizer.decode(ids, skip_special=False), ""
         except (OSError, ValueError, KeyError) as error:

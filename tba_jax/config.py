@@ -22,6 +22,7 @@ from tba_jax.config_rules import need as _need
 Config: TypeAlias = Any
 
 DRIVERS = ("async", "sync")
+CHAT_TASKS = ("custom", "gsm8k", "math", "tldr")  # and reasoning_gym:DATASET
 TASKS = ("arithmetic", "custom", "gsm8k", "math", "redteam", "tldr", "tldr_toy")
 CLASSIFIERS = ("encoder", "guard", "pattern")
 LONG_PROMPTS = ("refuse", "skip")
@@ -64,6 +65,7 @@ def default_config() -> Config:
     # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
     # task custom also one .jsonl or .parquet file, and then no test split is needed.
     config.task.data_path = ""  # empty: the task's own source
+    config.task.chat = False  # prompts as a user's message in the model's chat template
     # Reward: package.module:function or path/to/file.py:function, or several with commas between.
     config.task.reward = ""  # several: their weighted sum; empty: the task's own
     config.task.reward_weights = ()  # one per function of task.reward; empty: 1 for each
@@ -432,4 +434,11 @@ def validate(config: Config) -> None:
         _need(0 <= value <= 1, field, value, "must lie in [0, 1]", "Give a share, not a percent.")
     if not config.task.name.partition("reasoning_gym:")[2]:
         _one_of(config, "task.name", (*TASKS, "reasoning_gym:DATASET"))
+        _need(
+            not config.task.chat or config.task.name in CHAT_TASKS,
+            "task.chat",
+            config.task.chat,
+            f"task {config.task.name} has no chat form: its model reads problems as they are",
+            f"Leave it False, or choose one of {', '.join(CHAT_TASKS)}, reasoning_gym:DATASET.",
+        )
     config_rules.combinations(config)

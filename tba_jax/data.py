@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from tba_jax.tasks import Task
+from tba_jax.tasks.chats import Messages
 from tba_jax.trajectory import Prompt
 
 Ownership = Literal["by_prompt", "any"]
@@ -45,17 +46,25 @@ def _prompt(
     """The prompt, or None for one that is skipped because it is too long."""
     problem = task.train_problem if split == "train" else task.eval_problem
     content, columns = problem(index)
-    text = content if isinstance(content, str) else tokenizer.format_chat(content)
+    where = f"{split} problem {index} of task {task.name}"
+    text = content if isinstance(content, str) else _formatted(content, tokenizer, where)
     tokens = tokenizer.encode(text, add_bos=True)
     if len(tokens) > max_prompt_tokens:
         if long_prompts == "skip":
             return None
         raise ValueError(
-            f"{split} problem {index} of task {task.name} has {len(tokens)} tokens, more than "
+            f"{where} has {len(tokens)} tokens, more than "
             f"task.max_prompt_tokens = {max_prompt_tokens}; raise that, or leave such prompts out "
             f"with task.long_prompts=skip. It begins: {text[:80]!r}"
         )
     return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
+
+
+def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
+    try:
+        return tokenizer.format_chat(messages)
+    except ValueError as error:
+        raise ValueError(f"{where} is a chat, by the data or by task.chat: {error}") from error
 
 
 class PromptStream:

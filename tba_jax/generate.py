@@ -12,16 +12,15 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-START_MODEL = Path(__file__).parent / "assets" / "start_model"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.generate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", default=str(START_MODEL), help="folder or Hugging Face hub id")
+    parser.add_argument(
+        "--model", default="embedded:start_model", help="folder or Hugging Face hub id"
+    )
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")

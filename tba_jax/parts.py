@@ -383,7 +383,7 @@ def make_task(config: Config) -> Task:
         ValueError: no such task, or not with this data.
     """
     task = config.task
-    return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts)
+    return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts, chat=task.chat)
 
 
 def make_metrics(

@@ -10,8 +10,8 @@ the answer for a text does not depend on the other texts of the call.
 import functools
 import math
 import re
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,27 @@ KINDS = ("encoder", "guard", "pattern")
 # What a text that does not match a pattern has: as for a model, never quite 0, so that the log is
 # finite and a sample more or less that matches makes a difference.
 MISS_PROB = 0.01
+
+
+class ClassifierSettings(NamedTuple):
+    """Which classifier, and how it is called.
+
+    Attributes:
+        kind: one of KINDS.
+        path: model folder or hub id; a pattern has none.
+        target: name of the class among the labels of an encoder's config.json; a guard's verdict,
+            as it would write it (Llama-Guard 3: two newlines and "unsafe"); the regular expression.
+        dtype: of parameters and activations.
+        max_tokens: of what the model reads.
+        batch_rows: responses per call of the model.
+    """
+
+    kind: str
+    path: str
+    target: str
+    dtype: str
+    max_tokens: int
+    batch_rows: int
 
 
 class ResponseClassifier(Protocol):
@@ -65,108 +86,83 @@ class PatternClassifier:
 
 
 class EncoderClassifier:
-    """A RoBERTa sequence classifier; it reads the response alone.
+    """A RoBERTa sequence classifier; it reads the response alone, cut at its end where too long.
 
     Args:
-        path: model folder or hub id.
-        target: name of the class, one of the labels in its config.json.
+        settings: of kind "encoder".
         device: where the model lives.
-        dtype: of parameters and activations.
-        max_tokens: longer responses are cut at their end.
-        batch_rows: responses per call of the model.
 
     Raises:
         ValueError: no usable model there, or no such label.
     """
 
-    def __init__(
-        self,
-        path: str,
-        target: str,
-        *,
-        device: Any,
-        dtype: str,
-        max_tokens: int,
-        batch_rows: int,
-    ) -> None:
+    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+        path, target = settings.path, settings.target
         with jax.default_device(device):
-            self._config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
-        if target not in self._config.labels:
-            labels = ", ".join(self._config.labels) or "none: it has no classification head"
+            config, params = encoder.load(path, param_dtype=jnp.dtype(settings.dtype))
+        if target not in config.labels:
+            labels = ", ".join(config.labels) or "none: it has no classification head"
             raise ValueError(
                 f"classifier.target = {target!r} is not a label of the model at {path} ({labels}); "
                 "name one of its labels"
             )
-        self._target = self._config.labels.index(target)
+        self._target = config.labels.index(target)
         self._params = jax.device_put(params, device)
         self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
-        self._max_tokens = min(max_tokens, self._config.max_tokens)
+        self._max_tokens = min(settings.max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
-        self._batch_rows = batch_rows
-        self._program = classify_program(self._config, dtype)
+        self._batch_rows = settings.batch_rows
+        self._program = classify_program(config, settings.dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
         """Log-softmax of the model's logits at the target label."""
         rows = [self._tokenizer.encode_complete(text, self._max_tokens) for text in responses]
-        out = []
-        for batch in _batches(rows, self._batch_rows):
-            length = bucket_length(max(map(len, batch)), self._buckets)
-            tokens = np.zeros((self._batch_rows, length), np.int32)
-            mask = np.zeros((self._batch_rows, length), bool)
-            for i, row in enumerate(batch):
-                tokens[i, : len(row)], mask[i, : len(row)] = row, True
-            mask[len(batch) :, 0] = True  # rows that fill up the batch are read by nobody
-            logprobs = np.asarray(self._program(self._params, tokens, mask))
-            out.append(logprobs[: len(batch), self._target])
-        return np.concatenate(out).astype(np.float64)
+        return _in_batches(rows, self._batch_rows, self._target_logprobs)
+
+    def _target_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
+        length = bucket_length(max(map(len, batch)), self._buckets)
+        tokens = np.zeros((self._batch_rows, length), np.int32)
+        mask = np.zeros((self._batch_rows, length), bool)
+        for i, row in enumerate(batch):
+            tokens[i, : len(row)], mask[i, : len(row)] = row, True
+        mask[len(batch) :, 0] = True  # rows that fill up the batch are read by nobody
+        return np.asarray(self._program(self._params, tokens, mask))[:, self._target]
 
 
 class GuardClassifier:
     """A guard model: the log-prob of its verdict on a prompt and a response.
 
-    The conversation is put into the model's own chat template, and the verdict (`target`, as the
-    model would write it: for Llama-Guard 3 two newlines and "unsafe") is scored as its answer.
+    The conversation is put into the model's own chat template, and the verdict is scored as its
+    answer. A conversation that is too long is refused.
 
     Args:
-        path: model folder or hub id of a language model whose tokenizer has a chat template.
-        target: the verdict.
+        settings: of kind "guard"; the path is of a language model whose tokenizer has a template.
         device: where the model lives.
-        dtype: of parameters and activations.
-        max_tokens: of conversation and template; longer ones are refused.
-        batch_rows: conversations per call of the model.
 
     Raises:
         ValueError: no usable model there, or a verdict without tokens.
     """
 
-    def __init__(
-        self,
-        path: str,
-        target: str,
-        *,
-        device: Any,
-        dtype: str,
-        max_tokens: int,
-        batch_rows: int,
-    ) -> None:
+    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+        path = settings.path
         with jax.default_device(device):
-            self._config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
-        if self._config.num_labels:
+            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(settings.dtype))
+        if config.num_labels:
             raise ValueError(
-                f"the model at {path} is a classifier with {self._config.num_labels} labels; "
+                f"the model at {path} is a classifier with {config.num_labels} labels; "
                 "classifier.kind=guard needs a language model"
             )
         self._params = jax.device_put(params, device)
         self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
-        self._verdict = self._tokenizer.encode(target, add_bos=False)
+        self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
         if not len(self._verdict):
             raise ValueError("classifier.target is empty; give the guard's verdict, e.g. unsafe")
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
-        self._buckets = length_buckets(max_tokens, 3)
-        self._batch_rows = batch_rows
-        self._program = verdict_program(self._config, len(self._verdict), dtype)
+        self._buckets = length_buckets(settings.max_tokens, 3)
+        self._batch_rows = settings.batch_rows
+        self._program = verdict_program(config, len(self._verdict), settings.dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
@@ -177,17 +173,16 @@ class GuardClassifier:
             ValueError: a conversation of more than max_tokens tokens.
         """
         rows = [self._conversation(*pair) for pair in zip(prompts, responses, strict=True)]
-        out = []
-        for batch in _batches(rows, self._batch_rows):
-            length = bucket_length(max(map(len, batch)), self._buckets)
-            filled = [*batch, *[batch[0]] * (self._batch_rows - len(batch))]
-            tokens = left_pad(filled, length, self._tokenizer.pad_id)
-            verdict = np.broadcast_to(self._verdict, (len(filled), len(self._verdict)))
-            lengths = np.array([len(row) for row in filled], np.int32)
-            rows_and_verdict = np.concatenate([tokens, verdict], axis=1)
-            logprobs = np.asarray(self._program(self._params, rows_and_verdict, lengths))
-            out.append(logprobs[: len(batch)])
-        return np.concatenate(out).astype(np.float64)
+        return _in_batches(rows, self._batch_rows, self._verdict_logprobs)
+
+    def _verdict_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
+        length = bucket_length(max(map(len, batch)), self._buckets)
+        filled = [*batch, *[batch[0]] * (self._batch_rows - len(batch))]
+        tokens = left_pad(filled, length, self._tokenizer.pad_id)
+        verdict = np.broadcast_to(self._verdict, (len(filled), len(self._verdict)))
+        lengths = np.array([len(row) for row in filled], np.int32)
+        rows_and_verdict = np.concatenate([tokens, verdict], axis=1)
+        return np.asarray(self._program(self._params, rows_and_verdict, lengths))
 
     def _conversation(self, prompt: str, response: str) -> np.ndarray:
         messages = [
@@ -198,27 +193,16 @@ class GuardClassifier:
         return self._tokenizer.encode(text, add_bos=True)
 
 
-def make_classifier(
-    kind: str,
-    path: str,
-    target: str,
-    *,
-    device: Any,
-    dtype: str,
-    max_tokens: int,
-    batch_rows: int,
-) -> ResponseClassifier:
-    """The classifier of this kind (one of KINDS); arguments as the classes say.
+def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassifier:
+    """The classifier that the settings describe, on a device where it is a model.
 
     Raises:
         ValueError: it cannot be made; says why.
     """
-    if kind == "pattern":
-        return PatternClassifier(target)
-    kinds: dict[str, Any] = {"encoder": EncoderClassifier, "guard": GuardClassifier}
-    return kinds[kind](
-        path, target, device=device, dtype=dtype, max_tokens=max_tokens, batch_rows=batch_rows
-    )
+    if settings.kind == "pattern":
+        return PatternClassifier(settings.target)
+    kinds = {"encoder": EncoderClassifier, "guard": GuardClassifier}
+    return kinds[settings.kind](settings, device)
 
 
 @functools.cache  # replicas on several devices share the program
@@ -256,5 +240,9 @@ def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
     return program
 
 
-def _batches(rows: Sequence[np.ndarray], size: int) -> list[Sequence[np.ndarray]]:
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+def _in_batches(
+    rows: Sequence[np.ndarray], size: int, score: Callable[[Sequence[np.ndarray]], np.ndarray]
+) -> np.ndarray:
+    """Scores of all rows, so many at a time; what `score` says beyond a batch's rows is dropped."""
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return np.concatenate([score(x)[: len(x)] for x in batches]).astype(np.float64)

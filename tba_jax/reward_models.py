@@ -34,7 +34,8 @@ LENGTH_STEP = 64
 class RewardModel:
     """A reward model; implements `rewards.source.RewardSource`. Safe to share between threads.
 
-    The prompt is tokenized by the model's own tokenizer. So is the response where that has another
+    The prompt is tokenized by the model's own tokenizer: a chat in its own chat template where it
+    has one, otherwise the text that the policy reads. So is the response where that has another
     vocabulary than the policy's, its end-of-sequence token set anew; where it has the same one, the
     very tokens that the policy drew are scored.
 
@@ -173,14 +174,15 @@ class RewardModel:
         Args:
             prompts: prompt texts.
             completions: response texts.
-            columns: not looked at.
+            columns: only `prompt`, the chat messages of each prompt, where the data has chats.
             completion_ids: the responses' tokens, of the policy's vocabulary.
             has_eos: False where the length limit cut the response.
 
         Raises:
             ValueError: a prompt and response that exceed the model's positions.
         """
-        del columns
+        if "prompt" in columns and self._tokenizer.has_chat_template:
+            prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
         rows = self._rows(prompts, completions, completion_ids, has_eos)
         scores = self._score_rows(rows)
         rewards: list[float | None] = []

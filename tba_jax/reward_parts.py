@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rewards and verdicts come from, as a config asks for it: processes, or models on devices.
+"""The sources of rewards of a run as its config asks for them: what trains, and what judges.
 
-Beside `parts`, for whoever makes a run or evaluates one. Models lie where searchers decode: a
-reward model is divided over the devices of each, a victim and its classifier have a copy on the
-first one of each. It does not know what rewards are used for. The invariant it owns: what a config
-names is there and usable when these functions return.
+Text rewards in processes, reward models, and the victim of red-teaming with its classifier. Models
+lie where searchers decode: a reward model is divided over the devices of each, a victim and its
+classifier have a copy on the first one of each. It knows the config and every kind of source; it
+does not know who asks them or what for. Invariant: a config whose rewards or judge cannot be used
+is refused here, before anything is decoded.
 """
 
 import math
@@ -18,7 +19,7 @@ from tba_jax import device_turns
 from tba_jax.config import Config
 from tba_jax.device_turns import DeviceTurns
 from tba_jax.parts import START_MODEL
-from tba_jax.response_classifiers import make_classifier
+from tba_jax.response_classifiers import ClassifierSettings, make_classifier
 from tba_jax.reward_models import RewardModel
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import RewardSource
@@ -146,18 +147,15 @@ def make_victim_reward(config: Config, devices: Sequence[Any]) -> VictimReward:
         num_slots=v.num_slots,
     )
     victim = Victim(v.path or str(START_MODEL), settings, devices=devices, dtype=v.dtype)
-    classifiers = {
-        device: make_classifier(
-            c.kind,
-            c.path,
-            c.target,
-            device=device,
-            dtype=c.dtype,
-            max_tokens=c.max_tokens,
-            batch_rows=c.batch_rows,
-        )
-        for device in dict.fromkeys(devices)
-    }
+    judge = ClassifierSettings(
+        kind=c.kind,
+        path=c.path,
+        target=c.target,
+        dtype=c.dtype,
+        max_tokens=c.max_tokens,
+        batch_rows=c.batch_rows,
+    )
+    classifiers = {device: make_classifier(judge, device) for device in dict.fromkeys(devices)}
     return VictimReward(
         victim, classifiers, replicas=devices, num_samples=v.num_samples, seed=config.seed
     )

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from tba_jax.command_line import local_folder
 from tba_jax.logprobs import token_logprobs
 from tba_jax.models import hf_weights
 from tba_jax.models.transformer import TransformerConfig
@@ -158,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", required=True, help="Hugging Face folder or hub id")
     parser.add_argument("--data", type=Path, required=True, help="JSON lines")
-    parser.add_argument("--out", type=Path, required=True, help="folder to write, new or empty")
+    parser.add_argument("--out", required=True, help="folder to write, new or empty")
     parser.add_argument("--num_steps", type=int, default=100, help="optimiser steps")
     parser.add_argument("--batch_size", type=int, default=64, help="rows per step")
     parser.add_argument("--learning_rate", type=float, default=3e-5, help="peak, cosine to 0")
@@ -169,8 +170,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.num_steps < 1 or args.batch_size < 1 or args.learning_rate <= 0:
             raise ValueError("--num_steps, --batch_size and --learning_rate want positive numbers")
-        if args.out.exists() and any(args.out.iterdir()):
-            raise ValueError(f"{args.out} is not empty; give a new --out folder")
+        out = local_folder(args.out, "--out")
+        if out.exists() and any(out.iterdir()):
+            raise ValueError(f"{out} is not empty; give a new --out folder")
         source = hf_weights.resolve(args.model)
         tokenizer = Tokenizer.load(source)
         rows = load_rows(args.data, tokenizer)
@@ -193,11 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             pad_id=tokenizer.pad_id,
             seed=args.seed,
         )
-        hf_weights.save(args.out, config, params, hf_config, tokenizer_files_from=source)
+        hf_weights.save(out, config, params, hf_config, tokenizer_files_from=source)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"{args.out}: written")
+    print(f"{out}: written")
     return 0
 
 

@@ -21,6 +21,8 @@ import numpy as np
 
 from tba_jax import frontier
 from tba_jax.buffer import found_attacks, load
+from tba_jax.command_line import local_folder
+from tba_jax.config import ConfigError
 from tba_jax.metrics import format_metric, is_share, metric_label, read_jsonl
 from tba_jax.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 
@@ -360,7 +362,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if value < least:
             print(f"error: --{option}={value}: want at least {least}", file=sys.stderr)
             return 2
-    out = Path(args.out or f"runs/study-{args.name}")
+    try:
+        out = local_folder(args.out or f"runs/study-{args.name}", "--out")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     end = time.monotonic() + 60 * args.budget_min
     study = STUDIES[args.name]
     results: dict[str, list[dict[str, Any]]] = {variant: [] for variant in study.variants}

@@ -154,6 +154,11 @@ class Tokenizer:
             for row in rows
         ]
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `format_chat` can be used."""
+        return bool(self._tokenizer.chat_template)
+
     def format_chat(
         self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False
     ) -> str:
@@ -172,7 +177,7 @@ class Tokenizer:
             ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
                 lacks a key, or the template refuses the messages (some know no "system" role).
         """
-        if not self._tokenizer.chat_template:
+        if not self.has_chat_template:
             raise ValueError(
                 "this tokenizer has no chat template; use plain prompts, or an instruction-tuned "
                 "checkpoint"

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds as a searcher would commit them, with made-up responses."""
+"""Rounds as a searcher would commit them, with made-up responses, and a buffer to put them in."""
+
+import json
 
 import numpy as np
 
@@ -95,3 +97,31 @@ def assert_same_trajectory(a, b):
             np.testing.assert_array_equal(left, right, err_msg=name)
         else:
             assert left == right and type(left) is type(right), name
+
+
+def stored(buffer):
+    """Sorted (prompt id, tokens) of everything stored, read from the snapshot."""
+    arrays, _ = buffer.snapshot()
+    ends = np.cumsum(arrays["tokens_sizes"])
+    return sorted(
+        (int(prompt_id), tuple(arrays["tokens"][end - size : end].view(np.int32).tolist()))
+        for prompt_id, end, size in zip(
+            arrays["row_prompt_id"], ends, arrays["tokens_sizes"], strict=True
+        )
+    )
+
+
+def drawn(draws):
+    """What identifies a batch."""
+    return [(d.prompt.prompt_id, d.is_fresh, d.trajectory_ids, d.num_repeats) for d in draws]
+
+
+def prompts_of(draws):
+    """Prompt ids of a batch."""
+    return [d.prompt.prompt_id for d in draws]
+
+
+def json_snapshot(buffer):
+    """A snapshot, its description as a file gives it back."""
+    arrays, meta = buffer.snapshot()
+    return arrays, json.loads(json.dumps(meta))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax import buffer, evaluate, export, report
+from tba_jax import buffer, evaluate, export, report, sft, study
 from tba_jax import config as config_lib
 from tba_jax.command_line import override
 from tba_jax.config import ConfigError, default_config
@@ -100,17 +100,19 @@ def test_main_refuses_an_address_as_its_work_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "name"),
+    ("command", "arguments", "name", "code"),
     [
-        (evaluate, [f"--workdir={ADDRESS}"], "--workdir"),
-        (export, [f"--workdir={ADDRESS}", "--out=model"], "--workdir"),
-        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out"),
-        (buffer, [ADDRESS], "WORKDIR"),
-        (report, [ADDRESS], "WORKDIR"),
+        (evaluate, [f"--workdir={ADDRESS}"], "--workdir", 1),
+        (export, [f"--workdir={ADDRESS}", "--out=model"], "--workdir", 1),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
+        (sft, ["--model=m", "--data=rows.jsonl", f"--out={ADDRESS}"], "--out", 1),
+        (study, ["drivers", "--budget_min=0", f"--out={ADDRESS}"], "--out", 2),
+        (buffer, [ADDRESS], "WORKDIR", 1),
+        (report, [ADDRESS], "WORKDIR", 1),
     ],
 )
-def test_commands_refuse_an_address(command, arguments, name, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_an_address(command, arguments, name, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert command.main(arguments) == 1
+    assert command.main(arguments) == code
     assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []

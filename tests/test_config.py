@@ -160,6 +160,10 @@ def test_no_field_is_dead():
         ({"task.data_path": __file__}, "neither a folder, nor a .jsonl or .parquet file"),
         ({"task.name": "gsm9k"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
         ({"task.name": "reasoning_gym:"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
+        (
+            {"task.chat": True},
+            "task.chat = True: task arithmetic has no chat form.* choose one of custom, gsm8k,",
+        ),
         ({"task.name": "custom"}, "task.data_path = '': task custom has no data of its own"),
         (
             {"task.name": "custom", "task.data_path": "hf://openai/gsm8k:main"},

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from tba_jax.data import PromptStream
+from tba_jax.data import PromptStream, eval_prompts
 from tba_jax.tasks import get_task
 
 
@@ -59,6 +59,20 @@ def test_a_split_that_cannot_be_made(tmp_path, num_held_out, message):
 CHAT = [{"role": "user", "content": "1+1?"}]
 
 
+def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
+    rows = [{"prompt": f"p{i}", "i": i} for i in range(30)]
+    path = write(tmp_path / "a.jsonl", rows)
+    texts = problems(get_task("custom", path, 10))
+    asked = problems(get_task("custom", path, 10, chat=True))
+    # The same rows are held out, and a prompt differs in its form alone.
+    for plain, chats in zip(texts, asked, strict=True):
+        for (text, columns), (messages, more) in zip(plain, chats, strict=True):
+            assert messages == [{"role": "user", "content": text}]
+            assert more == {**columns, "prompt": messages}
+    path = write(tmp_path / "b.jsonl", [{"prompt": [*CHAT, *CHAT]}, {"prompt": CHAT}])
+    assert problems(get_task("custom", path, 1, chat=True)) == problems(get_task("custom", path, 1))
+
+
 class ChatTokenizer:
     """One id per character; the template writes role and content in brackets."""
 
@@ -66,6 +80,8 @@ class ChatTokenizer:
         return np.array([1] * add_bos + [ord(c) for c in text], np.int32)
 
     def format_chat(self, messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("this template knows no system role")
         return "".join(f"[{m['role']}|{m['content']}]" for m in messages)
 
 
@@ -90,6 +106,14 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
     assert prompt.columns["target"] == {"1+1?": "2", "1+2?": "3"}[message["content"]]
 
 
+def test_a_chat_that_the_template_refuses_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": CHAT}])
+    write(tmp_path / "test.jsonl", [{"prompt": [{"role": "system", "content": "Be brief."}]}])
+    task = get_task("custom", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^eval problem 0 of task custom is a chat, .*no system"):
+        eval_prompts(task, ChatTokenizer(), 1, 40, "refuse")
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -100,7 +124,7 @@ def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
         ({"prompt": 7, "gold": "1"}, "line 2: want text or a list of chat messages .* got 7"),
         (
             {"prompt": CHAT, "gold": "1"},
-            "line 2: the prompt is chat messages, in .*line 1 it",
+            "line 2: prompts are chat messages here, in .*line 1 they are texts",
         ),
         ({"prompt": [], "gold": "1"}, "line 2: chat messages .* want 'role' and 'content'"),
         ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat messages .* got {'role': 'us"),

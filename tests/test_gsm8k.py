@@ -67,6 +67,25 @@ def test_math_rows(tmp_path):
     assert task.response_kind("so 2") == "unboxed"
 
 
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_questions_as_a_users_messages(tmp_path):
+    write(tmp_path, "train", '{"question": "{1}+1?", "answer": "so 2\\n#### 2"}')
+    prompt, columns = get_task("gsm8k", str(tmp_path), chat=True).train_problem(0)
+    assert prompt == user(
+        "{1}+1?\n\nReason step by step, and write the final answer on a line of its own, as "
+        "#### NUMBER."
+    )
+    # As in the custom task: reward functions find the messages in the column `prompt`.
+    assert columns == {"answer": "so 2\n#### 2", "prompt": prompt}
+    write(tmp_path, "test", r'{"problem": "1+1?", "solution": "$\\boxed{2}$"}')
+    prompt, columns = get_task("math", str(tmp_path), chat=True).eval_problem(0)
+    assert prompt == user("1+1?\n\nReason step by step, and put the final answer within \\boxed{}.")
+    assert columns["prompt"] == prompt
+
+
 def test_problems_of_math_500_are_never_trained_on(monkeypatch):
     rows = {
         "nlile/hendrycks-MATH-benchmark": ["a", "b", "c"],

@@ -50,6 +50,11 @@ def test_equal_answers_may_be_written_differently():
     assert rewards_of(wrong, r"so it is $\boxed{\frac{1}{2}}$.") == [0.0] * len(wrong)
 
 
+def test_chat_messages_are_graded_as_their_text():
+    replies = [[{"role": "assistant", "content": text}] for text in (r"\boxed{2}", "2")]
+    assert rewards_of(replies, "2") == [1.0, 0.0]
+
+
 def test_gold_answer_without_a_box():
     assert rewards_of([r"\boxed{x+1}", r"\boxed{1+x}", r"\boxed{x}"], "x+1") == [1.0, 1.0, 0.0]
 

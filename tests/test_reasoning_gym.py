@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The procedural tasks of reasoning-gym and their reward (extra `reasoning_gym`)."""
+"""The procedural tasks of reasoning-gym and their reward (extra `reasoning-gym`)."""
 
 import sys
 
@@ -11,7 +11,7 @@ from tba_jax.tasks import get_task
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning_gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning-gym\]'"):
         get_task("reasoning_gym:chain_sum", "")
 
 
@@ -54,6 +54,19 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     assert result.reasons == ["reward_error"]
     assert "makes another question of seed" in result.first_traceback
     pool.close()
+
+
+def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
+    task = get_task("reasoning_gym:chain_sum", "", chat=True)
+    messages, columns = task.eval_problem(3)
+    text, plain = chain_sum.eval_problem(3)
+    assert messages == [{"role": "user", "content": text.rstrip()}]
+    assert columns == {**plain, "prompt": messages}
+    pool = RewardPool(task.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
+    texts = [f"<answer>{columns['answer']}</answer>", "<answer></answer>"]
+    result = pool.score(["a text"] * 2, texts, {k: [v] * 2 for k, v in columns.items()})
+    pool.close()
+    assert result.rewards[0] == 1.0 and result.rewards[1] < 1.0, result.first_traceback
 
 
 @pytest.mark.parametrize(

@@ -8,21 +8,25 @@ import pytest
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, hf_weights, transformer
-from tba_jax.response_classifiers import EncoderClassifier, GuardClassifier, PatternClassifier
+from tba_jax.response_classifiers import (
+    ClassifierSettings,
+    PatternClassifier,
+    make_classifier,
+)
 from tba_jax.tokenizer import Tokenizer
 
 DEVICE = jax.local_devices()[0]
 TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 
-def encoder_classifier(path, target="hate", **changes):
-    arguments = {"device": DEVICE, "dtype": "float32", "max_tokens": 20, "batch_rows": 2}
-    return EncoderClassifier(path, target, **(arguments | changes))
+def encoder_classifier(path, target="hate"):
+    settings = ClassifierSettings("encoder", path, target, "float32", max_tokens=20, batch_rows=2)
+    return make_classifier(settings, DEVICE)
 
 
-def guard(path, target="unsafe", **changes):
-    arguments = {"device": DEVICE, "dtype": "float32", "max_tokens": 100, "batch_rows": 2}
-    return GuardClassifier(path, target, **(arguments | changes))
+def guard(path, target="unsafe"):
+    settings = ClassifierSettings("guard", path, target, "float32", max_tokens=100, batch_rows=2)
+    return make_classifier(settings, DEVICE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():

@@ -159,7 +159,7 @@ def test_a_file_hides_no_module_of_that_name(path):
             None,
             "loaded: it needs 'no_such_package', which is not installed",
         ),
-        ("{path}:nothing", None, "AttributeError: .* has no attribute 'nothing'"),
+        ("{path}:nothing", None, r"AttributeError: there is no 'nothing' in /.*\.py\. Want"),
         ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
         ("{path}:np", None, "is a module, not a function"),
     ],

@@ -94,6 +94,24 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     np.testing.assert_allclose(got.rewards, expected, atol=1e-6)
 
 
+def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_path):
+    row = np.load(GOLDEN / f"{NAME}.npz")["tokens"][0]
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
+    response = row[5:].astype(np.int32)
+    columns = {"prompt": [[{"role": "user", "content": words(row[:5])}]]}
+    chat = ([words(row[:3])], [words(response)], columns)
+    arguments = {"completion_ids": [response], "has_eos": [True]}
+    plain = load(folder)
+    got = load(tmp_path / "chat").score(*chat, **arguments).rewards
+    own = np.concatenate([[7], row[:5], [9], response])
+    np.testing.assert_allclose(got, score(plain, [own], 7).rewards, atol=1e-6)
+    # Without a template of its own it reads what the policy does.
+    got = plain.score(*chat, **arguments).rewards
+    others = np.concatenate([row[:3], response])
+    np.testing.assert_allclose(got, score(plain, [others], 3).rewards, atol=1e-6)
+
+
 def test_a_copy_on_another_device_scores_there_and_alike(folder):
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     model = load(folder)

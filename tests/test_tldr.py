@@ -26,6 +26,15 @@ def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     assert task.train_problem(0) == (row["prompt"], {"answer": " short"})
     assert task.eval_problem(0)[1] == {"answer": " other"}
     assert task.response_kind(" one\ntwo") == "several_paragraphs"
+    messages, columns = get_task("tldr", str(tmp_path), chat=True).train_problem(0)
+    assert messages == [
+        {
+            "role": "user",
+            "content": "Write the TL;DR of this Reddit post, as its author would: one short "
+            "paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long",
+        }
+    ]
+    assert columns == {"answer": " short", "prompt": messages}
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(ValueError, match="train.jsonl, line 1: want text under 'completion'"):
         get_task("tldr", str(tmp_path)).train_size()

@@ -11,7 +11,7 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 from tba_jax.attack_metrics import SentenceEmbedder
 from tba_jax.models import hf_weights
 from tba_jax.parts import START_MODEL
-from tba_jax.response_classifiers import PatternClassifier, make_classifier
+from tba_jax.response_classifiers import ClassifierSettings, PatternClassifier, make_classifier
 from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 
 SETTINGS = VictimSettings("{attack}", 4, 0.7, 0.92, 18, 13, 32)
@@ -104,9 +104,11 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
     monkeypatch.setattr(hf_weights, "read", watched)
     there = DEVICES[1]
     Victim(str(START_MODEL), SETTINGS, devices=[there], dtype="float32")
-    options = {"device": there, "dtype": "float32", "max_tokens": 20, "batch_rows": 2}
-    make_classifier("encoder", write_roberta(tmp_path / "encoder"), "hate", **options)
-    make_classifier("guard", write_llama(tmp_path / "guard"), "unsafe", **options)
+    for kind, path, target in (
+        ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
+        ("guard", write_llama(tmp_path / "guard"), "unsafe"),
+    ):
+        make_classifier(ClassifierSettings(kind, path, target, "float32", 20, 2), there)
     SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
     assert found == [{there}] * 4
 

@@ -21,11 +21,9 @@ holds no device.
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -35,9 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.bench import decode_peers, processes
+from tba_jax.bench import decode_peers, processes, reporting
 
-_PROG = "python -m tba_jax.bench.decode"
 _VARIANTS = {"hf": ("dynamic", "static"), "tunix": ("sampler",)}
 _SHAPES = ("39m", "1.5b", "tiny")
 _QUEUE_STEP = 64
@@ -74,16 +71,11 @@ WORKLOADS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog=_PROG)
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.decode")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="Hugging Face model folder; default: random weights")
     which.add_argument("--shape", default="39m", choices=_SHAPES, help="of random weights")
-    parser.add_argument("--peers", default="", help="comma-separated: hf, tunix")
-    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
     parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
-    parser.add_argument("--repeats", type=int, default=3, help="processes per side")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     for name in ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens"):
         parser.add_argument(f"--{name}", type=int, help="default: that of the workload")
     parser.add_argument("--num_slots", type=int, default=0, help="of our engine; 0: all responses")
@@ -91,22 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
-    args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench_decode_") as folder:
-            result = measure(args, Path(folder))
-    except ValueError as error:
-        print(f"decode: {error}", file=sys.stderr)
-        return 1
-    result["command"] = shlex.join([*_PROG.split(), *argv])
-    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    for line in _table(result):
-        print(line)
-    if args.json:
-        print(json.dumps(result))
-    return 0
+    reporting.add_comparison_flags(parser, peers="hf, tunix")
+    with tempfile.TemporaryDirectory(prefix="bench_decode_") as folder:
+        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import json
 import math
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.background import StopFlag, Worker
 from tba_jax.models import hf_names, hf_weights, safetensors_file
 from tba_jax.models.families import transformer_config
 from tba_jax.models.transformer import Params, TransformerConfig, param_axes
@@ -143,27 +143,19 @@ class Peak:
         """
         self.value, self.num_samples = 0, 0
         self._function = function
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="peak", daemon=True)
+        self._worker = Worker("peak", self._sample, StopFlag(), idle_s=_PERIOD_S)
 
     def __enter__(self) -> "Peak":
-        self._thread.start()
+        self._worker.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._worker.close()
 
-    def _run(self) -> None:
-        try:
-            while not self._stop.wait(_PERIOD_S):
-                self.value = max(self.value, self._function())
-                self.num_samples += 1
-        except BaseException as error:
-            self._error = error
+    def _sample(self) -> bool:
+        self.value = max(self.value, self._function())
+        self.num_samples += 1
+        return False  # then it sleeps
 
 
 def anonymous_bytes() -> int:

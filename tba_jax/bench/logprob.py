@@ -15,11 +15,8 @@ The naive form has three matrix products and the fused one four, since it makes 
 """
 
 import argparse
-import datetime
-import json
 import os
 import platform
-import shlex
 import statistics
 import sys
 import time
@@ -32,10 +29,9 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Float32, Int
 
-from tba_jax.bench import roofline
+from tba_jax.bench import reporting, roofline
 from tba_jax.fused_logprobs import VOCAB_BLOCK, fused_logprobs
 
-_PROG = "python -m tba_jax.bench.logprob"
 _MIB = 2**20
 _TEMPERATURE = 0.7
 _PRODUCTS = {"naive": 3, "fused": 4}
@@ -50,8 +46,7 @@ _NO_TPU = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog=_PROG)
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.logprob")
     parser.add_argument("--d", type=int, default=2048, help="width of hidden states")
     parser.add_argument("--vocab_size", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=2048)
@@ -60,20 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk_tokens", type=int, default=8192, help="of the fused form")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--topology", default="", help="also compile for this TPU, as v5e:2x2")
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
-    args = parser.parse_args(argv)
-    try:
-        result = measure(args)
-    except ValueError as error:
-        print(f"logprob: {error}", file=sys.stderr)
-        return 1
-    result["command"] = shlex.join([*_PROG.split(), *argv])
-    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    for key, value in result.items():
-        print(f"{key:>18}  {value}")
-    if args.json:
-        print(json.dumps(result))
-    return 0
+    return reporting.run_command(
+        parser, argv, measure, lambda result: (f"{k:>18}  {v}" for k, v in result.items())
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,11 +14,8 @@ processor time, tells where it was not.
 """
 
 import argparse
-import datetime
-import json
 import math
 import os
-import shlex
 import statistics
 import sys
 import tempfile
@@ -26,9 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.bench import processes, train_step_torch
+from tba_jax.bench import processes, reporting, train_step_torch
 
-_PROG = "python -m tba_jax.bench.train_step"
 _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"num_prompts": 2, "group_size": 4, "prompt_tokens": 64, "response_tokens": 128}
 _PACKAGES = {"torch": train_step_torch.PACKAGES}
@@ -39,34 +35,16 @@ _MIB = 2**20
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog=_PROG)
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.train_step")
     parser.add_argument("--model_shape", default="39m", choices=_SHAPES, help="Qwen2 shapes")
-    parser.add_argument("--peers", default="", help="comma-separated: torch")
-    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peers")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     for name, value in _SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument("--micro_batch_rows", type=int, default=0, help="of our step; 0: all rows")
-    parser.add_argument("--repeats", type=int, default=3, help="processes per side")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per process")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
-    args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench_train_step_") as folder:
-            result = measure(args, Path(folder))
-    except ValueError as error:
-        print(f"train_step: {error}", file=sys.stderr)
-        return 1
-    result["command"] = shlex.join([*_PROG.split(), *argv])
-    result["date"] = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    for line in _table(result):
-        print(line)
-    if args.json:
-        print(json.dumps(result))
-    return 0
+    reporting.add_comparison_flags(parser, peers="torch")
+    with tempfile.TemporaryDirectory(prefix="bench_train_step_") as folder:
+        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -117,9 +117,11 @@ def _import_file(path: str) -> ModuleType:
 def _load(function: str) -> _Function:
     module_name, _, name = function.rpartition(":")
     module = _import_file(module_name) if _is_file(module_name) else None
-    target = functools.reduce(
-        getattr, name.split("."), module or importlib.import_module(module_name)
-    )
+    target: Any = module or importlib.import_module(module_name)
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise AttributeError(f"there is no {name!r} in {module_name}")
+        target = getattr(target, part)
     if isinstance(target, type):
         target = target()  # a class whose instances are the function
     if not callable(target):

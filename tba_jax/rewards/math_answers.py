@@ -10,6 +10,7 @@ wrong, whatever else it says.
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -20,6 +21,7 @@ except ImportError:
     ) from None
 
 from tba_jax.rewards.boxed import last_boxed
+from tba_jax.rewards.messages import Content, text_of
 
 # It warns, in every process, that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -43,13 +45,13 @@ def _have_same_base(gold: str, given: str) -> bool:
 
 
 def math_reward(
-    prompts: list[str], completions: list[str], answer: list[str], **columns: Any
+    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
     r"""1.0 where the boxed answer of the response equals the gold one mathematically, else 0.0.
 
     Args:
         prompts: not looked at.
-        completions: the responses.
+        completions: the responses, texts or chat messages.
         answer: gold solutions with the answer in \boxed{...}, or the bare answers.
         columns: not looked at.
 
@@ -63,7 +65,7 @@ def math_reward(
         right = _parse(gold_text)
         if not right:
             raise ValueError(f"gold answer {gold!r:.200} is nothing that math-verify can read")
-        given = last_boxed(completion)
+        given = last_boxed(text_of(completion))
         is_right = (
             given is not None
             and _have_same_base(gold_text, given)

@@ -9,8 +9,11 @@ whether it is the response or the gold answer.
 """
 
 import re
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
+
+from tba_jax.rewards.messages import Content, text_of
 
 # ASCII digits only: `\d` also matches the digits of other scripts.
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
@@ -35,7 +38,7 @@ def gsm8k_gold(text: str) -> str | None:
 
 
 def arithmetic_reward(
-    prompts: list[str], completions: list[str], answer: list[str], **columns: Any
+    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
     """1.0 where the last integer of the response is the answer, else 0.0.
 
@@ -43,20 +46,20 @@ def arithmetic_reward(
 
     Args:
         prompts: not looked at.
-        completions: the responses.
+        completions: the responses, texts or chat messages.
         answer: the right integer of each problem, as text.
         columns: not looked at.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        integers = _INTEGER.findall(completion)
+        integers = _INTEGER.findall(text_of(completion))
         # Decimal, not int: Python refuses to turn more than 4,300 digits into an int.
         rewards.append(float(bool(integers) and Decimal(integers[-1]) == Decimal(right)))
     return rewards
 
 
 def gsm8k_reward(
-    prompts: list[str], completions: list[str], answer: list[str], **columns: Any
+    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
     """1.0 where the last number of the response equals the last number of the gold solution.
 
@@ -64,7 +67,7 @@ def gsm8k_reward(
 
     Args:
         prompts: not looked at.
-        completions: the responses.
+        completions: the responses, texts or chat messages.
         answer: the gold solutions, whole.
         columns: not looked at.
 
@@ -78,5 +81,5 @@ def gsm8k_reward(
             raise ValueError(
                 f"gold solution {gold!r} holds no number; want GSM8K's format, ending in '#### 42'"
             )
-        rewards.append(float(last_number(completion) == right))
+        rewards.append(float(last_number(text_of(completion)) == right))
     return rewards

@@ -10,7 +10,10 @@ that was asked; if the package makes another one of the same seed, that is an er
 import functools
 import importlib
 import re
+from collections.abc import Sequence
 from typing import Any
+
+from tba_jax.rewards.messages import Content, text_of
 
 try:
     # Not an import statement: type checkers would find this very module.
@@ -18,7 +21,7 @@ try:
 except ImportError:
     raise ImportError(
         "tasks reasoning_gym:DATASET need the package reasoning-gym: "
-        "pip install 'tba_jax[reasoning_gym]'"
+        "pip install 'tba_jax[reasoning-gym]'"
     ) from None
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -36,8 +39,8 @@ def last_answer(text: str) -> str | None:
 
 
 def answer_reward(
-    prompts: list[str],
-    completions: list[str],
+    prompts: Sequence[Content],
+    completions: Sequence[Content],
     dataset: list[str],
     seed: list[int],
     size: list[int],
@@ -47,8 +50,8 @@ def answer_reward(
     """The data set's score of each answer, in [0, 1]; some give a part for an almost right one.
 
     Args:
-        prompts: what was asked.
-        completions: the responses.
+        prompts: what was asked, texts or chat messages.
+        completions: the responses, likewise.
         dataset: name in reasoning-gym.
         seed, size: the data set was made with.
         index: of the problem in it.
@@ -64,10 +67,11 @@ def answer_reward(
         name, data_seed, data_size, i = of
         data = _dataset(name, data_seed, data_size)
         entry = data[i]
-        if entry["question"] not in prompt:
+        if entry["question"] not in text_of(prompt):
             raise ValueError(
                 f"reasoning_gym:{name} makes another question of seed {data_seed}, index {i} than "
                 f"the one asked: {entry['question']!r:.200}"
             )
-        rewards.append(float(data.score_answer(answer=last_answer(completion), entry=entry)))
+        answer = last_answer(text_of(completion))
+        rewards.append(float(data.score_answer(answer=answer, entry=entry)))
     return rewards

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tba_jax.tasks.arithmetic import Arithmetic
-from tba_jax.tasks.custom import Custom, PromptContent
+from tba_jax.tasks.chats import PromptContent
+from tba_jax.tasks.custom import Custom
 from tba_jax.tasks.gsm8k import GSM8K
 from tba_jax.tasks.hendrycks_math import HendrycksMath
 from tba_jax.tasks.reasoning_gym import ReasoningGym
@@ -30,7 +31,7 @@ class Task(Protocol):
     Attributes:
         name: its name in the registry.
         reward: "package.module:function", the reward used unless the config names another; empty
-            where the config must, or where rewards come from models (`reward_parts`).
+            where the config must, or where rewards come from models (`reward_parts.make_rewards`).
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -68,11 +69,12 @@ class Task(Protocol):
         ...
 
 
-def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int], Task]:
+def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int, bool], Task]:
     """A task that makes its own problems."""
 
-    def make(data_path: str, num_held_out: int) -> Task:
+    def make(data_path: str, num_held_out: int, chat: bool) -> Task:
         del num_held_out  # it has a split of its own
+        assert not chat  # config.validate refuses it
         if data_path:
             raise ValueError(
                 f"task.data_path = {data_path!r}, but task {name} makes its own problems; "
@@ -83,33 +85,34 @@ def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int], Task]
     return make
 
 
-_TASKS: dict[str, Callable[[str, int], Task]] = {
+_TASKS: dict[str, Callable[[str, int, bool], Task]] = {
     "arithmetic": _embedded("arithmetic", Arithmetic),
     "custom": Custom,
-    "gsm8k": lambda data_path, _: GSM8K(data_path),
-    "math": lambda data_path, _: HendrycksMath(data_path),
-    "tldr": lambda data_path, _: TLDR(data_path),
+    "gsm8k": lambda data_path, _, chat: GSM8K(data_path, chat),
+    "math": lambda data_path, _, chat: HendrycksMath(data_path, chat),
+    "tldr": lambda data_path, _, chat: TLDR(data_path, chat),
     "tldr_toy": _embedded("tldr_toy", TLDRToy),
     "redteam": _embedded("redteam", RedTeam),
 }
 
 
-def get_task(name: str, data_path: str, num_held_out: int = 0) -> Task:
+def get_task(name: str, data_path: str, num_held_out: int = 0, chat: bool = False) -> Task:
     """The task of this name.
 
     Args:
         name: one of the registry's, or reasoning_gym:DATASET.
         data_path: where its rows are (see `rows`); empty: the task's own source.
         num_held_out: rows to hold out where the data has no test split; 0: such data is refused.
+        chat: prompts that are texts become a user's messages, for models with a chat template.
 
     Raises:
         ValueError: unknown name, or data that cannot be used.
     """
     if name.startswith(REASONING_GYM_PREFIX):
-        return ReasoningGym(name.removeprefix(REASONING_GYM_PREFIX), data_path)
+        return ReasoningGym(name.removeprefix(REASONING_GYM_PREFIX), data_path, chat)
     if name not in _TASKS:
         raise ValueError(
             f"task.name = {name!r}; want one of {', '.join(_TASKS)}, or "
             f"{REASONING_GYM_PREFIX}DATASET"
         )
-    return _TASKS[name](data_path, num_held_out)
+    return _TASKS[name](data_path, num_held_out, chat)

@@ -13,11 +13,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from tba_jax.tasks.chats import Problem, asked_by_user, chat
 from tba_jax.tasks.rows import has_split, read_rows
-
-Messages = list[dict[str, str]]
-PromptContent = str | Messages
-Problem = tuple[PromptContent, dict[str, Any]]
 
 # TRL does not pass these columns to reward functions either: they are its own arguments.
 DROPPED_COLUMNS = ("completion", "completion_ids")
@@ -34,6 +31,7 @@ class Custom:
     Args:
         data_path: a source as `rows` describes it.
         num_held_out: rows to split off where there is no test split.
+        chat: a prompt that is a text is a user's message.
 
     Raises:
         ValueError: no source; when rows are read, one that cannot be used, with file and line.
@@ -44,7 +42,7 @@ class Custom:
     metric = "reward_mean"
     response_kinds: tuple[str, ...] = ()
 
-    def __init__(self, data_path: str, num_held_out: int) -> None:
+    def __init__(self, data_path: str, num_held_out: int, chat: bool) -> None:
         if not data_path:
             raise ValueError(
                 "task custom needs task.data_path: a folder with train.jsonl, a .jsonl or .parquet "
@@ -52,6 +50,7 @@ class Custom:
             )
         self._data_path = data_path
         self._num_held_out = num_held_out
+        self._chat = chat
 
     @functools.cached_property
     def _splits(self) -> tuple[list[Problem], list[Problem]]:
@@ -79,11 +78,15 @@ class Custom:
 
     def train_problem(self, index: int) -> Problem:
         """Prompt and columns of a training problem; chat messages are the column `prompt` too."""
-        return self._splits[0][index]
+        return self._asked(self._splits[0][index])
 
     def eval_problem(self, index: int) -> Problem:
         """Prompt and columns of a held-out problem."""
-        return self._splits[1][index]
+        return self._asked(self._splits[1][index])
+
+    def _asked(self, problem: Problem) -> Problem:
+        prompt, columns = problem
+        return asked_by_user(prompt, columns) if self._chat and isinstance(prompt, str) else problem
 
     def response_kind(self, text: str) -> None:
         """Responses are of no kind."""
@@ -128,7 +131,7 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             )
     if isinstance(prompt, list):
         _check_messages(prompt, where)
-        return prompt, {**columns, "prompt": prompt}
+        return chat(prompt, columns)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(
             f"{where}: want text or a list of chat messages under 'prompt'; got {prompt!r:.80}"
@@ -165,7 +168,8 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
     first_columns, first_kind = _form(first)
     if kind != first_kind:
         raise ValueError(
-            f"{where}: the prompt is {kind}, in {first_where} it is {first_kind}; use one of them"
+            f"{where}: prompts are {kind} here, in {first_where} they are {first_kind}; use one "
+            "form"
         )
     for names, others, here, there in (
         (first_columns, columns, where, first_where),

@@ -12,6 +12,11 @@ from tba_jax.tasks.rows import Row, RowTask
 
 # The template that the paper's start model, rho-1b-sft-GSM8K, was fine-tuned with.
 PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+# What a chat model is asked: to mark its answer as the data set's solutions do.
+MESSAGE = (
+    "{question}\n\nReason step by step, and write the final answer on a line of its own, as "
+    "#### NUMBER."
+)
 
 
 class GSM8K(RowTask):
@@ -19,6 +24,7 @@ class GSM8K(RowTask):
 
     Args:
         data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
+        chat: prompts are a user's messages.
     """
 
     name = "gsm8k"
@@ -34,6 +40,11 @@ class GSM8K(RowTask):
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
         """Prompt text; column `answer` is the whole gold solution."""
         return PROMPT.format(question=row["question"]), {"answer": row["answer"]}
+
+    @staticmethod
+    def message(row: Row) -> str:
+        """The question, and how to answer it."""
+        return MESSAGE.format(question=row["question"])
 
     def response_kind(self, text: str) -> str:
         """Whether the response marks its answer, as the data does, or ends in any number."""

@@ -11,10 +11,8 @@ from typing import Any
 from tba_jax.rewards.boxed import last_boxed
 from tba_jax.tasks.rows import Row, RowTask
 
-PROMPT = (
-    "Problem:\n{problem}\n\n"
-    "Reason step by step, and put the final answer within \\boxed{{}}.\n\nSolution:"
-)
+MESSAGE = "{problem}\n\nReason step by step, and put the final answer within \\boxed{{}}."
+PROMPT = f"Problem:\n{MESSAGE}\n\nSolution:"
 
 
 class HendrycksMath(RowTask):
@@ -23,6 +21,7 @@ class HendrycksMath(RowTask):
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `problem` and `solution`
             (with the answer in \\boxed{}); empty: the hub.
+        chat: prompts are a user's messages.
     """
 
     name = "math"
@@ -47,6 +46,11 @@ class HendrycksMath(RowTask):
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
         """Prompt text; column `answer` is the whole gold solution."""
         return PROMPT.format(problem=row["problem"]), {"answer": row["solution"]}
+
+    @staticmethod
+    def message(row: Row) -> str:
+        """The problem, and how to answer it."""
+        return MESSAGE.format(problem=row["problem"])
 
     def response_kind(self, text: str) -> str:
         """Whether the response boxes an answer."""

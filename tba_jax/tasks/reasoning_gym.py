@@ -2,13 +2,15 @@
 """The tasks `reasoning_gym:DATASET`: the procedural problems of reasoning-gym.
 
 It does not know how answers are scored (`rewards.reasoning_gym` does). The package (extra
-`reasoning_gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
+`reasoning-gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
 and index alone; data sets that are not reproducible from their seed are refused.
 """
 
 import functools
 import importlib
 from typing import Any
+
+from tba_jax.tasks.chats import Problem, asked_by_user
 
 TRAIN_SIZE = 10_000
 EVAL_SIZE = 1_000
@@ -18,9 +20,8 @@ EVAL_SEED = 2**30
 # Problems made twice at the start to see whether the data set is reproducible.
 NUM_COMPARED = 16
 
-PROMPT = (
+MESSAGE = (
     "{question}\n\nThink step by step, and write the final answer between <answer> and </answer>."
-    "\n\n"
 )
 
 
@@ -33,6 +34,7 @@ class ReasoningGym:
     Args:
         dataset: name in reasoning-gym, such as "chain_sum".
         data_path: must be empty.
+        chat: prompts are a user's messages.
 
     Raises:
         ValueError: the package is missing, it knows no such data set, or the data set cannot be
@@ -43,7 +45,7 @@ class ReasoningGym:
     metric = "reward_mean"
     response_kinds = ("answered", "unanswered")
 
-    def __init__(self, dataset: str, data_path: str) -> None:
+    def __init__(self, dataset: str, data_path: str, chat: bool) -> None:
         self.name = f"reasoning_gym:{dataset}"
         if data_path:
             raise ValueError(
@@ -56,7 +58,7 @@ class ReasoningGym:
         except ImportError as error:
             raise ValueError(
                 f"task {self.name} needs the package reasoning-gym ({error}): "
-                "pip install 'tba_jax[reasoning_gym]'"
+                "pip install 'tba_jax[reasoning-gym]'"
             ) from None
         names = sorted(package.factory.DATASETS)
         if dataset not in names:
@@ -64,6 +66,7 @@ class ReasoningGym:
                 f"reasoning-gym has no data set {dataset!r}; it has {', '.join(names)}"
             )
         self._dataset = dataset
+        self._chat = chat
         self._create = package.create_dataset
         first, again = (
             [data[i]["question"] for i in range(NUM_COMPARED)]
@@ -100,23 +103,25 @@ class ReasoningGym:
         """Number of held-out problems."""
         return EVAL_SIZE
 
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a training problem, and where its scorer finds it."""
+    def train_problem(self, index: int) -> Problem:
+        """Prompt of a training problem, and where its scorer finds it."""
         return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
 
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a held-out problem, and where its scorer finds it."""
+    def eval_problem(self, index: int) -> Problem:
+        """Prompt of a held-out problem, and where its scorer finds it."""
         return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
 
-    def _problem(self, data: Any, seed: int, size: int, index: int) -> tuple[str, dict[str, Any]]:
+    def _problem(self, data: Any, seed: int, size: int, index: int) -> Problem:
         entry = data[index]
-        return PROMPT.format(question=entry["question"]), {
+        message = MESSAGE.format(question=entry["question"])
+        columns = {
             "answer": str(entry["answer"]),
             "dataset": self._dataset,
             "seed": seed,
             "size": size,
             "index": index,
         }
+        return asked_by_user(message, columns) if self._chat else (f"{message}\n\n", columns)
 
     def response_kind(self, text: str) -> str:
         """Whether the response gives an answer where it was asked to."""

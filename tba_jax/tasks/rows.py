@@ -14,6 +14,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from tba_jax.tasks.chats import Problem, asked_by_user
+
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
 
@@ -181,11 +183,12 @@ class RowTask:
     """A task whose problems are the rows of a published train and test file.
 
     A subclass says `columns`, `hub` (a source for `train` and for `test`), `hub_eval_split` where
-    the held-out split has another name there, and `problem`. Files are read when a split is first
-    used. Invariant: a problem's index is its row in the file.
+    the held-out split has another name there, `problem` and `message`. Files are read when a split
+    is first used. Invariant: a problem's index is its row in the file.
 
     Args:
         data_path: a source with both splits; empty: the hub.
+        chat: prompts are a user's messages.
 
     Raises:
         ValueError: the source is one file.
@@ -195,17 +198,23 @@ class RowTask:
     hub: Mapping[str, str]
     hub_eval_split: Split = "test"
 
-    def __init__(self, data_path: str) -> None:
+    def __init__(self, data_path: str, chat: bool) -> None:
         if os.path.isfile(data_path):
             raise ValueError(
                 f"task.data_path = {data_path!r} is one file, but this task has two splits; give "
                 "the folder with train.jsonl and test.jsonl"
             )
         self._data_path = data_path
+        self._chat = chat
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
         """Prompt text of a row, and the columns that the reward needs."""
+        raise NotImplementedError
+
+    @staticmethod
+    def message(row: Row) -> str:
+        """What the user of a chat says in place of the prompt text."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -226,10 +235,14 @@ class RowTask:
         """Number of held-out problems."""
         return len(self._eval)
 
-    def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text and reward columns of a training problem."""
-        return self.problem(self._train[index])
+    def train_problem(self, index: int) -> Problem:
+        """Prompt and reward columns of a training problem."""
+        return self._asked(self._train[index])
 
-    def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Prompt text and reward columns of a held-out problem."""
-        return self.problem(self._eval[index])
+    def eval_problem(self, index: int) -> Problem:
+        """Prompt and reward columns of a held-out problem."""
+        return self._asked(self._eval[index])
+
+    def _asked(self, row: Row) -> Problem:
+        text, columns = self.problem(row)
+        return asked_by_user(self.message(row), columns) if self._chat else (text, columns)

@@ -8,6 +8,8 @@ from typing import Any
 
 from tba_jax.tasks.rows import Row, RowTask
 
+MESSAGE = "Write the TL;DR of this Reddit post, as its author would: one short paragraph.\n\n{post}"
+
 
 class TLDR(RowTask):
     """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it; files are read on first use.
@@ -19,6 +21,7 @@ class TLDR(RowTask):
         data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...
             TITLE: ... POST: ... TL;DR:") and `completion` (the author's own summary); empty: the
             hub, evaluated on its validation split as in the paper.
+        chat: prompts are a user's messages.
     """
 
     name = "tldr"
@@ -34,6 +37,11 @@ class TLDR(RowTask):
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
         """The prompt as it stands; column `answer` is the human reference."""
         return row["prompt"], {"answer": row["completion"]}
+
+    @staticmethod
+    def message(row: Row) -> str:
+        """The post, and what to do with it."""
+        return MESSAGE.format(post=row["prompt"].removesuffix("TL;DR:").rstrip())
 
     def response_kind(self, text: str) -> str:
         """Whether the summary keeps to one paragraph, as people's do."""

@@ -109,6 +109,34 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
     assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)
 
 
+def test_a_task_of_ours_asks_a_chat_model_in_its_template(cache, tmp_path, chat_model):
+    """The task's own reward reads the responses of a chat."""
+    for split, size in (("train", 40), ("test", 8)):
+        rows = [{"question": f"{a}+{size}", "answer": f"#### {a + size}"} for a in range(size)]
+        write_rows(tmp_path / f"{split}.jsonl", rows)
+    workdir = tmp_path / "run"
+    done = run(
+        workdir,
+        "task.name=gsm8k",
+        "task.chat=True",
+        f"task.data_path={tmp_path}",
+        "task.num_eval_prompts=8",
+        "task.max_prompt_tokens=160",
+        "num_steps=2",
+        "eval.period=0",
+        "checkpoint.period=0",
+        f"model.path={chat_model}",
+        cache=cache,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(losses(workdir)) == [1, 2]
+    report = json.loads((workdir / "report.json").read_text())
+    assert report["ledger"]["rejected"] == {} and report["eval"]["before"]["num_failed"] == 0
+    prompt = report["samples"][0]["prompt"]
+    assert prompt.startswith("<bos><user>") and prompt.endswith("#### NUMBER.<assistant>")
+
+
 def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -142,7 +170,8 @@ def needs_level(completions, level):
         slow({"reward": "missing.py:f"}, "", "needs 'no_such_package', which is not installed"),
         slow({"reward": "absent.py:f"}, "", "cannot be loaded: FileNotFoundError: no file"),
         slow({"data": "absent.jsonl"}, "", "absent.jsonl': there is no such folder or file"),
-        slow({"chat": True}, "", "this tokenizer has no chat template"),
+        slow({"chat": True}, "", "of task custom is a chat, by the data or by task.chat: this tok"),
+        slow({"task.chat": True}, "", "by task.chat: this tokenizer has no chat template; use"),
     ],
 )
 def test_bad_input_is_one_line_that_names_its_place(cache, tmp_path, changes, text, message):

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A benchmark's result says which command it is of; what cannot be measured is one line."""
+
+import argparse
+import datetime
+import json
+
+from tba_jax.bench import reporting
+
+
+def parser():
+    made = argparse.ArgumentParser(prog="python -m tba_jax.bench.sums")
+    reporting.add_comparison_flags(made, peers="abacus")
+    return made
+
+
+def table(result):
+    return [f"total {result['total']}"]
+
+
+def test_a_result_carries_its_command_and_date(capsys):
+    argv = ["--repeats=4", "--peers=a b", "--json"]
+    code = reporting.run_command(parser(), argv, lambda args: {"total": 2 * args.repeats}, table)
+    first, last = capsys.readouterr().out.splitlines()
+    result = json.loads(last)
+    assert (code, first, result["total"]) == (0, "total 8", 8)
+    assert result["command"] == "python -m tba_jax.bench.sums --repeats=4 '--peers=a b' --json"
+    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
+    assert abs(age.total_seconds()) < 60
+
+
+def test_json_is_printed_only_when_asked_for(capsys):
+    assert reporting.run_command(parser(), [], lambda _: {"total": 1}, table) == 0
+    assert capsys.readouterr().out == "total 1\n"
+
+
+def test_what_cannot_be_measured_is_one_line(capsys):
+    def measure(args):
+        raise ValueError(f"got --repeats={args.repeats}; wanted at least 1")
+
+    assert reporting.run_command(parser(), ["--repeats=0"], measure, table) == 1
+    out, err = capsys.readouterr()
+    assert not out and err == "sums: got --repeats=0; wanted at least 1\n"
