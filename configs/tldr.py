@@ -30,7 +30,7 @@ def _pythia(size: str) -> dict:
             "long_prompts": "skip",
             "num_eval_prompts": 0,
         },
-        # float32 throughout, as in the paper.
+        # float32 as in the paper, except for the judge, which is 16 times as large.
         "model": {"path": f"mnoukhov/pythia{size}-sft-tldr"},
         "batch": {"num_prompts": 8},
         "objective": {
@@ -65,6 +65,7 @@ def _pythia(size: str) -> dict:
             "num_slots": 64,
             "temperature": 0.01,
             "gold_model": "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr",
+            "gold_dtype": "bfloat16",
             "reference_metrics": True,
         },
     }

@@ -125,7 +125,8 @@ class SentenceEmbedder:
     def __init__(
         self, path: str, *, device: Any, batch_rows: int = 64, max_tokens: int = 128
     ) -> None:
-        config, params = encoder.load(path)
+        with jax.default_device(device):
+            config, params = encoder.load(path)
         self._params = jax.device_put(params, device)
         self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
         self._max_tokens = min(max_tokens, config.max_tokens)

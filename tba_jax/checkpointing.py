@@ -222,6 +222,9 @@ class Checkpoints:
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
         """Start an asynchronous save; arrays and host state are copied before it returns.
 
+        Arrays are copied to host memory, so no device holds them twice, and they may be donated.
+        On CPU they are already there: a donation leaves a buffer alone while it is being written.
+
         Raises:
             CheckpointError: when this save, or the one before it, failed.
         """

@@ -173,6 +173,7 @@ def default_config() -> Config:
 
     config.reward = ConfigDict()
     config.reward.model_path = ""  # reward model (one label): HF folder, hub id; empty: none
+    config.reward.dtype = "float32"  # of its weights and activations
     config.reward.batch_size = 64  # responses that a reward model scores at a time
     config.reward.missing_eos = math.inf  # its score for a cut response; inf: the response's own
     config.reward.offset = 0.0  # subtracted from a reward model's scores, not from missing_eos
@@ -211,6 +212,7 @@ def default_config() -> Config:
     config.eval.num_samples = 1  # responses per prompt; above 1 pass@k is reported too
     config.eval.temperature = 0.0  # of sampling, top-p 1; 0: greedy
     config.eval.gold_model = ""  # reward model that judges the win rate; empty: gold_reward
+    config.eval.gold_dtype = "float32"  # of its weights and activations
     config.eval.gold_reward = ""  # package.module:function that judges it; empty: gold_model
     config.eval.reference_metrics = False  # also perplexity under, and KL to, the start model
     config.eval.embedding_path = ""  # redteam: HF folder or hub id of a sentence embedding model
@@ -327,6 +329,8 @@ def validate(config: Config) -> None:
         ("model.param_dtype", DTYPES),
         ("model.compute_dtype", DTYPES),
         ("model.rollout_dtype", DTYPES),
+        ("reward.dtype", DTYPES),
+        ("eval.gold_dtype", DTYPES),
     ):
         _one_of(config, field, allowed)
     for field, least in (

@@ -62,10 +62,10 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     def start_params() -> Any:
         return start_weights(config, model_config, source, mesh)
 
-    rewards = make_rewards(config, task, tokenizer, [mesh.devices.flat[0]])
+    rewards = make_rewards(config, task, tokenizer, [mesh])
     gold = None
     try:
-        gold = make_gold(config, task, tokenizer, mesh.devices.flat[0])
+        gold = make_gold(config, task, tokenizer, mesh)
         metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, mesh)
         evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tba_jax import lora
@@ -27,7 +27,7 @@ from tba_jax.evaluation import Evaluator, MetricFunction
 from tba_jax.evaluation_metrics import ReferenceDistance, WinRate
 from tba_jax.models import hf_weights
 from tba_jax.models.families import transformer_config
-from tba_jax.models.shardings import param_shardings
+from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.reference import make_reference_program
@@ -221,25 +221,17 @@ def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    return _on(mesh, lowering.weight_shardings(model_config, mesh))
+    return on_mesh(mesh, lowering.weight_shardings(model_config, mesh))
 
 
 def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
     """Where a searcher wants adapters: divided as the matrices that they belong to."""
-    return _on(mesh, lora.split(param_shardings(policy, mesh))[1])
+    return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
 def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
     """Where a searcher wants the reference, in the trainer's layout: divided over its mesh."""
-    return _on(mesh, param_shardings(model_config, mesh))
-
-
-def _on(mesh: Mesh, shardings: Any) -> Any:
-    if mesh.size > 1:
-        return shardings
-    # One program serves all searchers of one device each; a mesh would bind it to its device.
-    where = SingleDeviceSharding(mesh.devices.item())
-    return jax.tree.map(lambda _: where, shardings)
+    return on_mesh(mesh, param_shardings(model_config, mesh))
 
 
 def make_publication(

@@ -98,7 +98,8 @@ class EncoderClassifier:
 
     def __init__(self, settings: ClassifierSettings, device: Any) -> None:
         path, target = settings.path, settings.target
-        config, params = encoder.load(path, param_dtype=jnp.dtype(settings.dtype))
+        with jax.default_device(device):
+            config, params = encoder.load(path, param_dtype=jnp.dtype(settings.dtype))
         if target not in config.labels:
             labels = ", ".join(config.labels) or "none: it has no classification head"
             raise ValueError(
@@ -146,7 +147,8 @@ class GuardClassifier:
 
     def __init__(self, settings: ClassifierSettings, device: Any) -> None:
         path = settings.path
-        config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(settings.dtype))
+        with jax.default_device(device):
+            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(settings.dtype))
         if config.num_labels:
             raise ValueError(
                 f"the model at {path} is a classifier with {config.num_labels} labels; "

@@ -2,7 +2,8 @@
 """Learned rewards: a sequence classifier with one label as a source of rewards.
 
 The score of a prompt and its response, read at the response's last token by a jitted program, on
-the device its weights lie on. It does not know tasks, the policy or who learned the reward.
+the devices its weights lie on; several divide them. It does not know tasks, the policy or who
+learned the reward.
 Invariant: a response gets the same score whatever else is in the call, up to float32 rounding, and
 every item comes back with a finite number or a named reason.
 """
@@ -14,12 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax.models import hf_weights
+from tba_jax.device_turns import InTurn, no_turns
+from tba_jax.models import families, hf_weights
 from tba_jax.models.classifier import classify
+from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.source import ScoreResult
+from tba_jax.sharding import hand_over
 from tba_jax.tokenizer import Tokenizer
 
 # Rows are padded to the next multiple, so that few lengths are compiled.
@@ -36,7 +41,7 @@ class RewardModel:
 
     Args:
         config: the architecture; one label.
-        params: its weights, on the device to score on.
+        params: its weights, on the devices to score on.
         tokenizer: its own.
         policy_tokenizer: that of the responses.
         batch_size: responses scored at a time.
@@ -45,8 +50,9 @@ class RewardModel:
         offset: subtracted from every score, e.g. the mean score of reference responses, so that
             `missing_eos` stands in a known place.
         compute_dtype: dtype of matmul inputs.
+        mesh: the devices that divide the weights; None: they are on one device.
         where: what error messages call the model.
-        program: shared by copies on several devices; None: made here.
+        program: from `make_score_program` for these devices; None: made here.
 
     Raises:
         ValueError: not a classifier with one label, or tokens that it has no place for.
@@ -63,6 +69,7 @@ class RewardModel:
         missing_eos: float | None = None,
         offset: float = 0.0,
         compute_dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
         where: str = "the reward model",
         program: Any = None,
     ) -> None:
@@ -83,57 +90,71 @@ class RewardModel:
         self._missing_eos = missing_eos
         self._offset = offset
         self._compute_dtype = jnp.dtype(compute_dtype)
+        self._mesh = mesh
         self._where = where
-        self._program = program or make_score_program(config, self._compute_dtype)
+        self._program = program or make_score_program(config, self._compute_dtype, mesh)
 
     @classmethod
     def load(
         cls,
         path_or_hub_id: str,
         *,
-        device: Any,
+        mesh: Mesh,
         param_dtype: Any = jnp.float32,
+        in_turn: InTurn = no_turns,
         **options: Any,
     ) -> "RewardModel":
-        """The reward model of a Hugging Face folder or hub id, its weights on one device.
+        """The reward model of a Hugging Face folder or hub id, its weights divided over a mesh.
 
         Args:
             path_or_hub_id: where it is.
-            device: JAX device to score on.
+            mesh: devices to score on, with the axis `model`.
             param_dtype: storage dtype, also of matmul inputs.
+            in_turn: makes a program of these devices wait for its turn, as in `Decoder`.
             options: further arguments of the class.
 
         Raises:
-            ValueError: no such model, or not a reward model.
+            ValueError: no such model, not a reward model, or one that the mesh does not divide.
         """
         folder = hf_weights.resolve(path_or_hub_id)
-        with jax.default_device(device):
-            config, params, _ = hf_weights.load(folder, param_dtype=param_dtype)
+        where = f"reward model {path_or_hub_id}"
+        config = families.transformer_config(hf_weights.load_config(folder))
+        shardings = _shardings(config, mesh, where)
+        _, params, _ = hf_weights.load(folder, param_dtype=param_dtype, shardings=shardings)
         return cls(
             config,
             params,
             Tokenizer.load(folder),
             compute_dtype=param_dtype,
-            where=f"reward model {path_or_hub_id}",
+            mesh=mesh,
+            where=where,
+            program=in_turn(make_score_program(config, param_dtype, mesh)),
             **options,
         )
 
-    def on(self, device: Any) -> "RewardModel":
-        """The same model on another device; itself where it is there already."""
-        leaf = jax.tree.leaves(self._params)[0]
-        if leaf.devices() == {device}:
+    def on(self, mesh: Mesh, in_turn: InTurn = no_turns) -> "RewardModel":
+        """The same model on other devices; itself where it is there already.
+
+        Args:
+            mesh, in_turn: as in `load`.
+        """
+        if mesh == self._mesh:
             return self
+        # One program serves all single devices.
+        is_shared = mesh.size == 1 and (self._mesh is None or self._mesh.size == 1)
+        program = make_score_program(self._config, self._compute_dtype, mesh)
         return RewardModel(
             self._config,
-            jax.device_put(self._params, device),
+            hand_over(self._params, _shardings(self._config, mesh, self._where)),
             self._tokenizer,
             policy_tokenizer=self._policy_tokenizer,
             batch_size=self._batch_size,
             missing_eos=self._missing_eos,
             offset=self._offset,
             compute_dtype=self._compute_dtype,
+            mesh=mesh,
             where=self._where,
-            program=self._program,
+            program=self._program if is_shared else in_turn(program),
         )
 
     def check(self) -> None:
@@ -227,20 +248,47 @@ class RewardModel:
         return scores
 
 
-def make_score_program(config: TransformerConfig, compute_dtype: Any) -> Callable[..., Array]:
+def make_score_program(
+    config: TransformerConfig, compute_dtype: Any, mesh: Mesh | None = None
+) -> Callable[..., Array]:
     """Jitted (params, tokens [b s], lengths [b]) -> float32 [b], the scores of right-padded rows.
 
     Args:
         config: the architecture; one label.
         compute_dtype: dtype of matmul inputs.
+        mesh: the devices that divide the parameters; None: they are on one device, any.
     """
     return jax.jit(
-        functools.partial(_scores, config=config, compute_dtype=jnp.dtype(compute_dtype))
+        functools.partial(
+            _scores,
+            config=config,
+            compute_dtype=jnp.dtype(compute_dtype),
+            sharding=ComputeSharding(config, mesh) if mesh is not None and mesh.size > 1 else None,
+        )
     )
 
 
 def _scores(
-    params: Params, tokens: Array, lengths: Array, *, config: TransformerConfig, compute_dtype: Any
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: TransformerConfig,
+    compute_dtype: Any,
+    sharding: ComputeSharding | None,
 ) -> Array:
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
-    return classify(params, tokens, mask, config=config, compute_dtype=compute_dtype)[:, 0]
+    scores = classify(
+        params, tokens, mask, config=config, compute_dtype=compute_dtype, sharding=sharding
+    )
+    return scores[:, 0]
+
+
+def _shardings(config: TransformerConfig, mesh: Mesh, where: str) -> Any:
+    try:
+        return on_mesh(mesh, param_shardings(config, mesh))
+    except ValueError as error:
+        raise ValueError(
+            f"{where} is divided over the search.num_devices = {mesh.size} devices of a searcher: "
+            f"{error}"
+        ) from error

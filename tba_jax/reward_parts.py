@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sources of rewards of a run as its config asks for them: what trains, and what judges.
 
-Text rewards in processes, reward models, and the victim of red-teaming with its classifier. It
-knows the config and every kind of source; it does not know who asks them or what for. Invariant:
-a config whose rewards or judge cannot be used is refused here, before anything is decoded.
+Text rewards in processes, reward models, and the victim of red-teaming with its classifier. Models
+lie where searchers decode: a reward model is divided over the devices of each, a victim and its
+classifier have a copy on the first one of each. It knows the config and every kind of source; it
+does not know who asks them or what for. Invariant: a config whose rewards or judge cannot be used
+is refused here, before anything is decoded.
 """
 
 import math
@@ -11,8 +13,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from tba_jax import device_turns
 from tba_jax.config import Config
+from tba_jax.device_turns import DeviceTurns
 from tba_jax.parts import START_MODEL
 from tba_jax.response_classifiers import ClassifierSettings, make_classifier
 from tba_jax.reward_models import RewardModel
@@ -24,7 +29,11 @@ from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 
 
 def make_rewards(
-    config: Config, task: Task, policy_tokenizer: Tokenizer, devices: Sequence[Any]
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    meshes: Sequence[Mesh],
+    turns: DeviceTurns | None = None,
 ) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -32,7 +41,9 @@ def make_rewards(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        devices: of the searchers, for models that rewards need; a reward model takes the first.
+        meshes: of the searchers, for models that rewards need; a reward model is divided over the
+            first (`rewards_on` makes those of the others), a victim has a copy on a device of each.
+        turns: of the threads that launch on them.
 
     Raises:
         ValueError: the reward function or model cannot be used, or there is none.
@@ -41,8 +52,9 @@ def make_rewards(
         missing_eos = config.reward.missing_eos
         return RewardModel.load(
             config.reward.model_path,
-            device=devices[0],
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            mesh=meshes[0],
+            param_dtype=jnp.dtype(config.reward.dtype),
+            in_turn=device_turns.on(turns, meshes[0]),
             policy_tokenizer=policy_tokenizer,
             batch_size=config.reward.batch_size,
             missing_eos=None if missing_eos == math.inf else missing_eos,
@@ -50,7 +62,7 @@ def make_rewards(
         )
     function = config.task.reward or task.reward
     if not function and task.name == "redteam":
-        return make_victim_reward(config, devices)
+        return make_victim_reward(config, [mesh.devices.flat[0] for mesh in meshes])
     if not function:
         raise ValueError(
             f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
@@ -72,15 +84,28 @@ def _reward_pool(
     )
 
 
-def on_device(rewards: RewardSource, device: Any) -> RewardSource:
-    """A reward model on this device; a reward pool as it is, which uses none."""
-    return rewards.on(device) if isinstance(rewards, RewardModel) else rewards
+def rewards_on(rewards: RewardSource, mesh: Mesh, turns: DeviceTurns | None = None) -> RewardSource:
+    """A reward model on a searcher's devices; other sources as they are."""
+    if not isinstance(rewards, RewardModel):
+        return rewards
+    return rewards.on(mesh, device_turns.on(turns, mesh))
 
 
 def make_gold(
-    config: Config, task: Task, policy_tokenizer: Tokenizer, device: Any
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    mesh: Mesh,
+    turns: DeviceTurns | None = None,
 ) -> RewardSource | None:
     """The judge of the win rate, None where the config names none; close it after use.
+
+    Args:
+        config: the config.
+        task: its task.
+        policy_tokenizer: of the responses.
+        mesh: of the searcher that evaluates; a model is divided over it.
+        turns: of the threads that launch on it.
 
     Raises:
         ValueError: it cannot be used, there is nothing to compare responses with, or the task's
@@ -96,8 +121,9 @@ def make_gold(
     if config.eval.gold_model:
         return RewardModel.load(
             config.eval.gold_model,
-            device=device,
-            param_dtype=jnp.dtype(config.model.rollout_dtype),
+            mesh=mesh,
+            param_dtype=jnp.dtype(config.eval.gold_dtype),
+            in_turn=device_turns.on(turns, mesh),
             policy_tokenizer=policy_tokenizer,
             batch_size=config.reward.batch_size,
         )

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.checkpointing import Checkpoints
@@ -151,10 +149,8 @@ class Run:
         step = self.trainer.step_index
         if step == self.last_saved_step:
             return
-        # A copy: the save reads in the background what the next donated step overwrites.
-        copy = on(self.turns, self.placement.trainer_mesh)(_copied)
-        state = jax.block_until_ready(copy(self.trainer.state))
-        self.checkpoints.save(step, state, self.host_state())
+        # The next step is donated this state; the save has its own copy by then.
+        self.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
 
     def record_evaluation(self, step: int, evaluation: Evaluation, start_s: float) -> None:
@@ -212,10 +208,6 @@ class Run:
         self.progress.close()
         self.metrics.close()
         self.schedule_log.close()
-
-
-def _copied(tree: Any) -> Any:
-    return jax.tree.map(jnp.copy, tree)
 
 
 class RunClock:

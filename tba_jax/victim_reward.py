@@ -73,7 +73,8 @@ class Victim:
     def __init__(
         self, path: str, settings: VictimSettings, *, devices: Sequence[Any], dtype: str
     ) -> None:
-        config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
+        with jax.default_device(devices[0]):
+            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
             raise ValueError(
                 f"the victim at {path} is a classifier with {config.num_labels} labels; "

@@ -55,7 +55,7 @@ from tba_jax.parts import (
 from tba_jax.reference import Reference
 from tba_jax.repartition import repartition
 from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.reward_parts import make_gold, make_rewards, on_device
+from tba_jax.reward_parts import make_gold, make_rewards, rewards_on
 from tba_jax.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.searcher import Searcher
 from tba_jax.step_plan import Planner
@@ -113,9 +113,8 @@ def build(
     tokenizer = Tokenizer.load(folder_of_model)
     # Searcher 0 runs evaluations, on the weights that it has.
     evaluation_mesh = placement.searcher_meshes[0]
-    searcher_devices = [mesh.devices.flat[0] for mesh in placement.searcher_meshes]
-    rewards = make_rewards(config, task, tokenizer, searcher_devices)
-    gold = make_gold(config, task, tokenizer, evaluation_mesh.devices.flat[0])
+    rewards = make_rewards(config, task, tokenizer, placement.searcher_meshes, turns)
+    gold = make_gold(config, task, tokenizer, evaluation_mesh, turns)
     model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
     policy = policy_config(config, model_config)
     has_adapters = policy.adapters is not None
@@ -194,7 +193,7 @@ def build(
             decoder=decoders[placement.searcher_meshes[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=on_device(rewards, placement.searcher_meshes[i].devices.flat[0]),
+            rewards=rewards_on(rewards, placement.searcher_meshes[i], turns),
             reference=references.get(placement.searcher_meshes[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,

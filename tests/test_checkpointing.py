@@ -73,6 +73,28 @@ def test_host_state_is_copied_before_save_returns(tmp_path):
     assert host["buffer"][0]["tokens"].tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_train_state_may_be_donated_once_save_has_returned(tmp_path, is_divided):
+    mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp" if is_divided else None))
+    # Large enough for the write to be under way while the steps below run.
+    want = np.arange(2**22, dtype=np.float32).reshape(8, -1)
+    state = {"w": jax.device_put(want, sharding), "step": jnp.int32(0)}
+    step = jax.jit(lambda s: {"w": -s["w"] - 1, "step": s["step"] + 1}, donate_argnums=0)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(0, state, HOST)
+    for _ in range(3):
+        state = jax.block_until_ready(step(state))
+    checkpoints.wait()
+    _, restored, _ = checkpoints.restore(target)
+    np.testing.assert_array_equal(restored["w"], want)
+    assert restored["w"].sharding == sharding and restored["step"] == 0
+    checkpoints.close()
+
+
 def test_a_relative_folder_works(tmp_path, monkeypatch):
     # The default work directory, runs/NAME-seedN, is one; Orbax refuses relative paths.
     monkeypatch.chdir(tmp_path)

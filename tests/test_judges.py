@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import Mesh
 
 from tba_jax import parts, plan
 from tba_jax.config import validate
@@ -31,6 +32,10 @@ ROBERTA = {
     "id2label": {"0": "kind", "1": "hate"},
 }
 BERT = ROBERTA | {"model_type": "bert", "type_vocab_size": 2}
+
+
+def mesh_of(num):
+    return Mesh(jax.devices()[:num], ("model",))
 
 
 def preset(file, name, **fields):
@@ -134,7 +139,24 @@ def test_a_guard_is_a_language_model():
 def test_a_reward_model_without_a_score_is_refused():
     start, _ = published_config(str(parts.START_MODEL))
     with pytest.raises(ValueError, match="the reward model must be a sequence classifier"):
-        judges.judge_residents(preset("tldr", "toy"), {"reward model": start})
+        judges.judge_residents(preset("tldr", "toy"), {"reward model": start}, mesh_of(1))
+
+
+def test_reward_models_are_divided_over_a_searcher_and_have_dtypes_of_their_own():
+    config = preset("tldr", "pythia410m")
+    models = {role: PUBLISHED[path] for role, path in judges.judge_paths(config).items()}
+    alone = judges.judge_residents(config, models, mesh_of(1))["searcher"]
+    divided = judges.judge_residents(config, models, mesh_of(4))["searcher"]
+    size = num_params(families.transformer_config(models["gold reward model"]))
+    assert alone["gold reward model"] == 2 * size  # the preset's bfloat16
+    assert alone["reward model"] == 4 * 353_823_744  # float32
+    for role, whole in alone.items():
+        assert whole / 4 <= divided[role] < whole / 3, role  # norms and tables stay whole
+    config.eval.gold_dtype = "float32"
+    whole = judges.judge_residents(config, models, mesh_of(1))["searcher"]
+    assert whole["gold reward model"] == 4 * size
+    with pytest.raises(ValueError, match="make that axis one of"):
+        judges.judge_residents(config, models, mesh_of(3))
 
 
 def test_published_shapes_of_judges_are_the_models_they_name():

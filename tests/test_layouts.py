@@ -55,7 +55,6 @@ def choose(preset, model, text):
         ("gsm8k", RHO, "v5e:2x4@8", "split", 4, 4, 1),
         ("gsm8k", RHO, "v5e:1x1", "shared", 1, 1, 1),
         ("math", QWEN, "v5p:2x2x4", "per_host", 8, 8, 1),
-        # Half of the chips do not hold the state and the copy that is saved.
         ("math", QWEN, "v6e:4x4", "interleaved", 16, 4, 4),
         # One host or all of them; and weights fit on no single chip.
         ("math", QWEN, "v5e:8x8", "interleaved", 64, 16, 4),
@@ -82,6 +81,17 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         hosts = {d.process_index for d in devices}
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
         assert not config.batch.packed_length
+
+
+def test_judges_that_one_chip_cannot_hold_make_groups_larger():
+    pytest.importorskip("libtpu")
+    topology = chips.parse_topology("v5e:2x4")
+    shape = families.transformer_config(PUBLISHED[RHO])
+    for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
+        config = PRESETS["get_config"]("gsm8k")
+        devices, hbm = topology.devices(), topology.chip.hbm_bytes
+        choice = layouts.choose(config, shape, devices, hbm, held)
+        assert choice.placement.searcher_meshes[0].devices.size == group
 
 
 @pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")

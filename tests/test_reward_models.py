@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import write_word_tokenizer
+from jax.sharding import Mesh
 
 from tba_jax.models import hf_weights
 from tba_jax.reward_models import RewardModel
@@ -34,8 +35,12 @@ def folder(tmp_path_factory):
 
 def load(folder, policy=None, **options):
     tokenizer = Tokenizer.load(policy or folder)
-    options = {"batch_size": 4, "device": jax.devices()[0], **options}
+    options = {"batch_size": 4, "mesh": one(jax.devices()[0]), **options}
     return RewardModel.load(str(folder), policy_tokenizer=tokenizer, **options)
+
+
+def one(device):
+    return Mesh([device], ("model",))
 
 
 def words(ids):
@@ -110,10 +115,50 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
 def test_a_copy_on_another_device_scores_there_and_alike(folder):
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     model = load(folder)
-    there = model.on(jax.devices()[3])
-    assert model.on(jax.devices()[0]) is model
+    there = model.on(one(jax.devices()[3]))
+    assert model.on(one(jax.devices()[0])) is model
     assert {d for x in jax.tree.leaves(there._params) for d in x.devices()} == {jax.devices()[3]}
     np.testing.assert_array_equal(score(there, rows).rewards, score(model, rows).rewards)
+
+
+def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    model = load(folder)
+    pair = Mesh(jax.devices()[4:6], ("model",))
+    want = score(model, rows).rewards
+    turns = []
+
+    def in_turn(program):
+        return lambda *args: turns.append(pair) or program(*args)
+
+    for there in (load(folder, mesh=pair, in_turn=in_turn), model.on(pair, in_turn)):
+        turns.clear()
+        # Sums over two devices: float32 rounding in another order.
+        np.testing.assert_allclose(score(there, rows).rewards, want, atol=TOLERANCE)
+        assert turns == [pair]  # a program of several devices waits for its turn
+        leaves = jax.tree.leaves(there._params)
+        assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
+        held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
+    back = there.on(one(jax.devices()[0]))
+    np.testing.assert_array_equal(score(back, rows).rewards, want)
+
+
+def test_a_model_that_the_searchers_devices_do_not_divide_is_refused(folder):
+    trio = Mesh(jax.devices()[:3], ("model",))
+    with pytest.raises(ValueError, match=r"search.num_devices = 3 .* make that axis one of"):
+        load(folder, mesh=trio)
+
+
+def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    whole, half = load(folder), load(folder, param_dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(half._params)} == {jnp.dtype(jnp.bfloat16)}
+    want = np.array(score(whole, rows).rewards)
+    got = np.array(score(half, rows).rewards)
+    # Eight bits of a number near 1, some roundings in a row.
+    np.testing.assert_allclose(got, want, atol=0.03)
+    assert not np.array_equal(got, want)
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):

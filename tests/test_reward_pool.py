@@ -271,7 +271,7 @@ def test_malformed_result_is_an_error_not_a_reward(function, message):
     ("function", "message"),
     [
         ("no_such_module:f", "No module named 'no_such_module'"),
-        ("user_rewards:no_such_function", "no attribute 'no_such_function'"),
+        ("user_rewards:no_such_function", "there is no 'no_such_function' in user_rewards"),
         ("user_rewards:number", "user_rewards:number is a int, not a function"),
     ],
 )

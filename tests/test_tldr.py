@@ -8,6 +8,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tba_jax.models import hf_weights
 from tba_jax.reward_models import RewardModel
@@ -64,7 +65,7 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
     policy = Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
     model = RewardModel.load(
         "embedded:tldr_toy_reward",
-        device=jax.devices()[0],
+        mesh=Mesh(jax.devices()[:1], ("model",)),
         policy_tokenizer=policy,
         batch_size=128,
     )

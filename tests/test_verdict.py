@@ -18,6 +18,12 @@ SIZES = {
     "micro_batch_options": [4, 8, 16, 32, 64],
     "next_group": 2,
 }
+CONFIG = {
+    "driver": "async",
+    "batch": {"num_length_buckets": 3},
+    "optimizer": {"name": "adamw"},
+    "model": {"param_dtype": "float32"},
+}
 
 
 def facts(**changes):
@@ -27,6 +33,7 @@ def facts(**changes):
         "takes_turns": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
+        "config": CONFIG,
         "groups": {
             "trainer": {
                 "devices": 4,
@@ -71,8 +78,19 @@ def test_memory_is_residents_and_the_hungriest_program():
 
 def test_parts_that_take_turns_share_a_device():
     (both,) = occupancies(facts(takes_turns=True), programs())
-    # Searching is at its fullest with the trainer's state beside it.
+    # The trainer publishes (3 GiB) between two chunks of a round, so the cache is there.
+    assert both.peak_bytes == (2 + 4 + 3 + 5 + 3 + 4 * 0.25) * GIB
+    alone = facts(takes_turns=True, config=CONFIG | {"driver": "sync"})
+    (both,) = occupancies(alone, programs())
+    # Searching is at its fullest with the trainer's state beside it, or publishing without a cache.
     assert both.peak_bytes == (2 + 4 + 3 + 5 + 1 + 4 * 0.25) * GIB
+
+
+def test_a_victims_slots_are_there_while_the_trainer_has_its_turn():
+    victim = Program("victim_chunk", "searcher", {"inputs": 6 * GIB, "temporaries": GIB})
+    (both,) = occupancies(facts(takes_turns=True), [*programs(temporaries=4.0), victim])
+    assert dict(both.parts)["the victim's slots"] == 6 * GIB
+    assert both.peak_bytes == (2 + 4 + 3 + 6 + 4 + 4 * 0.25) * GIB
 
 
 def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
@@ -83,8 +101,37 @@ def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
     # (16 - 6) * 0.95 GiB are free: 9.5 / 30 of 64 rows are 20.
     assert lines == [
         "train_step wants 30.0 GiB where 9.5 GiB are free: set --config.batch.micro_batch_rows=16 "
-        "(now 64; temporaries shrink in proportion; --search checks)"
+        "(now 64; temporaries shrink, though by less than that; --search checks)",
+        "20 GiB could also be found so: --config.optimizer.name=adafactor 4.0 GiB; "
+        "--config.model.param_dtype=bfloat16 3.0 GiB (small updates round away)",
     ]
+
+
+def test_advice_counts_the_code_and_never_names_the_size_there_is():
+    step = Program("train_step", "trainer", {"temporaries": 9 * GIB, "code": GIB}, variants=2)
+    found = occupancies(facts(), [step])
+    assert found[0].over_bytes == GIB
+    # (16 - 6 - 2) * 0.95 GiB are free.
+    assert "9.0 GiB where 7.6 GiB are free" in advice(facts(), [step], found, None)[0]
+    assert "micro_batch_rows=32 " in advice(facts(), [step], found, None)[0]
+    # One of two variants of the program.
+    assert "num_length_buckets=1 up to 1.0 GiB of code" in advice(facts(), [step], found, None)[1]
+    small = CONFIG | {
+        "batch": {"num_length_buckets": 1},
+        "optimizer": {"name": "adafactor"},
+        "model": {"param_dtype": "bfloat16"},
+    }
+    assert len(advice(facts(config=small), [step], found, None)) == 1  # nothing is left to save
+    least = facts(sizes=SIZES | {"micro_batch_rows": 4})
+    assert "no smaller micro-batch" in advice(least, [step], found, None)[0]
+
+
+def test_a_searcher_that_has_all_devices_of_its_host_is_not_told_to_take_more():
+    crowded = facts(sizes=SIZES | {"next_group": 0})
+    crowded["groups"]["searcher"]["residents"] = {"weights in use": 20 * GIB}
+    lines = advice(crowded, programs(), occupancies(crowded, programs()), None)
+    assert any("take chips of more memory" in line for line in lines)
+    assert not any("num_devices" in line for line in lines)
 
 
 def test_a_step_that_the_compiler_refused_is_helped_by_what_it_said():

@@ -6,10 +6,12 @@ import threading
 import jax
 import numpy as np
 import pytest
-from red_team_models import write_gpt2, write_llama
+from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
+from tba_jax.attack_metrics import SentenceEmbedder
+from tba_jax.models import hf_weights
 from tba_jax.parts import START_MODEL
-from tba_jax.response_classifiers import PatternClassifier
+from tba_jax.response_classifiers import ClassifierSettings, PatternClassifier, make_classifier
 from tba_jax.victim_reward import Victim, VictimReward, VictimSettings
 
 SETTINGS = VictimSettings("{attack}", 4, 0.7, 0.92, 18, 13, 32)
@@ -88,6 +90,27 @@ def test_templates(tmp_path):
         Victim(gpt2, chat, devices=DEVICES[:1], dtype="float32")
     with pytest.raises(ValueError, match="was made for 128; lower them"):
         Victim(gpt2, wrapped._replace(max_prompt_tokens=120), devices=DEVICES[:1], dtype="float32")
+
+
+def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
+    """The default device has the policy, and perhaps no room for another model beside it."""
+    found, read = [], hf_weights.read
+
+    def watched(*args, **kwargs):
+        params = read(*args, **kwargs)
+        found.append({d for x in jax.tree.leaves(params) for d in x.devices()})
+        return params
+
+    monkeypatch.setattr(hf_weights, "read", watched)
+    there = DEVICES[1]
+    Victim(str(START_MODEL), SETTINGS, devices=[there], dtype="float32")
+    for kind, path, target in (
+        ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
+        ("guard", write_llama(tmp_path / "guard"), "unsafe"),
+    ):
+        make_classifier(ClassifierSettings(kind, path, target, "float32", 20, 2), there)
+    SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
+    assert found == [{there}] * 4
 
 
 def test_a_closed_source_refuses(victim):

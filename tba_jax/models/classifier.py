@@ -20,6 +20,7 @@ def classify(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
+    sharding: Any = None,
 ) -> Float32[Array, "b labels"]:
     """Raw scores (no softmax) at the last valid token of each row, as transformers pools them.
 
@@ -33,6 +34,7 @@ def classify(
         mask: which tokens are valid.
         config: the architecture; num_labels > 0.
         compute_dtype: dtype of matmul inputs, as in `transformer.apply`.
+        sharding: on a mesh, a `shardings.ComputeSharding`.
 
     Raises:
         ValueError: the model is a language model.
@@ -42,8 +44,18 @@ def classify(
             "classify got a language model (num_labels = 0); load a checkpoint of a "
             "*ForSequenceClassification architecture"
         )
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    hidden = apply(params, tokens, positions, mask, config=config, compute_dtype=compute_dtype)
+    hidden = apply(
+        params,
+        tokens,
+        positions,
+        mask,
+        config=config,
+        compute_dtype=compute_dtype,
+        sharding=sharding,
+    )
     last = jnp.max(jnp.where(mask, jnp.arange(tokens.shape[1])[None], 0), axis=1)
     pooled = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
     return jnp.einsum(

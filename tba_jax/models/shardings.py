@@ -12,7 +12,7 @@ import functools
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
 from tba_jax.models import transformer
@@ -27,6 +27,15 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
         ValueError: the mesh does not divide the model.
     """
     return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
+
+
+def on_mesh(mesh: Mesh, shardings: Any) -> Any:
+    """A tree of shardings over a mesh; of one device: that device, which one program can follow."""
+    if mesh.size > 1:
+        return shardings
+    # A mesh in its arguments' shardings would bind a program to it.
+    where = SingleDeviceSharding(mesh.devices.item())
+    return jax.tree.map(lambda _: where, shardings)
 
 
 class ComputeSharding:

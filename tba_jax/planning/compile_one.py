@@ -9,15 +9,19 @@ ends the process, which `children` reports. It keeps nothing between requests.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from tba_jax.config import Config, ConfigError, default_config
 from tba_jax.models import families
@@ -57,8 +61,8 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     model_config = families.transformer_config(request["model"])
     if request["chooses"]:
         assert chip is not None
-        held = judge_residents(config, request["judges"])["searcher"]
-        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, sum(held.values()))
+        judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)
+        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, judge_bytes)
     else:
         choice = layouts.place(config, devices)
     if request["program"]:
@@ -77,7 +81,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "notes": choice.notes,
         "num_params": num_params(model_config),
         "groups": _groups(config, model_config, request["judges"], choice),
-        "sizes": _sizes(config, choice),
+        "sizes": _sizes(config, model_config, choice, devices),
         "trainer_options": layouts.usable_options(config, model_config, devices),
         "programs": [
             {
@@ -91,6 +95,17 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             for p in _programs(config, model_config, request["judges"], choice)
         ],
     }
+
+
+def _judge_bytes(
+    config: Config, judges: Mapping[str, Any], devices: Sequence[Any], group_size: int
+) -> float:
+    """What judges take of the first device of a searcher group; infinity where it cannot be."""
+    mesh = Mesh(np.array(devices[:group_size]), ("model",))
+    try:
+        return sum(judge_residents(config, judges, mesh)["searcher"].values())
+    except ValueError:  # the group does not divide them; where no group does, `_groups` says why
+        return math.inf
 
 
 def _programs(
@@ -107,7 +122,8 @@ def _groups(
 ) -> dict[str, Any]:
     mesh = choice.placement.trainer_mesh
     found: dict[str, Any] = residents(config, model_config, choice.placement)
-    for group, held in judge_residents(config, judges).items():
+    judged = judge_residents(config, judges, choice.placement.searcher_meshes[0])
+    for group, held in judged.items():
         found[group]["residents"] |= held
         found[group]["judges"] = list(held)
     found["trainer"] |= {
@@ -124,10 +140,16 @@ def _groups(
     return found
 
 
-def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
+def _sizes(
+    config: Config, model_config: Any, choice: layouts.Choice, devices: Sequence[Any]
+) -> dict[str, Any]:
     sizes = sizes_of(config)
     rows, k = sizes.prompts * sizes.group, sizes.group
-    groups = choice.placement.searcher_meshes[0].devices.size
+    group = choice.placement.searcher_meshes[0].devices.size
+    hosts = len({d.process_index for d in devices})
+    per_host = len(devices) // hosts
+    of_trainer = 0 if choice.takes_turns else choice.placement.trainer_mesh.size // hosts
+    groups = layouts.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     return sizes._asdict() | {
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
@@ -139,7 +161,7 @@ def _sizes(config: Config, choice: layouts.Choice) -> dict[str, Any]:
             config,
             choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],
         ),
-        "next_group": 2 * groups,
+        "next_group": min((g for g in groups if g > group), default=0),
     }
 
 

@@ -2,11 +2,11 @@
 """Models beside the policy that give rewards or judge: their programs and what they take.
 
 Reward model, gold reward model, victim, classifier, sentence embedder, and the start model that an
-evaluation compares with. Each is whole on one device: where searchers have several, on the first of
-a group; the gold model and the start model on the first searcher's, which evaluates; the embedder
-on the trainer's first. The programs are those of the parts themselves, lowered from shapes. It
-knows no chip and reads no weights. The invariant it owns: a model that the run loads has its bytes
-here.
+evaluation compares with. Reward models and the start model are divided over the devices of a
+searcher, the gold model over the first one's, which evaluates. Victim and classifier are whole on
+the first device of each searcher, the embedder on the trainer's first. The programs are those of
+the parts themselves, lowered from shapes. It knows no chip and reads no weights. The invariant it
+owns: a model that the run loads has its bytes here.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from tba_jax import parts
 from tba_jax.attack_metrics import make_embed_program
@@ -23,6 +23,7 @@ from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
 from tba_jax.evaluation_metrics import distance_rows, make_distance_program
 from tba_jax.models import encoder, families
+from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
@@ -56,21 +57,23 @@ def judge_paths(config: Config) -> dict[str, str]:
 
 
 def judge_residents(
-    config: Config, models: Mapping[str, Mapping[str, Any]]
+    config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mesh
 ) -> dict[str, dict[str, float]]:
     """Group -> what -> bytes on the device of that group that holds most of them.
 
     Args:
         config: of the run.
         models: role -> contents of config.json.
+        mesh: of a searcher.
 
     Raises:
-        ValueError: a model is of a kind that its role has no use for.
+        ValueError: a model is of a kind that its role has no use for, or the mesh does not divide
+            it.
     """
     held: dict[str, dict[str, float]] = {"trainer": {}, "searcher": {}}
     for role in models:
         group = "trainer" if role == "sentence embedder" else "searcher"
-        held[group][role] = shard_bytes(_params(role, config, models[role], None))
+        held[group][role] = shard_bytes(_params(role, config, models[role], mesh))
     return held
 
 
@@ -93,43 +96,55 @@ def plan_judges(
     device, found = mesh.devices.flat[0], []
     if "reward model" in models:
         longest = config.task.max_prompt_tokens + config.search.max_new_tokens
-        found.append(_scores("reward model", "score_reward", config, models, device, longest, rows))
+        found.append(_scores("reward model", "score_reward", config, models, mesh, longest, rows))
     if "gold reward model" in models:
         longest = config.task.max_prompt_tokens + config.eval.max_new_tokens
-        found.append(_scores("gold reward model", "score_gold", config, models, device, longest, 0))
+        found.append(_scores("gold reward model", "score_gold", config, models, mesh, longest, 0))
     if "victim" in models:
         found += _victim(config, models["victim"], device, rows)
     if "classifier" in models:
-        found.append(_classifier(config, models["classifier"], device, rows))
+        found.append(_classifier(config, models["classifier"], mesh, rows))
     if "sentence embedder" in models:
-        found.append(_embedder(config, models, placement.trainer_mesh.devices.flat[0]))
+        found.append(_embedder(config, models, placement.trainer_mesh))
     if config.eval.reference_metrics:
         found.append(_distance(config, model_config, placement))
     return found
 
 
-def _params(role: str, config: Config, model: Mapping[str, Any], device: Any) -> Any:
-    """Its parameters as it is loaded: shapes, on a device where one is given."""
-    if role == "sentence embedder":
-        tree = encoder.abstract_params(encoder.encoder_config(model), jnp.float32)
-    elif role == "classifier" and config.classifier.kind == "encoder":
-        dtype = jnp.dtype(config.classifier.dtype)
+def _dtype(role: str, config: Config) -> str:
+    return {
+        "reward model": config.reward.dtype,
+        "gold reward model": config.eval.gold_dtype,
+        "victim": config.victim.dtype,
+        "classifier": config.classifier.dtype,
+        "sentence embedder": "float32",
+    }[role]
+
+
+def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> Any:
+    """Its parameters as it is loaded: shapes on the devices of a mesh, or on their first."""
+    dtype = jnp.dtype(_dtype(role, config))
+    is_divided = role.endswith("reward model")
+    if role == "sentence embedder" or (
+        role == "classifier" and config.classifier.kind == "encoder"
+    ):
         tree = encoder.abstract_params(encoder.encoder_config(model), dtype)
     else:
-        name = {"victim": config.victim.dtype, "classifier": config.classifier.dtype}.get(
-            role, config.model.rollout_dtype
-        )
         shape = families.transformer_config(model)
-        if bool(shape.num_labels) != role.endswith("reward model"):
-            wanted = (
-                "a sequence classifier" if role.endswith("reward model") else "a language model"
-            )
+        if bool(shape.num_labels) != is_divided:
+            wanted = "a sequence classifier" if is_divided else "a language model"
             raise ValueError(f"the {role} must be {wanted}, and its config.json describes another")
-        tree = abstract_params(shape, jnp.dtype(name))
-    if device is None:
-        return tree
-    where = SingleDeviceSharding(device)
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree)
+        tree = abstract_params(shape, dtype)
+        if is_divided:
+            return _placed(tree, on_mesh(mesh, param_shardings(shape, mesh)))
+    first = SingleDeviceSharding(mesh.devices.flat[0])
+    return _placed(tree, jax.tree.map(lambda _: first, tree))
+
+
+def _placed(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
+    )
 
 
 def _ints(*shape: int, dtype: Any = jnp.int32) -> Any:
@@ -141,13 +156,13 @@ def _scores(
     name: str,
     config: Config,
     models: Mapping[str, Mapping[str, Any]],
-    device: Any,
+    mesh: Mesh,
     longest: int,
     rows: int,
 ) -> Planned:
     shape = families.transformer_config(models[role])
-    params = _params(role, config, models[role], device)
-    program = make_score_program(shape, config.model.rollout_dtype)
+    params = _params(role, config, models[role], mesh)
+    program = make_score_program(shape, _dtype(role, config), mesh)
     width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, shape.max_positions)
     size = config.reward.batch_size
     return Planned(
@@ -223,9 +238,9 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
     ]
 
 
-def _classifier(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> Planned:
+def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: int) -> Planned:
     c = config.classifier
-    params = _params("classifier", config, model, device)
+    params = _params("classifier", config, model, mesh)
     arguments: tuple[Any, ...]
     if c.kind == "encoder":
         shape = encoder.encoder_config(model)
@@ -247,10 +262,10 @@ def _classifier(config: Config, model: Mapping[str, Any], device: Any, attacks: 
     )
 
 
-def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], device: Any) -> Planned:
+def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mesh) -> Planned:
     model = models["sentence embedder"]
     shape = encoder.encoder_config(model)
-    params = _params("sentence embedder", config, model, device)
+    params = _params("sentence embedder", config, model, mesh)
     length = min(_EMBED_TOKENS, shape.max_tokens)
     program = make_embed_program(shape)
     return Planned(

@@ -8,7 +8,7 @@ what it chooses, `main` accepts on such devices.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +111,7 @@ def choose(
     model_config: TransformerConfig,
     devices: Sequence[Any],
     hbm_bytes: float,
-    judge_bytes: float = 0.0,
+    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
 ) -> Choice:
     """A placement of this config on these devices, all of which are used.
 
@@ -128,7 +128,8 @@ def choose(
         model_config: of the policy.
         devices: all of the slice.
         hbm_bytes: memory of each.
-        judge_bytes: what models that give rewards take of the first device of a searcher group.
+        judge_bytes: what models that give rewards take of the first device of a searcher group of
+            a size; infinity where they cannot be divided over it.
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -163,8 +164,10 @@ def choose(
     takes_turns = size == len(devices)
     mesh = _mesh_shape(size, config, model_config, hosts)
     pool = per_host if takes_turns else per_host - size // hosts
-    held = judge_bytes + (_held_bytes(config, model_config) / size if takes_turns else 0.0)
-    group = _group_size(config, model_config, pool, per_host, hbm_bytes - held, devices)
+    held = _held_bytes(config, model_config) / size if takes_turns else 0.0
+    group = _group_size(
+        config, model_config, pool, per_host, hbm_bytes - held, devices, judge_bytes
+    )
     changed |= _set(
         config,
         {
@@ -246,7 +249,7 @@ def _divisible_prompts(
 def _holds_state(
     size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
 ) -> bool:
-    """A mesh of this size exists, and leaves room beside the state and a copy of it."""
+    """A mesh of this size exists, and leaves room beside the state."""
     if not _mesh_exists(size, config, model_config, hosts):
         return False
     held = _held_bytes(config, model_config) / size
@@ -290,12 +293,12 @@ def _micro_batch_rows(
 
 
 def _held_bytes(config: Config, model_config: TransformerConfig) -> float:
-    """Train state and its copy while it is saved, or what adapters leave frozen; about."""
+    """Train state, or what adapters leave frozen; about."""
     params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     if config.lora.rank:
         return params  # the adapters are few
     # Parameters, two moments, perhaps a reference.
-    return 2 * (4 if config.reference.placement == "trainer" else 3) * params
+    return (4 if config.reference.placement == "trainer" else 3) * params
 
 
 def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
@@ -315,8 +318,12 @@ def _group_size(
     per_host: int,
     hbm_bytes: float,
     devices: Sequence[Any],
+    judge_bytes: Callable[[int], float],
 ) -> int:
-    """Devices of a searcher group: the fewest that hold weights twice, a reference and a cache."""
+    """Devices of a searcher group: the fewest that hold weights twice, a reference and a cache.
+
+    And what judges take of one of them.
+    """
     weights = num_params(model_config) * jnp.dtype(config.model.rollout_dtype).itemsize
     copies = _weight_copies(config, model_config)
     if config.reference.placement == "searcher":
@@ -335,14 +342,10 @@ def _group_size(
         * num_slots(config)
         * cache_dtype.itemsize
     )
-    # What compilers accept of the chips of one host: one or all on v5e and v6e.
-    kind = getattr(devices[0], "device_kind", "")
-    all_or_one = devices[0].platform == "tpu" and ("lite" in kind or "v6" in kind)
-    sizes = [g for g in range(1, pool + 1) if pool % g == 0 and model_config.num_heads % g == 0]
-    if all_or_one:
-        sizes = [g for g in sizes if g in (1, per_host)]
+    sizes = group_sizes(model_config, pool, per_host, devices)
     for g in sizes:
         held = copies * weights / g + cache / math.gcd(g, model_config.num_kv_heads)
+        held += judge_bytes(g)
         if held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS):
             return g
     if not sizes:
@@ -350,6 +353,25 @@ def _group_size(
             f"no group of {pool} devices divides a model of {model_config.num_heads} heads"
         )
     return sizes[-1]  # too little all the same: the verdict says by how much
+
+
+def group_sizes(
+    model_config: TransformerConfig, pool: int, per_host: int, devices: Sequence[Any]
+) -> list[int]:
+    """Numbers of devices that a searcher may have, ascending.
+
+    Args:
+        model_config: of the policy.
+        pool: devices of a host that search.
+        per_host: devices of a host.
+        devices: of the slice.
+    """
+    sizes = [g for g in range(1, pool + 1) if pool % g == 0 and model_config.num_heads % g == 0]
+    # What compilers accept of the chips of one host: one or all on v5e and v6e.
+    kind = getattr(devices[0], "device_kind", "")
+    if devices[0].platform == "tpu" and ("lite" in kind or "v6" in kind):
+        sizes = [g for g in sizes if g in (1, per_host)]
+    return sizes
 
 
 def num_slots(config: Config) -> int:

@@ -132,8 +132,9 @@ def residents(
     """Bytes per device of each group: what is there all the time, and what a round adds."""
     state = parts.abstract_state(config, model_config, placement.trainer_mesh)
     trainer = state_bytes_by_kind(state)
-    # A checkpoint is written from a copy in the background, while training goes on.
-    trainer["copy of the state while it is saved"] = sum(trainer.values())
+    if config.mesh.data > 1:
+        # Each replica writes a part of the checkpoint, which Orbax cuts out on the device.
+        trainer["parts of the state while it is saved"] = sum(trainer.values()) / config.mesh.data
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
     weights = abstract_weights(config, model_config, placement)

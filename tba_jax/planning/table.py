@@ -9,11 +9,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tba_jax.planning.verdict import GIB, Balance, Occupancy, Program
+from tba_jax.planning.verdict import GIB, ROLES, Balance, Occupancy, Program
 
 # Column -> kinds of memory in it.
 _COLUMNS = {
-    "params": ("parameters", "frozen parameters", "adapters", "reference parameters"),
+    "params": (
+        "parameters",
+        "frozen parameters",
+        "adapters",
+        "reference parameters",
+        *ROLES,
+    ),
     "optimiser": ("optimiser state",),
     "KV cache": ("KV cache", "prefilled prompts"),
     "in/out": ("inputs", "outputs", "next weights"),

@@ -3,7 +3,8 @@
 
 Figures in, statements out: it knows neither JAX nor processes. Memory of a device is what is there
 all the time (`residents`) plus the hungriest program's own arguments, results and temporaries; in a
-placement whose parts take turns, both parts' residents count. The invariant it owns: a plan that
+placement whose parts take turns, both parts' residents count, and beside a program of the trainer
+also what an asynchronous searcher holds between two of its own. The invariant it owns: a plan that
 fits has every program compiled, and every device group's sum below the chip's memory.
 
 Predicted times are rooflines, so times are lower bounds; a ratio of two of them is fair only as far
@@ -15,6 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GIB = 2**30
+ROLES = ("reward model", "gold reward model", "victim", "classifier", "sentence embedder")
+"""Kinds of bytes: the parameters of models beside the policy."""
+_CODE = "program code, all length buckets"
 # Of what is left of the memory: the compiler's figures leave out fragmentation.
 _HEADROOM = 0.95
 
@@ -100,17 +104,30 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
             parts += [(what, size) for what, size in groups[member]["residents"].items()]
         own = [p for p in programs if p.group in members and not p.failure]
         code = sum(p.hbm.get("code", 0.0) * p.variants for p in own)
-        parts.append(("program code, all length buckets", code))
+        parts.append((_CODE, code))
         cache = groups["searcher"]["transients"] if "searcher" in members else {}
-        cache_bytes = sum(cache.values())
-        hungriest = max(own, key=lambda p: p.own_bytes + cache_bytes * p.with_cache, default=None)
+        held = _held_between(facts, own)
+        besides = {
+            p.name: cache if p.with_cache else held if p.group == "trainer" else {} for p in own
+        }
+        hungriest = max(
+            own, key=lambda p: p.own_bytes + sum(besides[p.name].values()), default=None
+        )
         if hungriest is not None:
-            if hungriest.with_cache:
-                parts += list(cache.items())
+            parts += list(besides[hungriest.name].items())
             parts.append((f"inputs, results, temporaries of {hungriest.name}", hungriest.own_bytes))
         peak = sum(size for _, size in parts)
         out.append(Occupancy(label, tuple(parts), peak, facts["chip"]["hbm_bytes"]))
     return out
+
+
+def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
+    """What a searcher keeps on a device while the trainer has its turn there."""
+    if not facts["takes_turns"] or facts["config"]["driver"] != "async":
+        return {}
+    slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
+    cache = facts["groups"]["searcher"]["transients"]
+    return {"the victim's slots": slots} if slots > sum(cache.values()) else dict(cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,12 +198,15 @@ def advice(
         occupancy = next((o for o in found if o.group == group), None)
         resident = 0.0
         if occupancy is not None:
-            resident = _resident_bytes(facts, group)
+            resident = _resident_bytes(facts, group) + dict(occupancy.parts)[_CODE]
+            if p.group == "trainer":
+                resident += sum(_held_between(facts, programs).values())
         if p.is_too_large or (group in over and _is_named(over[group], p)):
             lines += _shrink(facts, p, resident, capacity)
     for group, occupancy in over.items():
         if _resident_bytes(facts, group) > capacity:
             lines.append(_spread(facts, group, occupancy))
+        lines += _savings(facts, programs, group, occupancy)
     if not lines and weighed is not None:
         lines += _rebalance(facts, weighed)
         lines += [_GATHER_LESS for p in programs if p.name == "train_step" and _gathers(facts, p)]
@@ -227,16 +247,16 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
     share = free / own if own else 0.0
     too_much = f"{p.name} wants {own / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
     if p.name == "train_step":
-        fitting = [
-            n for n in sizes["micro_batch_options"] if n <= sizes["micro_batch_rows"] * share
-        ]
+        now = sizes["micro_batch_rows"]
+        fitting = [n for n in sizes["micro_batch_options"] if n < now and n <= now * share]
         if fitting:
             return [
                 f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now "
-                f"{sizes['micro_batch_rows']}; temporaries shrink in proportion; --search checks)"
+                f"{now}; temporaries shrink, though by less than that; --search checks)"
             ]
         return [
-            f"{too_much}, and no smaller micro-batch divides over the mesh: shorten "
+            f"{too_much}, and no smaller micro-batch divides over the mesh: store parameters in "
+            "bfloat16 (--config.model.param_dtype=bfloat16) where they are not, shorten "
             "--config.search.max_new_tokens, or give the trainer more devices (mesh.fsdp, "
             "mesh.model)"
         ]
@@ -248,16 +268,51 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             return [
                 f"{p.name} and its cache want {(cache + own) / GIB:.1f} GiB where "
                 f"{free / GIB:.1f} GiB are free: set --config.search.num_slots={slots} (now "
-                f"{sizes['num_slots']}), or --config.search.num_devices={sizes['next_group']}"
+                f"{sizes['num_slots']}), or {_larger_group(sizes)}"
             ]
-        return [f"{too_much}: set --config.search.num_devices={sizes['next_group']}"]
+        return [f"{too_much}: {_larger_group(sizes)}"]
     if p.name == "score_reference":
         rows = max(1, int(sizes["prompts_per_round"] * share))
         return [
             f"{too_much}: set --config.search.prompts_per_round={rows} (now "
             f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
         ]
-    return [f"{too_much}: give its group more devices"]
+    if p.name == "publish":
+        return [f"{too_much}: train adapters (--config.lora.rank), which alone are published"]
+    return [f"{too_much}: keep less on its devices, or take more of them or larger ones"]
+
+
+def _savings(
+    facts: Mapping[str, Any], programs: Sequence[Program], group: str, occupancy: Occupancy
+) -> list[str]:
+    """What else could be given up on devices that hold too much, with what it would free."""
+    config, frees = facts["config"], {}
+    members = ("trainer", "searcher") if group == "both" else (group,)
+    code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)
+    if config["batch"]["num_length_buckets"] > 1:
+        frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
+    held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
+    moments = held.get("optimiser state", 0.0)
+    if config["optimizer"]["name"] == "adamw":
+        frees["--config.optimizer.name=adafactor {} GiB"] = moments
+    if config["model"]["param_dtype"] == "float32":
+        kinds = ("parameters", "reference parameters", "frozen parameters")
+        stored = sum(held.get(kind, 0.0) for kind in kinds) + moments
+        what = "--config.model.param_dtype=bfloat16 {} GiB (small updates round away)"
+        frees[what] = stored / 2
+    named = [
+        what.format(f"{size / GIB:.1f}")
+        for what, size in sorted(frees.items(), key=lambda item: -item[1])
+        if size >= occupancy.over_bytes / 10
+    ]
+    over = f"{occupancy.over_bytes / GIB:.2g} GiB"
+    return [f"{over} could also be found so: {'; '.join(named)}"] if named else []
+
+
+def _larger_group(sizes: Mapping[str, Any]) -> str:
+    if sizes["next_group"]:
+        return f"set --config.search.num_devices={sizes['next_group']}"
+    return "take chips of more memory: a searcher has as many as its host has for it"
 
 
 def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
@@ -269,14 +324,14 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
     held = facts["groups"]["searcher"]
     judges = {name: held["residents"][name] for name in held["judges"]}
     if group != "trainer" and sum(judges.values()) > occupancy.capacity_bytes / 2:
-        names = " and ".join(judges)
+        names, sizes = " and ".join(judges), facts["sizes"]
         return (
-            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}, which are whole on one "
-            "device: store them in bfloat16 (victim.dtype, classifier.dtype, model.rollout_dtype) "
-            "where they are not, name smaller ones, or take chips of more memory"
+            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}: store them in bfloat16 "
+            "(reward.dtype, eval.gold_dtype, victim.dtype, classifier.dtype) where they are not; "
+            f"or {_larger_group(sizes)} (victims and classifiers stay whole on one device)"
         )
     if group == "searcher":
-        return f"{start}: set --config.search.num_devices={facts['sizes']['next_group']}"
+        return f"{start}: {_larger_group(facts['sizes'])}"
     return (
         f"{start}: make mesh.fsdp or mesh.model larger, store parameters in bfloat16 "
         "(--config.model.param_dtype=bfloat16), or take a larger slice"

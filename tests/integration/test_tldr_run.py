@@ -54,8 +54,17 @@ def write_data(folder, size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["pythia410m", "pythia1b", "pythia2.8b"])
-def test_a_pythia_preset_trains_on_shrunken_models(preset, cache, tmp_path):
+@pytest.mark.parametrize(
+    ("preset", "devices"),
+    [
+        ("pythia410m", ()),
+        # Policy, reward model and judge each divided over two devices, where all take turns.
+        ("pythia410m", ("num_cpu_devices=2", "mesh.fsdp=2", "search.num_devices=2")),
+        ("pythia1b", ()),
+        ("pythia2.8b", ()),
+    ],
+)
+def test_a_pythia_preset_trains_on_shrunken_models(preset, devices, cache, tmp_path):
     write_data(tmp_path / "data", write_models(tmp_path))
     overrides = (
         f"task.data_path={tmp_path / 'data'}",
@@ -77,6 +86,7 @@ def test_a_pythia_preset_trains_on_shrunken_models(preset, cache, tmp_path):
         "eval.max_new_tokens=8",
         "eval.period=0",
         "optimizer.learning_rate=1e-2",  # so that four steps are seen
+        *devices,
     )
     workdir = tmp_path / "run"
     done = run(workdir, *overrides, cache=cache, config=f"configs/tldr.py:{preset}", timeout=300)
