@@ -108,8 +108,16 @@ def make_gold(
         turns: of the threads that launch on it.
 
     Raises:
-        ValueError: it cannot be used, or the task's headline is the win rate and there is none.
+        ValueError: it cannot be used, there is nothing to compare responses with, or the task's
+            headline is the win rate and there is no judge.
     """
+    judge = config.eval.gold_model or config.eval.gold_reward
+    if judge and "answer" not in task.eval_problem(0)[1]:
+        raise ValueError(
+            f"{judge} judges the win rate over reference responses, which are the column `answer` "
+            f"of a prompt, and task {task.name} has no such column; add it to the data, or leave "
+            "eval.gold_model and eval.gold_reward empty"
+        )
     if config.eval.gold_model:
         return RewardModel.load(
             config.eval.gold_model,

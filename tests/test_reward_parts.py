@@ -24,9 +24,9 @@ def tokenizer():
     return Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
 
 
-def of_task(name, data_path=""):
+def of_task(name, data_path="", **changes):
     config = default_config()
-    config.task.update(name=name, data_path=data_path)
+    config.task.update(name=name, data_path=data_path, **changes)
     return config, make_task(config)
 
 
@@ -88,6 +88,18 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     trains = make_rewards(config, task, tokenizer, MESHES)
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
+
+
+def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}", "target": "b"}}\n' for i in range(8))
+    )
+    config, task = of_task("custom", str(tmp_path / "data.jsonl"), num_eval_prompts=4)
+    for field, judge in (("gold_reward", "a.b:c"), ("gold_model", REWARD_MODEL)):
+        config.eval.update(gold_reward="", gold_model="")
+        config.eval[field] = judge
+        with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
+            make_gold(config, task, tokenizer, MESHES[0])
 
 
 def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
