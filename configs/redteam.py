@@ -16,6 +16,10 @@ llama
     buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
     recency 0.5: 94.8 %, more diverse). The attacker must be a supervised model too. Not run by us.
 
+The paper puts the SFT data and ten batches of the SFT model into the buffer before the first step.
+gpt2 and llama do the latter; the former is --config.task.start_path=SFT.jsonl, the file that
+`tba_jax.sft` read. It makes rounds of search.samples_per_prompt attacks, each of them judged.
+
 gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
 library of its code (peft) chooses for these models. The toy trains all parameters.
 """
@@ -64,7 +68,7 @@ _PAPER = {
         # On-policy half of the time; of that, half at a temperature of its own.
         "explore_share": 0.5,
         "explore_max_temperature": 2.0,
-        # Ten batches of the start model.
+        # Ten batches of the start model, beside what task.start_path gives.
         "initial_fill": 1280,
     },
     "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},

@@ -65,6 +65,9 @@ def default_config() -> Config:
     # Data: a folder with train.jsonl and test.jsonl (or .parquet) or hf://NAME[:CONFIGURATION]; for
     # task custom also one .jsonl or .parquet file, and then no test split is needed.
     config.task.data_path = ""  # empty: the task's own source
+    # Given responses that are scored and put into the replay buffer before the first step: rows
+    # {"response"} or, where there are several prompts, {"prompt_id", "response"}.
+    config.task.start_path = ""  # .jsonl or .parquet; empty: none
     config.task.chat = False  # prompts as a user's message in the model's chat template
     # Reward: package.module:function or path/to/file.py:function, or several with commas between.
     config.task.reward = ""  # several: their weighted sum; empty: the task's own
@@ -147,7 +150,7 @@ def default_config() -> Config:
     config.search.explore_max_temperature = 1.0  # to here; log-probs keep sampling_temperature
     config.search.ownership = "by_prompt"  # by_prompt: searcher s owns prompts = s mod n; any
     config.search.outbox_bytes = 64 * 2**20  # a searcher waits when its outbox holds this much
-    config.search.initial_fill = 0  # responses generated before the first step
+    config.search.initial_fill = 0  # responses drawn before the first step
     config.search.exact_lag = 0  # sync driver: train on data this many publications old
 
     config.replay = ConfigDict()

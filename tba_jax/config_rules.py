@@ -207,6 +207,8 @@ def _task(config: Any) -> None:
             "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
             "Convert it, one JSON object per line.",
         )
+    if task.start_path:
+        _start_data(config)
     if task.name == "custom":
         need(
             bool(task.data_path),
@@ -238,6 +240,40 @@ def _task(config: Any) -> None:
         tuple(task.reward_weights),
         f"task.reward names {len(functions)} functions, and each needs a weight",
         "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
+    )
+
+
+def _start_data(config: Any) -> None:
+    path = config.task.start_path
+    need(
+        os.path.isfile(path) and path.endswith((".jsonl", ".parquet")),
+        "task.start_path",
+        path,
+        "there is no such .jsonl or .parquet file",
+        'Give a file with one object {"response": text} per line; tasks of several prompts also '
+        'want "prompt_id".',
+    )
+    need(
+        config.objective.name == "tb",
+        "task.start_path",
+        path,
+        "only an objective that needs no behaviour policy can train on responses that no policy "
+        "of the run drew",
+        "Set --config.objective.name=tb, or leave --config.task.start_path empty.",
+    )
+    need(
+        config.placement != "pod",
+        "task.start_path",
+        path,
+        "hosts of a pod have replay buffers of their own, and only one of them would have it",
+        "Leave it empty, or use one host.",
+    )
+    need(
+        config.search.exact_lag == 0,
+        "task.start_path",
+        path,
+        "an exact lag merges as many rounds at every publication, and has no room for more",
+        "Set --config.search.exact_lag=0.",
     )
 
 

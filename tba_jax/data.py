@@ -67,6 +67,17 @@ def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
         raise ValueError(f"{where} is a chat, by the data or by task.chat: {error}") from error
 
 
+def train_prompt(
+    task: Task, tokenizer: Encoder, index: int, max_prompt_tokens: int, long_prompts: LongPrompts
+) -> Prompt | None:
+    """One training prompt; None where it is too long and such prompts are skipped.
+
+    Raises:
+        ValueError: it is too long, and such prompts are refused.
+    """
+    return _prompt(task, tokenizer, "train", index, max_prompt_tokens, long_prompts)
+
+
 class PromptStream:
     """The prompts of one searcher, for ever: a new seeded shuffle in every pass over the data.
 

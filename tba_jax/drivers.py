@@ -93,6 +93,10 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                 run.progress.phase("evaluating")
                 evaluate_now(run, step, published.params)
                 run.progress.phase("")
+            if step == 0:
+                for searcher in run.searchers:
+                    while searcher.num_given_rounds_left:
+                        searcher.step()
             ahead = lag + 1 if step == 0 else 1
             for _ in range(rounds * ahead):
                 for searcher in run.searchers:
@@ -277,7 +281,7 @@ class _AsyncLoop:
         run.searchers[0].submit(job)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[Any]:
-        """Wait, before the first step, until `search.initial_fill` responses were generated.
+        """Wait, before the first step, for start data and `search.initial_fill` more responses.
 
         Returns:
             Summaries of the rounds that filled the buffer.
@@ -285,10 +289,13 @@ class _AsyncLoop:
         run = self._run
         summaries: list[Any] = []
         start = run.clock()
-        target = run.config.search.initial_fill
+        given = sum(searcher.num_given for searcher in run.searchers)
+        target = given + run.config.search.initial_fill
         run.progress.phase("searchers fill the buffer")
         while run.trainer.step_index == 0 and (
-            run.buffer.num_trajectories == 0 or run.buffer.ledger()["generated"] < target
+            run.buffer.num_trajectories == 0
+            or run.buffer.ledger()["generated"] < target
+            or any(searcher.num_given_rounds_left for searcher in run.searchers)
         ):
             self._stop.check()
             if interrupted():

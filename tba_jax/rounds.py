@@ -45,7 +45,7 @@ class RoundCommit:
             from 0 within the round.
         groups: the scored groups.
         prompt_state: JSON-compatible state of the prompt iterator after this round.
-        generated: responses drawn: trajectories plus rejected ones, over all groups.
+        generated: responses drawn or given: trajectories plus rejected ones, over all groups.
         wall: start, end and phase seconds, for the timeline.
     """
 

@@ -5,7 +5,8 @@ A round is a transaction: the prompt-stream state and the round number are commi
 groups, so a round that did not finish is simply redone after a resume. A searcher holds whatever
 weights were newest when its round began, or, with in-flight swaps, when a decode chunk began; it
 waits only when its outbox is full, or before the first publication, and whoever drives it counts
-that as idle. It does no learning and cannot see the trainer.
+that as idle. Its first rounds may have given responses instead of drawn ones; the prompt stream
+stands still in those. It does no learning and cannot see the trainer.
 """
 
 import itertools
@@ -59,6 +60,22 @@ class ReferenceScorer(Protocol):
         ...
 
 
+class GivenRounds(Protocol):
+    """Responses that take the place of drawn ones in the first rounds.
+
+    Attributes:
+        num_rounds: so many rounds.
+        num_responses: in all of them.
+    """
+
+    num_rounds: int
+    num_responses: int
+
+    def decoded(self, params: Any, number: int, version: int) -> tuple[list[Prompt], Decoded]:
+        """p prompts and [p S] responses of a round; a length of 0 is no response."""
+        ...
+
+
 class Searcher:
     """One searcher. `step()` does one round, or one submitted job.
 
@@ -84,6 +101,11 @@ class Searcher:
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
         clock: seconds since the run began.
+        given: the responses of the first rounds, if any are given.
+
+    Attributes:
+        decoded_tokens: tokens drawn so far.
+        num_given: responses that are given.
     """
 
     def __init__(
@@ -112,6 +134,7 @@ class Searcher:
         response_buckets: Sequence[int],
         pad_id: int,
         clock: Callable[[], float],
+        given: GivenRounds | None = None,
     ) -> None:
         self.index = index
         self.reader = reader
@@ -136,12 +159,20 @@ class Searcher:
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._clock = clock
+        self._given = given
+        self.num_given = 0 if given is None else given.num_responses
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.decoded_tokens = 0
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` on this searcher's thread before its next round (evaluation does this)."""
         self._jobs.put(job)
+
+    @property
+    def num_given_rounds_left(self) -> int:
+        """Rounds of given responses that are not committed yet."""
+        total = 0 if self._given is None else self._given.num_rounds
+        return max(0, total - self._outbox.committed[0])
 
     def step(self) -> bool:
         """One job or one round; False when there is nothing it may do now."""
@@ -177,30 +208,34 @@ class Searcher:
         """
         start = self._clock()
         number, _ = self._outbox.committed
-        prompts = self._stream.take(self._prompts_per_round)
         swaps: list[tuple[int, int]] = []
-        key = jax.random.fold_in(self._key, number)
-        temperatures = self._temperatures(key)
-        decoded = self._decoder.decode(
-            published.params,
-            [p.tokens for p in prompts],
-            num_samples=self._samples_per_prompt,
-            key=key,
-            settings=self._settings,
-            temperatures=temperatures,
-            num_slots=self._num_slots,
-            version=published.version,
-            newest=None if newest is None else _logged(newest, published.version, swaps),
-        )
+        if self._given is not None and number < self._given.num_rounds:
+            prompts, decoded = self._given.decoded(published.params, number, published.version)
+            temperatures = np.full(decoded.lengths.shape, self._settings.temperature)
+            num_tokens = 0  # none was drawn
+        else:
+            prompts = self._stream.take(self._prompts_per_round)
+            key = jax.random.fold_in(self._key, number)
+            temperatures = self._temperatures(key)
+            decoded = self._decoder.decode(
+                published.params,
+                [p.tokens for p in prompts],
+                num_samples=self._samples_per_prompt,
+                key=key,
+                settings=self._settings,
+                temperatures=temperatures,
+                num_slots=self._num_slots,
+                version=published.version,
+                newest=None if newest is None else _logged(newest, published.version, swaps),
+            )
+            num_tokens = int(decoded.lengths.sum())
         decoded_at = self._clock()
         reference = self._dispatch_reference(prompts, decoded)
-        responses = [
-            decoded.tokens[i, j, : decoded.lengths[i, j]]
-            for i in range(len(prompts))
-            for j in range(self._samples_per_prompt)
-        ]
+        where = [(int(i), int(j)) for i, j in np.argwhere(decoded.lengths)]
+        responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in where]
         texts = self._decode_text(responses)
-        scores = self._score(prompts, responses, texts, decoded.has_eos)
+        has_eos = [bool(decoded.has_eos[at]) for at in where]
+        scores = self._score([prompts[i] for i, _ in where], responses, texts, has_eos)
         scored_at = self._clock()
         # The device has worked on the reference meanwhile; only the rest of it is waited for.
         reference_logprob = (
@@ -210,9 +245,8 @@ class Searcher:
         )
         end = self._clock()
         groups = self._groups(
-            prompts, decoded, responses, scores, reference_logprob, temperatures, number
+            prompts, decoded, where, responses, scores, reference_logprob, temperatures, number
         )
-        num_tokens = int(decoded.lengths.sum())
         self.decoded_tokens += num_tokens
         known = [r for r in scores.rewards if r is not None]
         kinds = [self._response_kind(text) for text in texts]
@@ -233,12 +267,9 @@ class Searcher:
                     "reference_s": end - scored_at,
                     "tokens": num_tokens,
                     "reward_mean": _mean_known(known),
-                    "response_length_mean": float(decoded.lengths.mean()),
+                    "response_length_mean": float(np.mean([len(r) for r in responses])),
                     "unique_fraction": len(
-                        {
-                            (r.tobytes(), i // self._samples_per_prompt)
-                            for i, r in enumerate(responses)
-                        }
+                        {(r.tobytes(), i) for (i, _), r in zip(where, responses, strict=True)}
                     )
                     / len(responses),
                     "kind_share": sum(kind == self._first_kind for kind in kinds) / len(kinds),
@@ -286,25 +317,25 @@ class Searcher:
         prompts: Sequence[Prompt],
         responses: Sequence[np.ndarray],
         texts: list[str],
-        has_eos: np.ndarray,
+        has_eos: list[bool],
     ) -> ScoreResult:
+        """Rewards; one prompt for each response."""
         columns: dict[str, list[Any]] = {
-            name: [p.columns[name] for p in prompts for _ in range(self._samples_per_prompt)]
-            for name in prompts[0].columns
+            name: [p.columns[name] for p in prompts] for name in prompts[0].columns
         }
-        repeated = [p.text for p in prompts for _ in range(self._samples_per_prompt)]
         return self._rewards.score(
-            repeated,
+            [p.text for p in prompts],
             texts,
             columns,
             completion_ids=responses,
-            has_eos=has_eos.reshape(-1).tolist(),
+            has_eos=has_eos,
         )
 
     def _groups(
         self,
         prompts: Sequence[Prompt],
         decoded: Decoded,
+        where: Sequence[tuple[int, int]],
         responses: Sequence[np.ndarray],
         scores: ScoreResult,
         reference_logprob: np.ndarray,
@@ -312,11 +343,15 @@ class Searcher:
         number: int,
     ) -> tuple[Group, ...]:
         groups = []
-        for i, prompt in enumerate(prompts):
+        flat_of = {at: flat for flat, at in enumerate(where)}
+        for i in dict.fromkeys(i for i, _ in where):
+            prompt = prompts[i]
             trajectories = []
             rejected: dict[str, int] = {}
             for j in range(self._samples_per_prompt):
-                flat = i * self._samples_per_prompt + j
+                flat = flat_of.get((i, j))
+                if flat is None:
+                    continue  # a given group may have fewer than S
                 reward, reason = scores.rewards[flat], scores.reasons[flat]
                 if reward is None:
                     name = reason or "reward_none"

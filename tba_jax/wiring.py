@@ -58,7 +58,9 @@ from tba_jax.replay_buffer import ReplayBuffer
 from tba_jax.reward_parts import make_gold, make_rewards, rewards_on
 from tba_jax.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.searcher import Searcher
+from tba_jax.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.step_plan import Planner
+from tba_jax.tasks import Task
 from tba_jax.tokenizer import Tokenizer
 from tba_jax.train_step import TrainState, make_init_state, make_train_step
 from tba_jax.trainer import Trainer
@@ -183,6 +185,11 @@ def build(
         )
         for i in range(mine)
     ]
+    given = _start_data(config, task, tokenizer, model_config, placement, turns)
+    if given is not None:
+        progress.note(
+            f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds"
+        )
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     root_key = jax.random.key(config.seed)
     searchers = [
@@ -213,6 +220,7 @@ def build(
             response_buckets=response_buckets,
             pad_id=tokenizer.pad_id,
             clock=clock,
+            given=given if first_searcher + i == 0 else None,
         )
         for i in range(mine)
     ]
@@ -361,6 +369,48 @@ def _references(
         own = sharding.hand_over(params, reference_shardings(plain, mesh))
         references[mesh] = Reference(programs[key], own)
     return references
+
+
+def _start_data(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+) -> StartData | None:
+    """The responses that searcher 0 begins with, if the config gives any."""
+    if not config.task.start_path:
+        return None
+    search = config.search
+    groups = load_start_groups(
+        config.task.start_path,
+        task,
+        tokenizer,
+        max_prompt_tokens=config.task.max_prompt_tokens,
+        min_new_tokens=search.min_new_tokens,
+        max_new_tokens=search.max_new_tokens,
+        samples_per_prompt=search.samples_per_prompt,
+    )
+    program = make_start_program(
+        model_config,
+        temperature=search.sampling_temperature,
+        compute_dtype=config.model.rollout_dtype,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        eos_ids=tokenizer.eos_ids,
+        min_new_tokens=search.min_new_tokens,
+        max_new_tokens=search.max_new_tokens,
+        in_turn=device_turns.on(turns, placement.searcher_meshes[0]),
+    )
+    return StartData(
+        groups,
+        program,
+        prompts_per_round=search.prompts_per_round,
+        samples_per_prompt=search.samples_per_prompt,
+        prompt_length=config.task.max_prompt_tokens,
+        max_new_tokens=search.max_new_tokens,
+        pad_id=tokenizer.pad_id,
+    )
 
 
 def _transport(

@@ -46,6 +46,7 @@ LAYERS = {
     "tasks": 3,
     "data": 4,
     "searcher": 5,
+    "start_data": 5,
     "train_step": 3,
     "reference": 3,
     "trainer": 5,

@@ -158,6 +158,8 @@ def test_no_field_is_dead():
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
         ({"task.data_path": "/no/such/folder"}, "there is no such folder or file"),
         ({"task.data_path": __file__}, "neither a folder, nor a .jsonl or .parquet file"),
+        ({"task.start_path": "/no/such.jsonl"}, "task.start_path = '/no/such.jsonl': there is no"),
+        ({"task.start_path": "/tmp"}, "there is no such .jsonl or .parquet file"),
         ({"task.name": "gsm9k"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
         ({"task.name": "reasoning_gym:"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
         (
@@ -370,4 +372,23 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
     config = default_config()
     config.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name=tb"),
+        ({"placement": "pod"}, "hosts of a pod have replay buffers of their own"),
+        ({"driver": "sync", "replay.pace": "off", "search.exact_lag": 2}, "search.exact_lag=0"),
+    ],
+)
+def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):
+    path = tmp_path / "start.jsonl"
+    path.write_text('{"prompt_id": 0, "response": "1"}\n')
+    config = default_config()
+    config.task.start_path = str(path)
+    validate(config)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=f"task.start_path.*{message}"):
         validate(config)

@@ -28,6 +28,9 @@ class Task(Protocol):
     A prompt is a text, or a list of chat messages that become one by the model's chat template; the
     messages are then the column `prompt` too, for the reward.
 
+    Responses that exist before the run are not part of a task: `task.start_path` names a file of
+    them (`start_data`).
+
     Attributes:
         name: its name in the registry.
         reward: "package.module:function", the reward used unless the config names another; empty

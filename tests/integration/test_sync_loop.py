@@ -12,6 +12,8 @@ from commands import SYNC, lines, losses, run, start, wait_for
 from tba_jax import buffer, evaluate, export, parts, saved_run
 from tba_jax.checkpointing import load_host_states
 from tba_jax.models import hf_weights
+from tba_jax.rounds import unflatten
+from tba_jax.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +157,58 @@ def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
     one, two = (arrays["extras"].view(np.float32) for arrays in stored)
     assert (one <= 0).all() and one.min() < -1  # log-probs
     np.testing.assert_allclose(two, one, rtol=0, atol=1e-5)
+
+
+def given_run(workdir, *overrides, cache, flags=()):
+    """A run that 160 responses to two problems are given to: three rounds of 4 x 16."""
+    path = workdir.parent / "start.jsonl"
+    rows = [{"prompt_id": 3 + 5 * (i % 2), "response": f"{i:03d}"} for i in range(160)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(
+        workdir, f"task.start_path={path}", "eval.period=0", *overrides, cache=cache, flags=flags
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def check_given(workdir):
+    """Every given response was merged before the first step, scored, and is in the buffer."""
+    events = [e for e in lines(workdir / "schedule.jsonl") if e["event"] in ("round", "step")]
+    begin = events[: [e["event"] for e in events].index("step")]
+    given = [e for e in begin if e["searcher"] == 0 and e["round"] < 3]
+    assert [(e["generated"], e["prompt_ids"]) for e in given] == [
+        (64, [3, 3, 3, 3]),
+        (64, [3, 8, 8, 8]),
+        (32, [8, 8]),
+    ]
+    _, [state] = load_host_states(str(workdir))
+    arrays, _ = state["buffer"]
+    tokenizer = Tokenizer.load(str(parts.START_MODEL))
+    stored = {
+        tokenizer.decode(np.frombuffer(tokens, np.int32)) for tokens in unflatten(arrays, "tokens")
+    }
+    assert {f"{i:03d}" for i in range(160)} <= stored
+    assert np.isfinite(arrays["row_reward"]).all()
+    assert np.isfinite(arrays["row_reference_logprob"]).all()
+
+
+def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
+    out = given_run(tmp_path / "run", *SYNC, "num_steps=2", cache=cache)
+    assert "160 given responses come first, in 3 rounds" in out
+    check_given(tmp_path / "run")
+    ledger = json.loads((tmp_path / "run" / "report.json").read_text())["ledger"]
+    assert ledger["generated"] == 160 + 2 * 4 * 16
+
+
+@pytest.mark.slow
+def test_an_async_run_begins_with_given_responses_and_is_replayed(cache, tmp_path):
+    options = ("num_searchers=2", "num_cpu_devices=3", "num_steps=6", "search.initial_fill=64")
+    given_run(tmp_path / "live", *options, cache=cache)
+    check_given(tmp_path / "live")
+    schedule = tmp_path / "live" / "schedule.jsonl"
+    events = lines(schedule)
+    before = events[: [e["event"] for e in events].index("step")]
+    # As many drawn ones as initial_fill says, beside the given.
+    assert sum(e["generated"] for e in before if e["event"] == "round") >= 160 + 64
+    given_run(tmp_path / "again", *options, cache=cache, flags=(f"--replay_schedule={schedule}",))
+    assert losses(tmp_path / "again") == losses(tmp_path / "live")
