@@ -57,7 +57,8 @@ class Evaluation(NamedTuple):
         num_failed: responses whose reward could not be computed.
         response_length_mean: tokens, end-of-sequence included.
         kind_share: share of the task's first response kind, 0 where it names none.
-        texts: the first response to every prompt.
+        num_trials: independent trials behind a share: prompts, or the responses to the only one.
+        texts: the first response to every prompt; of the only prompt, all.
         rewards: their rewards, None where one failed.
     """
 
@@ -68,6 +69,7 @@ class Evaluation(NamedTuple):
     num_failed: int
     response_length_mean: float
     kind_share: float
+    num_trials: int
     texts: list[str]
     rewards: list[float | None]
 
@@ -81,6 +83,7 @@ class Evaluation(NamedTuple):
             "num_failed": self.num_failed,
             "response_length_mean": self.response_length_mean,
             "kind_share": self.kind_share,
+            "num_trials": self.num_trials,
         }
 
 
@@ -189,6 +192,7 @@ class Evaluator:
                 "name another as the task's `metric`"
             )
         kinds = [self._response_kind(text) for row in texts for text in row]
+        is_only = len(self.prompts) == 1
         return Evaluation(
             metric=self._metric,
             values=values,
@@ -199,8 +203,9 @@ class Evaluator:
             kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds)
             if self._first_kind
             else 0.0,
-            texts=[row[0] for row in texts],
-            rewards=[row[0] for row in rewards],
+            num_trials=self._num_samples if is_only else len(self.prompts),
+            texts=texts[0] if is_only else [row[0] for row in texts],
+            rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
 
     def _grade(

@@ -267,8 +267,8 @@ def accuracy(metrics: Sequence[Record], metric: str, theme: Theme) -> "Figure | 
     axes = figure.add_subplot()
     style_axes(axes, theme)
     for record, t in zip(evals, times, strict=True):
-        if is_share(metric) and record.get("eval/n"):
-            low, high = share_interval(record[name], record["eval/n"])
+        if is_share(metric) and record.get("eval/num_trials"):
+            low, high = share_interval(record[name], record["eval/num_trials"])
             axes.plot([t, t], [low, high], color=theme.main, linewidth=5, alpha=0.25)
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
@@ -334,15 +334,16 @@ def reward(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
 
 
 def habits(metrics: Sequence[Record], kind: str, theme: Theme) -> "Figure | None":
-    """How the model answers: share of the named response kind above, response length below."""
+    """How the model answers: share of the response kind, if one is named, above their length."""
     panels = [
         (
-            f"share of {kind} answers" if kind else "share of the watched kind of answers",
+            f"share of {kind} answers",
             "search/kind_share",
             theme.main,
         ),
         ("response length (tokens)", "search/response_length_mean", theme.second),
     ]
+    panels = panels if kind else panels[1:]
     panels = [panel for panel in panels if len(column(metrics, "step", panel[1])[0])]
     if not panels:
         return None

@@ -163,6 +163,10 @@ def _last_time(run: Run) -> float:
     return max(times, default=0.0)
 
 
+def _held_out(n: int) -> str:
+    return f"{n} held-out problem{'s' if n != 1 else ''}"
+
+
 def _subline(run: Run) -> str:
     evals = run.evals
     parts = []
@@ -170,10 +174,10 @@ def _subline(run: Run) -> str:
         gain = evals[1][run.metric] - evals[0][run.metric]
         change = f"{100 * gain:+.1f} points" if is_share(run.metric) else f"{gain:+.3f}"
         n = evals[0].get("n")
-        problems = f" on {n} held-out problems" if n else ""
+        problems = f" on {_held_out(n)}" if n else ""
         parts.append(f"{change}{problems}, {run.decoding}")
     elif evals and evals[0].get("n"):
-        parts.append(f"{evals[0]['n']} held-out problems, {run.decoding}")
+        parts.append(f"{_held_out(evals[0]['n'])}, {run.decoding}")
     driver = {"async": "asynchronous", "sync": "synchronous"}.get(
         run.report.get("driver") or run.config.get("driver", ""), ""
     )
@@ -278,8 +282,9 @@ def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     name, interval = metric_label(run.metric), ""
     if len(evals) == 2:
         interval = " Bars: 90 % interval." if is_share(run.metric) else ""
-    problems = f"{evals[-1]['n']} held-out" if len(evals) == 2 and "n" in evals[-1] else "held-out"
-    text = f"{name[0].upper()}{name[1:]} on {problems} problems, {run.decoding}.{interval}"
+    is_known = len(evals) == 2 and "n" in evals[-1]
+    problems = _held_out(evals[-1]["n"]) if is_known else "held-out problems"
+    text = f"{name[0].upper()}{name[1:]} on {problems}, {run.decoding}.{interval}"
     habit = "What the searchers sample, step by step."
     if (
         run.kind
@@ -348,7 +353,10 @@ def _samples(run: Run) -> str:
         [r for sample in samples if (r := sample.get(f"{when}_reward")) is not None]
         for when in ("before", "after")
     ]
-    text = f"The same {len(samples)} held-out problems, {run.decoding}"
+    if len(samples) > 1 and len({sample.get("prompt") for sample in samples}) == 1:
+        text = f"{len(samples)} responses to the one held-out problem"
+    else:
+        text = f"The same {_held_out(len(samples))}, {run.decoding}"
     if is_graded:
         right = [sum(r >= 1 for r in rewards) for rewards in known]
         text += f": {right[0]} right before training, {right[1]} after."

@@ -65,8 +65,11 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> None:
 
     samples = []
     if run.before is not None and run.after is not None:
+        prompts = run.evaluator.prompts
+        if len(prompts) == 1:  # several of its responses are shown
+            prompts = prompts * len(run.before["texts"])
         for prompt, before, before_reward, after, after_reward in zip(
-            run.evaluator.prompts,
+            prompts,
             run.before["texts"],
             run.before["rewards"],
             run.after["texts"],

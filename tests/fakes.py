@@ -48,6 +48,7 @@ def fake_workdir(
                     "eval/metric": metric,
                     f"eval/{metric}": round((212 + 226 * progress(step)) / 512, 6),
                     "eval/n": 512,
+                    "eval/num_trials": 512,
                     "eval/kind_share": round(0.38 + 0.58 * progress(step), 4),
                     "eval/response_length_mean": round(11.2 + 19 * progress(step), 3),
                     "eval/version": step,

@@ -91,6 +91,15 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
     assert len({t for row in responses.texts for t in row}) > 6  # sampled, not greedy
 
 
+def test_of_an_only_prompt_every_response_is_a_trial_and_an_example(model):
+    sampled = {"eval.num_samples": 5, "eval.temperature": 1.0}
+    got = evaluator(model, **sampled, **{"task.num_eval_prompts": 1}).run(model[1])
+    assert (got.n, got.num_trials, len(got.texts), len(got.rewards)) == (1, 5, 5, 5)
+    # Responses to one prompt are not independent of one another where there are several prompts.
+    got = evaluator(model, **sampled).run(model[1])
+    assert (got.n, got.num_trials, len(got.texts)) == (6, 6, 6)
+
+
 def test_greedy_evaluation_is_repeatable_and_sampling_draws_the_same_again(model):
     greedy = evaluator(model)
     assert greedy.run(model[1]) == greedy.run(model[1])

@@ -71,6 +71,28 @@ def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
     assert page.count("<summary>answer") == 1 and "<small>answer: 16</small>" in page
 
 
+def test_several_responses_to_the_only_problem_are_told_as_such(tmp_path):
+    fake_workdir(tmp_path, num_steps=40)
+    told = json.loads((tmp_path / "report.json").read_text())
+    for when in told["eval"].values():
+        when["n"] = 1
+    for sample in told["samples"]:
+        sample["prompt"] = told["samples"][0]["prompt"]
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    text = Page(report.build_report(tmp_path).read_text()).text
+    assert "points on 1 held-out problem, greedy decoding" in text
+    assert f"{len(told['samples'])} responses to the one held-out problem" in text
+
+
+def test_habits_without_a_watched_kind_are_lengths_alone():
+    metrics = [
+        {"step": i, "search/kind_share": 0.0, "search/response_length_mean": 5.0 + i}
+        for i in range(4)
+    ]
+    panels = {kind: len(plots.habits(metrics, kind, plots.LIGHT).axes) for kind in ("", "worked")}
+    assert panels == {"": 1, "worked": 2}
+
+
 def test_page_is_one_valid_file_that_fetches_nothing(full):
     _, text = full
     page = Page(text)
