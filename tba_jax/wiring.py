@@ -185,7 +185,9 @@ def build(
         )
         for i in range(mine)
     ]
-    given = _start_data(config, task, tokenizer, model_config, placement, turns)
+    given = None
+    if not newest:  # all are taken before the first step, whatever became of the file since
+        given = _start_data(config, task, tokenizer, model_config, placement, turns)
     if given is not None:
         progress.note(
             f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds"
