@@ -19,7 +19,7 @@ asked in its chat template with --config.task.chat=True.
 Never put this folder on sys.path: this file would hide the standard library's `math`.
 """
 
-from tba_jax.config import Config, default_config
+from tba_jax.config.schema import Config, default_config
 
 PRESETS = {
     "arithmetic": {

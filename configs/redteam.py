@@ -24,7 +24,7 @@ gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the
 library of its code (peft) chooses for these models. The toy trains all parameters.
 """
 
-from tba_jax.config import Config, default_config
+from tba_jax.config.schema import Config, default_config
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "

@@ -14,7 +14,7 @@ pythia410m, pythia1b, pythia2.8b
     steps off policy. Not run by us.
 """
 
-from tba_jax.config import Config, default_config
+from tba_jax.config.schema import Config, default_config
 
 
 def _pythia(size: str) -> dict:

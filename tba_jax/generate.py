@@ -1,97 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print responses of a model to one prompt.
+"""`python -m tba_jax.generate`: see `tba_jax.commands.generate`."""
 
-    python -m tba_jax.generate --model=DIR_OR_HUB_ID --prompt="Once upon a time" --temperature=0
-
-With --json the last line of standard output is one object with `texts`. It knows neither training
-nor tasks.
-"""
-
-import argparse
-import json
 import sys
-import time
-from collections.abc import Sequence
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.generate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--model", default="embedded:start_model", help="folder or Hugging Face hub id"
-    )
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top_p", type=float, default=1.0, help="keep this much probability")
-    parser.add_argument("--top_k", type=int, default=0, help="keep so many tokens; 0: all")
-    parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
-    parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
-    parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
-    args = parser.parse_args(argv)
-    try:
-        result = _generate(args)
-    except ValueError as error:
-        print(f"generate: {error}", file=sys.stderr)
-        return 1
-    for text in result["texts"]:
-        print(f"{args.prompt}{text}")
-    if args.json:
-        print(json.dumps(result))
-    return 0
-
-
-def _generate(args: argparse.Namespace) -> dict:
-    # Imported here, so that --help and a wrong flag answer at once.
-    import jax
-    import jax.numpy as jnp
-
-    from tba_jax.decoding.engine import Decoder, SamplingSettings
-    from tba_jax.models import hf_weights
-    from tba_jax.tokenizer import Tokenizer
-
-    folder = hf_weights.resolve(args.model)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    config, params, _ = hf_weights.load(folder, param_dtype=dtype)
-    tokenizer = Tokenizer.load(folder)
-    if args.chat:
-        chat = tokenizer.format_chat([{"role": "user", "content": args.prompt}])
-        prompt = tokenizer.encode(chat, add_bos=False)
-    else:
-        prompt = tokenizer.encode(args.prompt, add_bos=True)
-    settings = SamplingSettings(
-        args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
-    )
-    decoder = Decoder(
-        config,
-        compute_dtype=dtype,
-        eos_ids=tokenizer.eos_ids,
-        pad_id=tokenizer.pad_id,
-        prompt_buckets=(max(1, len(prompt)),),
-        max_length=len(prompt) + args.max_new_tokens,
-    )
-    start = time.perf_counter()
-    decoded = decoder.decode(
-        params,
-        [prompt],
-        num_samples=args.num_samples,
-        key=jax.random.key(args.seed),
-        settings=settings,
-    )
-    wall_s = time.perf_counter() - start
-    rows = [y[:n] for y, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]
-    return {
-        "texts": tokenizer.batch_decode(rows),
-        "prompt": args.prompt,
-        "num_tokens": decoded.lengths[0].tolist(),
-        "logprobs": decoded.token_logprobs[0].sum(-1).tolist(),
-        "has_eos": decoded.has_eos[0].tolist(),
-        "seed": args.seed,
-        "wall_s": round(wall_s, 3),
-    }
-
+from tba_jax.commands.generate import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from absl import flags
 from ml_collections import config_flags
 
-from tba_jax import config as config_lib
-from tba_jax.command_line import local_folder, parse_flags, versions
-from tba_jax.config import Config, validate
+from tba_jax.config import schema as config_lib
+from tba_jax.config.command_line import local_folder, parse_flags, versions
+from tba_jax.config.schema import Config, validate
 
 if TYPE_CHECKING:
-    from tba_jax.cluster import Cluster
-    from tba_jax.run import Run
+    from tba_jax.devices.cluster import Cluster
+    from tba_jax.run.run import Run
 
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
@@ -141,7 +141,7 @@ def _setup_jax(config: Config) -> "Cluster":
     """Settings that must precede the first use of a device; joins the other processes of a pod."""
     import jax
 
-    from tba_jax import cluster
+    from tba_jax.devices import cluster
 
     if config.placement == "pod":
         address = cluster.resolve_address(
@@ -160,7 +160,7 @@ def _setup_jax(config: Config) -> "Cluster":
 
 
 def _writers(config: Config, workdir: Path) -> list[Any]:
-    from tba_jax.metrics import TensorBoardWriter, WandbWriter
+    from tba_jax.report.writers import TensorBoardWriter, WandbWriter
 
     writers: list[Any] = []
     if config.log.tensorboard:
@@ -198,13 +198,13 @@ def run_config(
     """
     from rich.console import Console
 
-    from tba_jax import drivers
-    from tba_jax.metrics import ProgressDisplay, read_jsonl
-    from tba_jax.parts import make_task
-    from tba_jax.run import RunClock
-    from tba_jax.run_report import host_counts, write_report_json
-    from tba_jax.schedule_replay import drive_schedule
-    from tba_jax.wiring import build
+    from tba_jax.report.writers import ProgressDisplay, read_jsonl
+    from tba_jax.run import drivers
+    from tba_jax.run.build import build
+    from tba_jax.run.closing import host_counts, write_report_json
+    from tba_jax.run.parts import make_task
+    from tba_jax.run.run import RunClock
+    from tba_jax.run.schedule_replay import drive_schedule
 
     clock = RunClock(time.perf_counter, _PROCESS_START)
     task = make_task(config)
@@ -270,7 +270,7 @@ def run_config(
         )
         # A pod that was told to go and went in order has not failed.
         return 128 + (number or 2) if cluster.num_processes == 1 else 0
-    from tba_jax.report import build_report
+    from tba_jax.report.build import build_report
 
     print(f"Report: {build_report(workdir)}")
     return 0
@@ -318,7 +318,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     events = None
     if _REPLAY_SCHEDULE.value:
-        from tba_jax.schedule_replay import read_schedule
+        from tba_jax.run.schedule_replay import read_schedule
 
         events = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
@@ -338,7 +338,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_pod(config: Config, workdir: Path) -> int:
     """`main` in a process of a pod: join the others, let process 0 claim the work directory."""
-    from tba_jax.cluster import LastWords, PeerError, peer_errors
+    from tba_jax.devices.cluster import LastWords, PeerError, peer_errors
 
     interrupted = Interruption()
     cluster = _setup_jax(config)
@@ -417,7 +417,7 @@ def _claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
 def cli(argv: Sequence[str] | None = None) -> int:
     """Run the command; what a user can mend becomes one line on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
-    from tba_jax.background import WorkerError
+    from tba_jax.devices.worker import WorkerError
 
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -434,7 +434,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 def _tell(error: BaseException) -> int:
     """Print an error, with its traceback where that may help; the exit code."""
-    from tba_jax.background import WorkerError
+    from tba_jax.devices.worker import WorkerError
 
     if isinstance(error, WorkerError):
         print(f"error: {error}", file=sys.stderr)
@@ -454,13 +454,13 @@ def _is_mendable(error: BaseException) -> bool:
     That holds for our named errors, and for a ValueError that this package raised itself; one that
     comes out of numpy or jax is a defect of ours and keeps its traceback.
     """
-    from tba_jax.checkpointing import CheckpointError
-    from tba_jax.cluster import PeerError
-    from tba_jax.device_turns import TurnError
-    from tba_jax.metrics import LogError
+    from tba_jax.devices.cluster import PeerError
+    from tba_jax.devices.device_turns import TurnError
+    from tba_jax.report.writers import LogError
     from tba_jax.rewards.pool import RewardFailure
-    from tba_jax.trainer import NonFiniteError
-    from tba_jax.weight_sync import PublicationError
+    from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.train.trainer import NonFiniteError
+    from tba_jax.weights.transport import PublicationError
 
     named = (
         UserError,

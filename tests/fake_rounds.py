@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 
-from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rounds import RoundCommit
-from tba_jax.trajectory import Group, Prompt, Trajectory
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.trajectory import Group, Prompt, Trajectory
+from tba_jax.replay.buffer import ReplayBuffer
 
 BUFFER_OPTIONS = {
     "recency_prob": 0.0,

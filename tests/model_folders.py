@@ -6,7 +6,8 @@ import numpy as np
 from fakes import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tba_jax.models import families, hf_weights, transformer
+from tba_jax.models import transformer
+from tba_jax.models.hf import families, hf_weights
 
 
 def make_folder(path, **changes):

@@ -1,137 +1,179 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports point from higher layers to strictly lower ones; modules stay readable."""
+"""The rooms of the package, and who may import whom (docs/architecture.md)."""
 
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tba_jax"
 
-# Folder names stand for all their modules, which may import one another.
-LAYERS = {
-    "trajectory": 0,
-    "trees": 0,
-    "config_rules": 0,
-    "config": 1,
-    "metrics": 0,
-    "command_line": 2,
-    "config_devices": 2,
-    "background": 0,
-    "rounds": 1,
-    "prompt_pool": 1,
-    "replay_draws": 2,
-    "step_plan": 1,
-    "cluster": 1,
-    "repartition": 4,
-    "trajectory_store": 2,
-    "models": 1,
-    "objectives": 1,
-    "edit_distance": 1,
-    "log_z": 2,
-    "optimizers": 1,
-    "rewards": 1,
-    "sharding": 0,
-    "device_turns": 0,
-    "tokenizer": 1,
-    "fused_logprobs": 1,
-    "decoding": 2,
-    "logprobs": 2,
-    "lora": 2,
-    "micro_batches": 2,
-    "reward_models": 2,
-    "outbox": 3,
-    "replay_buffer": 3,
-    "weight_sync": 3,
-    "checkpointing": 3,
-    "tasks": 3,
-    "data": 4,
-    "searcher": 5,
-    "start_data": 5,
-    "train_step": 3,
-    "reference": 3,
-    "trainer": 5,
-    "evaluation": 4,
-    "evaluation_metrics": 5,
-    "attack_metrics": 5,
-    "response_classifiers": 3,
-    "victim_reward": 4,
-    "sft": 7,
-    "plots": 4,
-    "report_page": 5,
-    "frontier": 5,
-    "parts": 6,
-    "reward_parts": 7,
-    "run": 7,
-    "run_report": 8,
-    "wiring": 8,
-    "report": 6,
-    "generate": 6,
-    "assets": 8,
-    "buffer": 6,
-    "planning": 8,
-    "plan": 9,
-    "bench": 6,
-    "drivers": 9,
-    "schedule_replay": 10,
-    "saved_run": 7,
-    "evaluate": 8,
-    "export": 8,
-    "main": 11,
-    "launch_processes": 11,
-    "study": 12,
+# What each room stands on. Everything that a room stands on may also be imported by those above it,
+# except where the table says otherwise: `search` and `train` meet only in `replay` and `weights`.
+STANDS_ON = {
+    "flow": [],
+    "settings": [],
+    "devices": ["settings"],
+    "models": ["devices", "flow"],
+    "decoding": ["models"],
+    "weights": ["models"],
+    "rewards": ["decoding"],
+    "tasks": ["rewards"],
+    "evaluation": ["tasks"],
+    "replay": ["flow", "settings"],
+    "report": ["flow", "settings"],
+    "search": ["evaluation", "replay", "weights"],
+    "train": ["models", "replay", "weights"],
+    "config": ["search", "train", "report"],
+    "run": ["config"],
+    "planning": ["run", "bench"],
+    "commands": ["run"],
+    "bench": ["run"],
+    "studies": ["commands", "bench"],
+    "assets": ["commands"],
 }
+# Modules at the top: the main command, and one line each for the commands and instruments.
+TOP = {"__init__", "main", "settings"}
 
 
-def _layer_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
-    return parts[0]
-
-
-def _imports(path: Path) -> set[str]:
-    """First components, below tba_jax, of everything a module imports from the package."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tba_jax":
-            rest = (node.module or "").split(".")[1:]
-            found |= {rest[0]} if rest else {alias.name for alias in node.names}
-        elif isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.startswith("tba_jax."):
-                    found.add(alias.name.split(".")[1])
+def below(room: str) -> set[str]:
+    """Every room that a room stands on, directly or not."""
+    found = set(STANDS_ON[room])
+    for other in STANDS_ON[room]:
+        found |= below(other)
     return found
 
 
-def violations(path: Path) -> list[str]:
-    """Imports of a module that do not point strictly downwards."""
-    name = _layer_name(path)
+def imported(path: Path, package: Path) -> set[str]:
+    """Modules of the package that a file imports, as dotted names below it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {a.name[8:] for a in node.names if a.name.startswith("tba_jax.")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tba_jax":
+            base = (node.module or "").split(".")[1:]
+            for alias in node.names:
+                whole = [*base, alias.name]
+                is_module = package.joinpath(*whole).with_suffix(".py").exists()
+                found.add(".".join(whole if is_module or not base else base))
+    return found
+
+
+def name_of(path: Path, package: Path) -> str:
+    return ".".join(path.relative_to(package).with_suffix("").parts)
+
+
+def modules(package: Path) -> dict[str, set[str]]:
+    """Each module with what it imports of the package."""
+    return {
+        name_of(path, package): imported(path, package) for path in sorted(package.rglob("*.py"))
+    }
+
+
+def upward(graph: dict[str, set[str]]) -> list[str]:
+    """Imports of a room that does not lie below."""
     return [
-        f"{path.name} (layer {LAYERS[name]}) imports {other} (layer {LAYERS.get(other)})"
-        for other in sorted(_imports(path))
-        if other != name and LAYERS.get(other, 99) >= LAYERS[name]
+        f"{name} imports {other}"
+        for name, others in graph.items()
+        if "." in name and not name.endswith("__main__")
+        for other in sorted(others)
+        if (room := name.split(".")[0]) != (there := other.split(".")[0])
+        and there not in below(room)
     ]
 
 
-MODULES = sorted(p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py")
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of files that import one another, in a circle of any length."""
+    reach = {name: {o for o in others if o in graph} for name, others in graph.items()}
+    changed = True
+    while changed:
+        changed = False
+        for name, others in reach.items():
+            more = others.union(*(reach[o] for o in others))
+            changed |= len(more) > len(others)
+            reach[name] = more
+    found = {
+        frozenset(o for o in reach[name] if name in reach[o])
+        for name in reach
+        if name in reach[name]
+    }
+    return sorted((set(circle) for circle in found), key=sorted)
 
 
-def test_every_module_has_a_layer():
-    assert {_layer_name(p) for p in MODULES} <= set(LAYERS)
+GRAPH = modules(PACKAGE)
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_folder_is_a_room():
+    assert {name.split(".")[0] for name in GRAPH if "." in name} == set(STANDS_ON) - {"settings"}
 
 
 def test_imports_point_down():
-    assert [line for path in MODULES for line in violations(path)] == []
+    assert upward(GRAPH) == []
 
 
-def test_a_violation_is_seen(tmp_path, monkeypatch):
-    bad = tmp_path / "trainer.py"
-    bad.write_text("from tba_jax.searcher import Searcher\n")
-    monkeypatch.setattr("test_architecture.PACKAGE", tmp_path)
-    assert violations(bad) == ["trainer.py (layer 5) imports searcher (layer 5)"]
+def test_no_file_is_part_of_a_circle():
+    assert circles(GRAPH) == []
+
+
+def test_search_and_train_never_see_each_other():
+    assert "train" not in below("search") and "search" not in below("train")
+
+
+def test_only_commands_and_instruments_know_all_rooms():
+    above = {"planning", "commands", "bench", "studies", "assets"}
+    assert {room for room in STANDS_ON if "run" in below(room)} == above
+    top = {n for n in GRAPH if "." not in n and any(o.startswith("run") for o in GRAPH[n])}
+    assert top <= {"main"}
+
+
+def test_modules_at_the_top_only_call_a_command():
+    thin = {name for name in GRAPH if "." not in name} - TOP
+    assert {
+        name for name in thin if len((PACKAGE / f"{name}.py").read_text().split("\n")) > 12
+    } == set()
+
+
+@pytest.mark.parametrize(
+    "name, text, problem",
+    [
+        (
+            "train/trainer.py",
+            "from tba_jax.search.searcher import S",
+            "train.trainer imports search",
+        ),
+        ("flow/rounds.py", "from tba_jax.models import lora", "flow.rounds imports models"),
+        ("replay/draws.py", "import tba_jax.run.build", "replay.draws imports run.build"),
+    ],
+)
+def test_an_upward_import_is_seen(tmp_path, name, text, problem):
+    path = tmp_path / name
+    path.parent.mkdir()
+    path.write_text(text + "\n")
+    (found,) = upward(modules(tmp_path))
+    assert found.startswith(problem)
+
+
+def test_a_circle_is_seen(tmp_path):
+    for name, other in (("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")):
+        (tmp_path / f"{name}.py").write_text(f"from tba_jax import {other}\n")
+    assert circles(modules(tmp_path)) == [{"a", "b", "c"}]
+
+
+def test_packages_are_empty():
+    allowed = {PACKAGE / "__init__.py"}  # the version and the names of the Python API
+    full = [
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("__init__.py")
+        if path not in allowed and ast.parse(path.read_text()).body
+    ]
+    assert full == []
 
 
 def test_no_module_is_longer_than_600_lines():
     too_long = {
-        str(p.relative_to(ROOT)): n for p in MODULES if (n := len(p.read_text().splitlines())) > 600
+        str(p.relative_to(ROOT)): n for p in FILES if (n := len(p.read_text().splitlines())) > 600
     }
     assert too_long == {}
 

@@ -32,9 +32,10 @@ import optax
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from tba_jax import tokenizer as tokenizer_lib
 from tba_jax.decoding.engine import Decoder, SamplingSettings
-from tba_jax.models import families, hf_weights, transformer
+from tba_jax.models import tokenizer as tokenizer_lib
+from tba_jax.models import transformer
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 

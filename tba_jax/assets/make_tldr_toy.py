@@ -34,7 +34,8 @@ import optax
 
 from tba_jax.assets.make_start_model import BOS, CHARACTERS, EOS, PAD, SPECIAL_TOKENS
 from tba_jax.assets.make_start_model import write_tokenizer as write_character_tokenizer
-from tba_jax.models import classifier, families, hf_weights, transformer
+from tba_jax.models import classifier, transformer
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.digests import gold_score
 from tba_jax.tasks import tldr_toy

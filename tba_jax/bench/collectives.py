@@ -189,10 +189,10 @@ def compiled_step(case: Case) -> Any:
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
+    from tba_jax.devices.sharding import MESH_AXES
+    from tba_jax.flow.trajectory import Batch
     from tba_jax.models import transformer
-    from tba_jax.sharding import MESH_AXES
-    from tba_jax.train_step import StepSettings, init_state, make_train_step, step_shardings
-    from tba_jax.trajectory import Batch
+    from tba_jax.train.step import StepSettings, init_state, make_train_step, step_shardings
 
     config = transformer.TransformerConfig(
         vocab_size=case.vocab_size,

@@ -25,7 +25,8 @@ import numpy as np
 
 from tba_jax.bench import roofline
 from tba_jax.decoding.engine import Decoder, SamplingSettings, Session, row_keys
-from tba_jax.models import families, hf_weights, transformer
+from tba_jax.models import transformer
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.transformer import Params, TransformerConfig
 
 _39M = TransformerConfig(

@@ -25,9 +25,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.background import StopFlag, Worker
-from tba_jax.models import hf_names, hf_weights, safetensors_file
-from tba_jax.models.families import transformer_config
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.models.hf import hf_weights, safetensors_file
+from tba_jax.models.hf import names as hf_names
+from tba_jax.models.hf.families import transformer_config
 from tba_jax.models.transformer import Params, TransformerConfig, param_axes
 
 _STATUS = Path("/proc/self/status")

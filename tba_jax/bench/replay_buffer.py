@@ -22,9 +22,9 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_jax.replay_buffer import ReplayBuffer
-from tba_jax.rounds import RoundCommit
-from tba_jax.trajectory import Group, Prompt, Trajectory
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.trajectory import Group, Prompt, Trajectory
+from tba_jax.replay.buffer import ReplayBuffer
 
 _PER_PROMPT = 100
 _GROUP_SIZE = 16

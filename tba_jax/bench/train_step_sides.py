@@ -24,14 +24,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tba_jax import objectives
 from tba_jax.bench import roofline
 from tba_jax.bench.decode_engine import SHAPES
-from tba_jax.models import families, hf_weights, transformer
+from tba_jax.flow.trajectory import Batch
+from tba_jax.models import transformer
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.optimizers import make_optimizer
-from tba_jax.train_step import StepSettings, TrainState, init_state, make_train_step
-from tba_jax.trajectory import Batch
+from tba_jax.train import objectives
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.step import StepSettings, TrainState, init_state, make_train_step
 
 
 def main(argv: Sequence[str]) -> int:

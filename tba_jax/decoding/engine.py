@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.session import SamplingSettings, Session
-from tba_jax.device_turns import InTurn, no_turns
+from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.models import transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig

@@ -18,10 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
+from tba_jax.devices.sharding import AXIS_RULES, tree_shardings
 from tba_jax.models import transformer
 from tba_jax.models.attention import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.sharding import AXIS_RULES, tree_shardings
 
 CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
     "chunk_sampled": {"mode": "sampled", "is_truncated": False, "has_minimum": False},

@@ -19,10 +19,10 @@ import numpy as np
 
 from tba_jax.decoding import programs
 from tba_jax.decoding.sampling import RowSettings
+from tba_jax.flow.trajectory import bucket_length
 from tba_jax.models.attention import KVCache
 from tba_jax.models.transformer import Params
-from tba_jax.trajectory import bucket_length
-from tba_jax.trees import check_same_tree
+from tba_jax.models.trees import check_same_tree
 
 if TYPE_CHECKING:
     from tba_jax.decoding.engine import Decoder

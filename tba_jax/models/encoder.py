@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, hf_weights
-from tba_jax.models.hf_tensors import HFTensor, linear, plain, split_vector
+from tba_jax.models import attention
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
 

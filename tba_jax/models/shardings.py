@@ -15,9 +15,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
+from tba_jax.devices.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
 from tba_jax.models import transformer
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
 
 
 def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:

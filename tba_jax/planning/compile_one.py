@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config import Config, ConfigError, default_config
-from tba_jax.models import families
+from tba_jax.config.schema import Config, ConfigError, default_config
+from tba_jax.models.hf import families
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
 from tba_jax.planning.judges import judge_residents, plan_judges

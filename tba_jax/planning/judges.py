@@ -16,22 +16,23 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tba_jax import parts
-from tba_jax.attack_metrics import make_embed_program
-from tba_jax.config import Config
+from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
-from tba_jax.evaluation_metrics import distance_rows, make_distance_program
-from tba_jax.models import encoder, families
+from tba_jax.devices.sharding import Placement
+from tba_jax.evaluation.attacks import make_embed_program
+from tba_jax.evaluation.metrics import distance_rows, make_distance_program
+from tba_jax.flow.trajectory import length_buckets
+from tba_jax.models import encoder
+from tba_jax.models.hf import families
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
-from tba_jax.response_classifiers import classify_program, verdict_program
-from tba_jax.reward_models import LENGTH_STEP, make_score_program
-from tba_jax.sharding import Placement
-from tba_jax.trajectory import length_buckets
-from tba_jax.victim_reward import make_victim_decoder
+from tba_jax.rewards.classifiers import classify_program, verdict_program
+from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
+from tba_jax.rewards.victim import make_victim_decoder
+from tba_jax.run import parts
 
 # Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
 # tokenizer nobody knows them, and one more or less hardly changes the program.

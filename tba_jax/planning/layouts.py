@@ -14,13 +14,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tba_jax import lora, parts, sharding
-from tba_jax.config import Config, get_field, validate
-from tba_jax.config_devices import validate_devices
+from tba_jax.config.devices import validate_devices
+from tba_jax.config.schema import Config, get_field, validate
 from tba_jax.decoding.engine import cache_lengths
+from tba_jax.devices import sharding
+from tba_jax.devices.sharding import MeshShape, Placement, PlacementError
+from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
-from tba_jax.sharding import MeshShape, Placement, PlacementError
-from tba_jax.train_step import TrainState
+from tba_jax.run import parts
+from tba_jax.train.step import TrainState
 
 # Weights of the next version arrive beside those in use, and programs need room: a group is made
 # larger where weights and cache would leave less than this share of the memory.

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tba_jax.models import hf_weights
+from tba_jax.models.hf import hf_weights
 
 _TIMEOUT_S = 5.0
 

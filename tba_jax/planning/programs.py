@@ -15,17 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from tba_jax import lora, parts
-from tba_jax.config import Config
+from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.devices.sharding import Placement
+from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
+from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
-from tba_jax.sharding import Placement
-from tba_jax.train_step import make_train_step
-from tba_jax.trajectory import Batch, PackedBatch, length_buckets
-from tba_jax.weight_sync import make_publish_program
+from tba_jax.run import parts
+from tba_jax.train.step import make_train_step
+from tba_jax.weights.transport import make_publish_program
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, SYNC, lines, losses, run, start, wait_for
 
-from tba_jax.checkpointing import load_host_states
+from tba_jax.run.checkpoint import load_host_states
 
 START_MODEL = ROOT / "tba_jax/assets/start_model"
 # A failing command may take this long to say so; it includes starting Python and JAX.

@@ -6,8 +6,8 @@
 
 For each model of `MODELS`, of random weights: its folder, and NAME.npz with the logits of two rows,
 alone and padded on either side, and 64 greedy tokens (classifiers: the scores). For stories260k:
-its greedy text. The tests need neither torch nor this script; tests/test_parity.py, which has
-torch, makes its models here too.
+its greedy text. The tests need neither torch nor this script; tests/models/test_parity.py, which
+has torch, makes its models here too.
 
 Greedy tokens can only be compared where no two logits tie: `random_model` spreads the weights
 (fresh models are nearly uniform), and a seed is passed over when its two best logits come closer

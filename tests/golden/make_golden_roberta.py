@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the golden files of tests/test_encoder.py with transformers and torch.
+"""Make the golden files of tests/models/test_encoder.py with transformers and torch.
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors
     python tests/golden/make_golden_roberta.py

@@ -7,8 +7,8 @@ import math
 import pytest
 from commands import ROOT, lines, losses, run
 
-from tba_jax.tasks import get_task
-from tba_jax.tokenizer import Tokenizer
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.tasks.registry import get_task
 
 DATA = ROOT.parent / "shared" / "data" / "gsm8k"
 MODEL = ROOT.parent / "shared" / "models" / "stories260k"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from commands import ROOT, SMALL, SYNC, environment, lines, losses, run, wait_for
 
-from tba_jax.checkpointing import load_host_states
+from tba_jax.run.checkpoint import load_host_states
 
 POD = ("placement=pod",)
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
 
-from tba_jax import buffer, evaluate, export, parts, saved_run
-from tba_jax.checkpointing import load_host_states
-from tba_jax.models import hf_weights
-from tba_jax.rounds import unflatten
-from tba_jax.tokenizer import Tokenizer
+from tba_jax.commands import buffer, evaluate, export
+from tba_jax.flow.rounds import unflatten
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.run import parts
+from tba_jax.run import saved as saved_run
+from tba_jax.run.checkpoint import load_host_states
 
 
 @pytest.fixture(scope="module")

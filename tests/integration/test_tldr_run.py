@@ -10,8 +10,8 @@ import pytest
 from commands import ROOT, lines, losses, run
 from fakes import random_params, write_word_tokenizer
 
-from tba_jax import evaluate
-from tba_jax.models import families, hf_weights
+from tba_jax.commands import evaluate
+from tba_jax.models.hf import families, hf_weights
 
 GOLDEN = ROOT / "tests" / "golden"
 METRICS = {

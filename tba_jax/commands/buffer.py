@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Show what is in the replay buffer of a run: counts, ages, rewards, texts, successful attacks.
+
+    python -m tba_jax.buffer WORKDIR
+
+Reads the newest checkpoint and changes nothing, so it may be used while the run goes on. With
+--json the last line of standard output is one object with the same numbers. It knows the layout of
+the buffer's snapshot, not how responses are drawn.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tba_jax.evaluation.attacks import Finds
+    from tba_jax.run.repartition import HostState
+
+_NUM_BARS = 10
+_BAR_WIDTH = 40
+
+Decode = Callable[[np.ndarray], str]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.buffer", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("workdir", help="work directory of a run")
+    parser.add_argument("--num_texts", type=int, default=3, help="responses of each kind to print")
+    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
+    args = parser.parse_args(argv)
+    if args.num_texts < 0:
+        parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
+    # Imported here, so that --help and a wrong flag answer at once.
+    from tba_jax.config.command_line import local_folder
+    from tba_jax.config.schema import ConfigError
+    from tba_jax.run.checkpoint import CheckpointError
+
+    try:
+        workdir = local_folder(args.workdir, "WORKDIR")
+        step, state = load(workdir)
+    except (CheckpointError, ConfigError) as error:
+        print(f"buffer: {error}", file=sys.stderr)
+        return 1
+    arrays, meta = state["buffer"]
+    pending = sum(
+        group[0] + sum(group[1].values())
+        for name, (_, outbox) in state.items()
+        if name.startswith("outbox_")
+        for group in outbox["groups"]
+    )
+    result = summarise(arrays, meta, step=step, pending=pending)
+    config, note = _config(workdir)
+    decode, note = _decoder(config, note)
+    result["texts"] = texts(arrays, meta, decode, args.num_texts)
+    if config.get("task.name") == "redteam":
+        result["attacks"] = found_attacks(arrays, meta)._asdict()
+    _show(result, note)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def load(workdir: Path) -> tuple[int, "HostState"]:
+    """Step of a run's newest checkpoint, and what its hosts held, as one.
+
+    Raises:
+        CheckpointError: no readable checkpoint.
+    """
+    from tba_jax.run.checkpoint import load_host_states
+    from tba_jax.run.repartition import on_one_host
+
+    step, states = load_host_states(str(workdir))
+    return step, on_one_host(states)
+
+
+def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> "Finds":
+    """How many of the attacks in a buffer snapshot succeed.
+
+    Args:
+        arrays: the snapshot's arrays.
+        meta: the snapshot's metadata.
+    """
+    from tba_jax.evaluation.attacks import finds
+    from tba_jax.flow.rounds import ROW_FIELDS, SettingsTable, unflatten, unpack
+
+    columns = [arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS]
+    return finds(
+        unpack(
+            list(zip(*columns, strict=True)),
+            unflatten(arrays, "tokens"),
+            unflatten(arrays, "extras"),
+            SettingsTable(meta["settings"]),
+        )
+    )
+
+
+def summarise(
+    arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, step: int, pending: int
+) -> dict[str, Any]:
+    """The numbers of a buffer snapshot.
+
+    Args:
+        arrays: the snapshot's arrays.
+        meta: the snapshot's metadata.
+        step: trainer step of the checkpoint.
+        pending: responses that wait in outboxes.
+    """
+    rewards = arrays["row_reward"]
+    sizes = arrays["store_sizes"]
+    counters = meta["counters"]
+    received = counters["generated"] - sum(meta["rejected"].values())
+    return {
+        "step": step,
+        "num_prompts": len(sizes),
+        "num_trajectories": len(rewards),
+        "num_tokens": int(arrays["tokens_sizes"].sum()) // 4,
+        "unique_fraction": 1 - counters["duplicate"] / received if received else 1.0,
+        "unused_fraction": float((arrays["row_uses"] == 0).mean()) if len(rewards) else 0.0,
+        "ledger": {
+            **counters,
+            "outbox": pending,
+            "stored": len(rewards),
+            "rejected": meta["rejected"],
+        },
+        "quantiles": {
+            "age": _quantiles(step - arrays["row_version_min"]),
+            "reward": _quantiles(rewards),
+            "response tokens": _quantiles(arrays["tokens_sizes"] // 4),
+            "uses": _quantiles(arrays["row_uses"]),
+            "responses per prompt": _quantiles(sizes),
+        },
+        "reward_histogram": _histogram(rewards),
+    }
+
+
+def texts(
+    arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], decode: Decode, count: int
+) -> list[dict[str, Any]]:
+    """The best, the worst and the newest responses, with their prompts, each response once.
+
+    Args:
+        arrays: the snapshot's arrays.
+        meta: the snapshot's metadata.
+        decode: token ids to text.
+        count: how many of each kind.
+    """
+    rewards, ids = arrays["row_reward"], arrays["row_id"]
+    prompt_of = np.repeat(np.arange(len(arrays["store_sizes"])), arrays["store_sizes"])
+    ends = np.cumsum(arrays["tokens_sizes"])
+    shown: dict[int, str] = {}
+    for kind, order in (
+        ("highest reward", np.lexsort((-ids, -rewards))),
+        ("lowest reward", np.lexsort((-ids, rewards))),
+        ("newest", np.argsort(-ids)),
+    ):
+        for index in order[:count].tolist():
+            shown.setdefault(index, kind)
+    out = []
+    for index, kind in shown.items():
+        tokens = arrays["tokens"][ends[index] - arrays["tokens_sizes"][index] : ends[index]]
+        out.append(
+            {
+                "kind": kind,
+                "prompt": meta["prompts"]["texts"][prompt_of[index]],
+                "response": decode(tokens.view(np.int32)),
+                "reward": float(rewards[index]),
+                "version": int(arrays["row_version_min"][index]),
+                "uses": int(arrays["row_uses"][index]),
+            }
+        )
+    return out
+
+
+def _quantiles(values: np.ndarray) -> dict[str, float]:
+    if not len(values):
+        return {}
+    low, middle, high = np.quantile(values, (0.05, 0.5, 0.95)).tolist()
+    return {
+        "min": float(values.min()),
+        "p05": low,
+        "p50": middle,
+        "p95": high,
+        "max": float(values.max()),
+        "mean": float(values.mean()),
+    }
+
+
+def _histogram(rewards: np.ndarray) -> list[list[float]]:
+    """[from, to, count] per bar; one bar per value where there are few different ones."""
+    values, counts = np.unique(rewards, return_counts=True)
+    if len(values) <= _NUM_BARS:
+        return [[v, v, c] for v, c in zip(values.tolist(), counts.tolist(), strict=True)]
+    bars, edges = np.histogram(rewards, _NUM_BARS)
+    return [
+        [low, high, count]
+        for low, high, count in zip(
+            edges[:-1].tolist(), edges[1:].tolist(), bars.tolist(), strict=True
+        )
+    ]
+
+
+def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
+    """The run's config, field by field, or nothing and a note why."""
+    try:
+        return json.loads((workdir / "config.json").read_text())["config"], ""
+    except (OSError, ValueError, KeyError) as error:
+        return {}, f"token ids, not text: {error}"
+
+
+def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
+    """The run's tokenizer, or token ids and a note why."""
+    from tba_jax.models.hf import hf_weights
+    from tba_jax.models.tokenizer import Tokenizer
+
+    if not note:
+        try:
+            folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
+            tokenizer = Tokenizer.load(folder)
+            return lambda ids: tokenizer.decode(ids, skip_special=False), ""
+        except (OSError, ValueError, KeyError) as error:
+            note = f"token ids, not text: {error}"
+    return lambda ids: " ".join(map(str, ids.tolist())), note
+
+
+def _show(result: Mapping[str, Any], note: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    console.print(
+        f"Replay buffer at step {result['step']}: {result['num_trajectories']:,} responses to "
+        f"{result['num_prompts']:,} prompts, {result['num_tokens']:,} tokens; "
+        f"{result['unique_fraction']:.1%} of what came in was new, "
+        f"{result['unused_fraction']:.1%} of what is stored was not drawn yet",
+        highlight=False,
+    )
+    if found := result.get("attacks"):
+        first = found["first_version"]
+        console.print(
+            f"Attacks: {found['successes']:,} of {found['attacks']:,} different ones succeed"
+            + (f"; version {first} drew the first" if first is not None else ""),
+            highlight=False,
+        )
+    ledger = Table(title="Ledger (responses)", title_justify="left")
+    ledger.add_column("where")
+    ledger.add_column("count", justify="right")
+    for name, value in result["ledger"].items():
+        rows = value.items() if isinstance(value, Mapping) else [("", value)]
+        for reason, count in rows:
+            ledger.add_row(f"{name} {reason}".strip(), f"{count:,}")
+    spread = Table(title="Spread", title_justify="left")
+    spread.add_column("of")
+    columns = ("min", "p05", "p50", "p95", "max", "mean")
+    for column in columns:
+        spread.add_column(column, justify="right")
+    for name, row in result["quantiles"].items():
+        if row:
+            spread.add_row(name, *(f"{row[column]:,.4g}" for column in columns))
+    histogram = Table(title="Rewards", title_justify="left")
+    histogram.add_column("reward", justify="right")
+    histogram.add_column("responses", justify="right")
+    histogram.add_column("")
+    most = max((count for *_, count in result["reward_histogram"]), default=1)
+    for low, high, count in result["reward_histogram"]:
+        label = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        histogram.add_row(label, f"{count:,}", "█" * round(_BAR_WIDTH * count / most))
+    for table in (ledger, spread, histogram):
+        console.print(table)
+    if note:
+        console.print(Text(f"({note})"))
+    # Text, not markup: a response may hold square brackets.
+    for item in result["texts"]:
+        head = f"{item['kind']}: reward {item['reward']:.4g}, version {item['version']}"
+        console.print(Text(f"{head}, drawn {item['uses']} times", style="bold"))
+        console.print(Text(item["prompt"]), Text(item["response"], style="cyan"), sep="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

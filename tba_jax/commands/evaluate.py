@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
+
+python -m tba_jax.evaluate --config=configs/math.py[:PRESET] [--model=DIR_OR_HUB_ID] ...
+python -m tba_jax.evaluate --workdir=DIR ...
+
+Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import Config, validate
+from tba_jax.report.writers import format_metric, metric_label
+
+
+def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
+    """Evaluate params on the task of a config, decoding as its `eval` section says.
+
+    Args:
+        config: of the run or of the command line.
+        model_config: the architecture.
+        params: parameters on the devices of `parts.reading_mesh`, layers stacked.
+        folder: of the model, for its tokenizer.
+
+    Raises:
+        ValueError: there are fewer devices than search.num_devices; no reward or judge can be used.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.run.parts import (
+        decoder_weights,
+        make_decoder,
+        make_evaluator,
+        make_metrics,
+        make_task,
+        reading_mesh,
+        start_weights,
+    )
+    from tba_jax.run.reward_parts import make_gold, make_rewards
+
+    devices = jax.local_devices()
+    num = config.search.num_devices
+    if num > len(devices):
+        raise ValueError(
+            f"search.num_devices = {num}, and there are {len(devices)} devices; give "
+            f"--config.search.num_devices={len(devices)}"
+        )
+    task = make_task(config)
+    tokenizer = Tokenizer.load(folder)
+    source, mesh = reading_mesh(model_config, devices), Mesh(np.array(devices[:num]), ("model",))
+
+    @functools.cache
+    def start_params() -> Any:
+        return start_weights(config, model_config, source, mesh)
+
+    rewards = make_rewards(config, task, tokenizer, [mesh])
+    gold = None
+    try:
+        gold = make_gold(config, task, tokenizer, mesh)
+        metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+        decoder = make_decoder(config, model_config, tokenizer, mesh)
+        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
+        # On standard error: a big model takes minutes, and standard output is for the result.
+        count = f"{len(evaluator.prompts):,}"
+        print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
+        weights = decoder_weights(config, model_config, params, source, mesh)
+        return evaluator.run(weights).metrics()
+    finally:
+        rewards.close()
+        if gold is not None:
+            gold.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default="", help="config file, FILE.py[:PRESET]")
+    parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
+    parser.add_argument("--workdir", default="", help="directory of a run")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args, overrides = parser.parse_known_args(argv)
+    from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.run.parts import model_path
+    from tba_jax.run.saved import load_policy, load_run_config
+
+    try:
+        if args.workdir and (args.config or args.model):
+            raise ValueError(
+                "--workdir brings its own config and model; leave out --config and --model, or "
+                "--workdir"
+            )
+        if args.workdir:
+            config = override(load_run_config(args.workdir), overrides)
+            validate(config)
+            step, model_config, params, _, folder = load_policy(args.workdir)
+            what = f"{args.workdir} at step {step}"
+        elif args.config:
+            import jax
+            import jax.numpy as jnp
+
+            from tba_jax.models.hf import families, hf_weights
+            from tba_jax.models.shardings import param_shardings
+            from tba_jax.run.parts import reading_mesh
+
+            config = override(None, [f"--config={args.config}", *overrides])
+            validate(config)
+            what = args.model or model_path(config)
+            folder = str(hf_weights.resolve(what))
+            model_config = families.transformer_config(hf_weights.load_config(folder))
+            _, params, _ = hf_weights.load(
+                folder,
+                param_dtype=jnp.dtype(config.model.rollout_dtype),
+                shardings=param_shardings(
+                    model_config, reading_mesh(model_config, jax.local_devices())
+                ),
+            )
+        else:
+            raise ValueError("give --workdir, or --config with an optional --model")
+        result = evaluate(config, model_config, params, folder)
+    except (ValueError, OSError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps({"model": what, **result}))
+    else:
+        skipped, metric = result["num_skipped"], result["metric"]
+        print(
+            f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
+            f"{result['n']} held-out prompts"
+            + (f" ({skipped} skipped as too long)" if skipped else "")
+            + f", {result['response_length_mean']:.1f} tokens per response"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

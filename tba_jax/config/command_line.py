@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands share: `--config=FILE.py[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
+
+It knows the config's schema and nothing of what a command does with it. Invariant: every mistake of
+the user's is one ConfigError of one line.
+"""
+
+import difflib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import config_flags
+
+from tba_jax.config import schema as config_lib
+from tba_jax.config.schema import Config, ConfigError
+
+
+def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
+    """absl's parser, with every mistake as a ConfigError.
+
+    Args:
+        argv: program name and arguments.
+        flag_values: flags with a config flag named `config` among them.
+
+    Returns:
+        Program name and the arguments that are not flags.
+    """
+    for argument in argv:
+        if argument.startswith("--config="):
+            path = argument.removeprefix("--config=").split(":")[0]
+            if not os.path.isfile(path):
+                raise ConfigError(f"no config file {path!r} here ({os.getcwd()})")
+    _check_fields(argv)
+    try:
+        return flag_values(list(argv))
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        # The parser of config files wraps a whole traceback; its last exception is the news.
+        message = re.split(r"\b\w*Error: ", " ".join(str(error).split()))[-1]
+        raise ConfigError(message) from error
+
+
+def override(config: Config | None, arguments: Sequence[str]) -> Config:
+    """A config with `--config.FIELD=VALUE` arguments applied.
+
+    Args:
+        config: what to change; None: the file that `--config=` among the arguments names.
+        arguments: nothing but config flags.
+
+    Raises:
+        ConfigError: no such file, field or value, or an argument that is no config flag.
+    """
+    _check_fields(arguments)  # defining the flags of a given config trips over such a field
+    argv = ["", *arguments]
+    flag_values = flags.FlagValues()
+    if config is None:
+        holder = config_flags.DEFINE_config_file("config", flag_values=flag_values, sys_argv=argv)
+    else:
+        holder = config_flags.DEFINE_config_dict(
+            "config", config, flag_values=flag_values, sys_argv=argv
+        )
+    _, *strays = parse_flags(argv, flag_values)
+    if strays:
+        raise ConfigError(f"unexpected argument {strays[0]!r}; options begin with --")
+    return holder.value
+
+
+def _check_fields(arguments: Sequence[str]) -> None:
+    """Refuse `--config.FIELD` for fields that no config has."""
+    fields = [*config_lib.flatten(config_lib.default_config())]
+    for argument in arguments:
+        field = argument.removeprefix("--config.").split("=")[0]
+        if not argument.startswith("--config.") or field in fields:
+            continue
+        near = difflib.get_close_matches(field, fields, n=3, cutoff=0.5)
+        near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
+        hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
+        raise ConfigError(f"config has no field {field!r}; {hint}")
+
+
+def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
+    """A folder of this machine's file system, as the command line names it.
+
+    Args:
+        text: what was given.
+        what: which argument.
+
+    Raises:
+        ConfigError: an address such as gs://..., which would become a local folder named `gs:` and
+            be lost with the machine.
+    """
+    if "://" in str(text):
+        raise ConfigError(
+            f"{what}={text} is an address, and a path is wanted: mount the bucket (gcsfuse) or a "
+            "share (Filestore, NFS) and give its folder, e.g. /mnt/runs/NAME; "
+            "docs/launch/tpu_vm.md says how, under Spot machines"
+        )
+    return Path(text)
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the numbers."""
+    names = ("tba_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
+    found = {name: importlib.metadata.version(name) for name in names}
+    return {"python": platform.python_version(), **found}

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metric functions of evaluation that need another judge or the reference model.
+
+Win rate over reference responses by a gold reward, and the distance of the policy from its start:
+perplexity under the reference model and the divergence between their next-token distributions. Each
+is a callable as `evaluation.MetricFunction` says. This module does not know tasks or training.
+Invariant: nothing here holds the logits of more than `_LOGITS_BYTES` at a time per model.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.evaluation.evaluator import Responses
+from tba_jax.flow.trajectory import bucket_length, left_pad
+from tba_jax.models import transformer
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.rewards.source import RewardSource
+
+_LOGITS_BYTES = 2**28
+
+
+class WinRate:
+    """How often a gold reward strictly prefers a response to the reference one.
+
+    Reports `win_rate`, over all responses, and `gold_reward_mean`. A reference response is the
+    column `answer` of its prompt; it is scored once. A response that the gold reward fails on
+    loses, and is left out of the mean.
+
+    Args:
+        gold: the judge.
+        tokenizer: of the policy; reference responses get its end-of-sequence token.
+
+    References:
+        TBA, arXiv:2503.18929, section 5.3: strict preference of the gold reward model.
+    """
+
+    def __init__(self, gold: RewardSource, tokenizer: Tokenizer) -> None:
+        self._gold = gold
+        self._tokenizer = tokenizer
+        self._reference: np.ndarray | None = None
+
+    def __call__(self, responses: Responses) -> dict[str, float]:
+        """Win rate and mean gold reward."""
+        prompts, decoded = responses.prompts, responses.decoded
+        if self._reference is None:
+            answers = [str(p.columns["answer"]) for p in prompts]
+            eos = np.array(self._tokenizer.eos_ids[:1], np.int32)
+            ids = [np.concatenate([self._tokenizer.encode(a, add_bos=False), eos]) for a in answers]
+            self._reference = self._score(responses, answers, ids, [True] * len(ids), 1)
+        n = decoded.lengths.shape[1]
+        scores = self._score(
+            responses,
+            [text for row in responses.texts for text in row],
+            [decoded.tokens[at][: decoded.lengths[at]] for at in np.ndindex(decoded.lengths.shape)],
+            decoded.has_eos.reshape(-1).tolist(),
+            n,
+        )
+        # nan compares as False: what could not be scored does not win.
+        wins = scores.reshape(-1, n) > self._reference[:, None]
+        known = scores[np.isfinite(scores)]
+        return {
+            "win_rate": float(wins.mean()),
+            "gold_reward_mean": float(known.mean()) if len(known) else float("nan"),
+        }
+
+    def _score(
+        self,
+        responses: Responses,
+        texts: Sequence[str],
+        ids: Sequence[np.ndarray],
+        has_eos: Sequence[bool],
+        num_samples: int,
+    ) -> np.ndarray:
+        """float64 [p n] flat; nan where the gold reward failed."""
+        prompts = [p for p in responses.prompts for _ in range(num_samples)]
+        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
+        result = self._gold.score(
+            [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
+        )
+        return np.array([np.nan if r is None else r for r in result.rewards], np.float64)
+
+
+class ReferenceDistance:
+    """How far the policy is from the reference model, on the policy's own responses.
+
+    Reports, as means over responses:
+
+    - `perplexity`: exp(-(1/t) sum log pi_ref(y_t)), the reference model's own, temperature 1;
+    - `perplexity_diluted`: the same with the prompt's tokens counted in the denominator, as the
+      official code does, which makes it smaller than the proper one;
+    - `kl_to_reference`: sum over the response's positions of KL(pi || pi_ref) over the whole
+      vocabulary, nats per response. On responses sampled at the temperature given here it is an
+      unbiased estimate of the divergence of the policies; on greedy ones it describes those;
+    - `kl_from_reference`: the same of KL(pi_ref || pi), the official code's direction.
+
+    Args:
+        config: the architecture of both.
+        reference_params: gives the reference weights, on the device that evaluates.
+        temperature: divides the logits of both in the divergences, as in training.
+        compute_dtype: dtype of matmul inputs.
+        prompt_buckets, response_buckets: padded lengths that are compiled for.
+        pad_id: token id at padding.
+        in_turn: as in `Decoder`.
+
+    References:
+        TBA, arXiv:2503.18929, section 5.3 and its code (perplexity.py).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        reference_params: Callable[[], Params],
+        *,
+        temperature: float,
+        compute_dtype: Any,
+        prompt_buckets: Sequence[int],
+        response_buckets: Sequence[int],
+        pad_id: int,
+        in_turn: InTurn = no_turns,
+    ) -> None:
+        self._reference_params = reference_params
+        self._prompt_buckets = tuple(prompt_buckets)
+        self._response_buckets = tuple(response_buckets)
+        self._pad_id = pad_id
+        self._vocab_size = config.vocab_size
+        self._program = in_turn(make_distance_program(config, temperature, compute_dtype))
+
+    def __call__(self, responses: Responses) -> dict[str, float]:
+        """The four means."""
+        decoded = responses.decoded
+        n = decoded.lengths.shape[1]
+        lengths = decoded.lengths.reshape(-1)
+        t = bucket_length(int(lengths.max()), self._response_buckets)
+        s = bucket_length(max(len(p.tokens) for p in responses.prompts), self._prompt_buckets)
+        prompts = left_pad([p.tokens for p in responses.prompts], s, self._pad_id)
+        tokens = np.concatenate(
+            [np.repeat(prompts, n, axis=0), decoded.tokens.reshape(len(lengths), -1)[:, :t]], axis=1
+        )
+        prompt_lengths = np.repeat([len(p.tokens) for p in responses.prompts], n).astype(np.int32)
+        reference = self._reference_params()
+        num_rows = distance_rows(len(lengths), t, self._vocab_size)
+        parts = []
+        for start in range(0, len(lengths), num_rows):
+            # The last rows are repeated, so that one shape is compiled.
+            rows = np.minimum(np.arange(start, start + num_rows), len(lengths) - 1)
+            arguments = (tokens[rows], prompt_lengths[rows], lengths[rows])
+            found = np.asarray(self._program(responses.params, reference, *arguments, t=t))
+            parts.append(found[:, : len(lengths) - start])
+        nll, kl, reverse_kl = np.concatenate(parts, axis=1).astype(np.float64)
+        return {
+            "perplexity": float(np.mean(np.exp(nll / lengths))),
+            "perplexity_diluted": float(np.mean(np.exp(nll / (lengths + prompt_lengths)))),
+            "kl_to_reference": float(kl.mean()),
+            "kl_from_reference": float(reverse_kl.mean()),
+        }
+
+
+def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
+    """Responses of `t` tokens that are compared at a time."""
+    return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
+
+
+def make_distance_program(
+    config: TransformerConfig, temperature: float, compute_dtype: Any
+) -> Callable[..., Array]:
+    """Jitted (params, reference, tokens [b s], prompt lengths, response lengths, *, t) -> [3 b].
+
+    Args:
+        config, temperature, compute_dtype: as in `ReferenceDistance`.
+    """
+    return jax.jit(
+        functools.partial(
+            _distances,
+            config=config,
+            temperature=temperature,
+            compute_dtype=jnp.dtype(compute_dtype),
+        ),
+        static_argnames="t",
+    )
+
+
+def _distances(
+    params: Params,
+    reference: Params,
+    tokens: Array,
+    prompt_lengths: Array,
+    response_lengths: Array,
+    *,
+    t: int,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: Any,
+) -> Array:
+    """float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL; summed over t."""
+    s = tokens.shape[1] - t
+    index = jnp.arange(tokens.shape[1])[None]
+    first = (s - prompt_lengths)[:, None]
+    mask = (index >= first) & (index < s + response_lengths[:, None])
+    positions = jnp.maximum(index - first, 0)
+
+    def logits(weights: Params) -> Array:
+        hidden = transformer.apply(
+            weights, tokens, positions, mask, config=config, compute_dtype=compute_dtype
+        )
+        # The state at position i predicts token i + 1.
+        hidden = jax.lax.slice_in_dim(hidden, s - 1, s + t - 1, axis=1)
+        out = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
+        return out.astype(jnp.float32)
+
+    ours, theirs = logits(params), logits(reference)
+    plain = jnp.take_along_axis(jax.nn.log_softmax(theirs), tokens[:, s:, None], axis=-1)[..., 0]
+    log_p, log_q = (jax.nn.log_softmax(x / temperature) for x in (ours, theirs))
+    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    reverse_kl = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
+    in_response = jnp.arange(t)[None] < response_lengths[:, None]
+    return jnp.stack([jnp.sum(x * in_response, axis=1) for x in (-plain, kl, reverse_kl)])

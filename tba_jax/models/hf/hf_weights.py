@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face model folders in and out: config.json and safetensors, single or sharded.
+
+Tensors stream in the order of the files, each to the devices that hold a part of it, and out
+again one at a time, so that beside the parameters themselves hardly any memory is needed. It does
+not know architectures or tensor names (`families` and `hf_names` do), reads no pickle and runs no
+code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
+"""
+
+import functools
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jaxtyping import Array, Int32
+
+from tba_jax.models.hf import names as hf_names
+from tba_jax.models.hf import safetensors_file
+from tba_jax.models.hf.families import transformer_config
+from tba_jax.models.hf.safetensors_file import Entry
+from tba_jax.models.hf.tensors import HFTensor
+from tba_jax.models.placing import Filling
+from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+EMBEDDED = "embedded:"  # before the name of a model that comes with the package
+_ASSETS = Path(__file__).parents[2] / "assets"
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_UNFINISHED = ".unfinished"
+_SAMPLED_VALUES = 1024  # of a tensor's start and middle, for the fingerprint
+_MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    param_dtype: Any = jnp.float32,
+    shardings: Params | None = None,
+) -> tuple[TransformerConfig, Params, dict[str, Any]]:
+    """(architecture, parameters, contents of config.json) of a Hugging Face model.
+
+    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks
+    of `placing.BLOCK_BYTES` for each of them, whatever the size of the model and its tensors.
+
+    Args:
+        path_or_hub_id: a folder with config.json and safetensors, or a hub id.
+        param_dtype: storage dtype; the checkpoint's is converted.
+        shardings: tree of shardings, one per leaf, to place the parameters; None: default device.
+
+    Raises:
+        ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
+            or tensors that are missing, unexpected or misshaped (all named in one message).
+    """
+    folder = resolve(path_or_hub_id)
+    hf_config = load_config(folder)
+    config = transformer_config(hf_config)
+    params = read(
+        folder,
+        hf_names.tensors(config),
+        abstract_params(config, param_dtype),
+        shardings=shardings,
+        family=config.family,
+        aliases=functools.partial(hf_names.aliases, config=config),
+        is_spare=functools.partial(hf_names.is_spare, config=config),
+    )
+    return config, params, hf_config
+
+
+def read(
+    folder: Path,
+    tensors: Mapping[str, HFTensor],
+    abstract: Params,
+    *,
+    shardings: Params | None = None,
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
+    is_spare: Callable[[str], bool] = lambda name: False,
+) -> Params:
+    """The parameters of a folder, whatever their architecture.
+
+    Args:
+        folder: holds safetensors.
+        tensors: what must be there, by name.
+        abstract: the tree to fill, with the leaves of layers under "layers".
+        shardings: as in `load`.
+        family: how errors call the architecture.
+        aliases: other names of a tensor.
+        is_spare: whether a tensor that is not in `tensors` may be there.
+
+    Raises:
+        ValueError: as `load`, as far as it concerns weights.
+    """
+    sources = _sources(folder, tensors, family, aliases, is_spare)
+
+    def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Filling:
+        return Filling(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
+
+    leaves = jax.tree_util.tree_map_with_path(
+        filling, abstract, *([] if shardings is None else [shardings])
+    )
+    mapped = (Path(), np.empty(0, np.uint8))
+    for entry, tensor in sorted(sources, key=lambda x: (x[0].path, x[0].start)):
+        if mapped[0] != entry.path:
+            mapped = entry.path, safetensors_file.map_file(entry.path)
+        tree = leaves["layers"] if tensor.layer >= 0 else leaves
+        layer = tensor.layer if tensor.layer >= 0 else None
+        arrays = tensor.split(safetensors_file.view(mapped[1], entry))
+        for leaf, array in zip(tensor.leaves, arrays, strict=True):
+            tree[leaf].put(array, layer)
+    return jax.tree.map(lambda leaf: leaf.finish(), leaves)
+
+
+def save(
+    folder: str | os.PathLike[str],
+    config: TransformerConfig,
+    params: Params,
+    hf_config: Mapping[str, Any],
+    tokenizer_files_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Write config.json and safetensors, which transformers loads as they are.
+
+    A reader sees the old weights, the new ones, or (while several files are replaced) none. Under
+    several processes all of them call it and process 0 writes.
+
+    Args:
+        folder: made when absent; weights in it are replaced.
+        config: the architecture.
+        params: parameters in our layout, on any devices; gathered one tensor at a time.
+        hf_config: contents for config.json (from `load` or `families.hf_config`); its dtype is
+            replaced by that of the parameters.
+        tokenizer_files_from: model folder whose tokenizer files are copied.
+    """
+    folder = Path(folder)
+    tensors = hf_names.tensors(config)
+    headers = _headers(tensors, params)
+    if jax.process_index() != 0:
+        for header in headers.values():
+            for _ in _arrays(header, tensors, params):
+                pass  # gathering takes every process
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for file, header in headers.items():
+            unfinished = folder / (file + _UNFINISHED)
+            safetensors_file.write(unfinished, header, _arrays(header, tensors, params))
+        _publish(folder, headers)
+    finally:
+        for file in headers:
+            (folder / (file + _UNFINISHED)).unlink(missing_ok=True)
+    written = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
+    written["dtype"] = str(np.dtype(params["embed"].dtype))
+    _write_json(folder / "config.json", written)
+    if tokenizer_files_from is not None:
+        source = resolve(tokenizer_files_from)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file() and (source / name) != folder / name:
+                shutil.copyfile(source / name, folder / name)
+
+
+def fingerprint(folder: str | os.PathLike[str]) -> str:
+    """A name for the weights of a folder, whatever files they are divided into.
+
+    Made of names, dtypes and shapes of all tensors, and of some of the values of each: weights
+    that were trained further have another one, and reading it takes moments for any model.
+
+    Raises:
+        ValueError: no weights there, or a file that is damaged.
+    """
+    digest = hashlib.sha256()
+    entries, _ = _entries(Path(folder))
+    for name, entry in sorted(entries.items()):
+        mapped = safetensors_file.map_file(entry.path)
+        values = safetensors_file.view(mapped, entry).reshape(-1)
+        digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
+        middle = values.size // 2
+        for part in (values[:_SAMPLED_VALUES], values[middle : middle + _SAMPLED_VALUES]):
+            digest.update(part.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Contents of config.json of a model folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: no config.json there. A model is a Hugging Face folder with config.json "
+            "and *.safetensors; give the folder itself"
+        )
+    return _read_json(path)
+
+
+def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder of a model: the path itself, or a snapshot of the hub repository.
+
+    `embedded:NAME` is the model of that name that comes with the package.
+
+    Raises:
+        ValueError: neither a folder nor a repository that can be fetched or is cached.
+    """
+    if str(path_or_hub_id).startswith(EMBEDDED):
+        return _embedded(str(path_or_hub_id).removeprefix(EMBEDDED))
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    is_hub_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not path.exists()
+    if not is_hub_id:
+        raise ValueError(
+            f"model path {name!r} is not a folder. Give a folder with config.json and "
+            "*.safetensors, or a Hugging Face hub id such as Qwen/Qwen2.5-0.5B"
+        )
+    # Imported here: a run on a local folder needs neither the package nor its import time.
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            )
+        )
+    except (OSError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model {name!r} is neither a folder here nor a Hugging Face repository that can be "
+            f"fetched ({reason}). Check the spelling, or download it first and give its folder"
+        ) from error
+
+
+def _embedded(name: str) -> Path:
+    there = {path.parent.name: path.parent for path in _ASSETS.glob("*/config.json")}
+    if name not in there:
+        raise ValueError(
+            f"no model {EMBEDDED}{name}; this package comes with "
+            + ", ".join(EMBEDDED + x for x in sorted(there))
+        )
+    return there[name]
+
+
+def _sources(
+    folder: Path,
+    tensors: Mapping[str, HFTensor],
+    family: str,
+    aliases: Callable[[str], tuple[str, ...]],
+    is_spare: Callable[[str], bool],
+) -> list[tuple[Entry, HFTensor]]:
+    """Where each tensor of the architecture lies.
+
+    Raises:
+        ValueError: naming every disagreement between the files and the architecture.
+    """
+    found, lost = _entries(folder)
+    missing, misshaped, unreadable, out = [], [], [], []
+    unexpected = {name for name in found if not is_spare(name)}
+    for name, tensor in tensors.items():
+        names = (name, *aliases(name))
+        there = next((x for x in names if x in found), None)
+        if there is None:
+            if not any(x in lost for x in names):
+                missing.append(name)
+            continue
+        unexpected.discard(there)
+        entry = found[there]
+        if entry.shape != tensor.shape:
+            misshaped.append(f"{there} (got {list(entry.shape)}, wanted {list(tensor.shape)})")
+        if entry.dtype not in safetensors_file.DTYPES:
+            unreadable.append(f"{there} ({entry.dtype})")
+        out.append((entry, tensor))
+    problems = [
+        f"{kind}: {', '.join(sorted(names))}"
+        for kind, names in (
+            ("missing", missing),
+            ("unexpected", unexpected),
+            ("misshaped", misshaped),
+            (f"of a dtype other than {', '.join(safetensors_file.DTYPES)}", unreadable),
+            ("named by the index but absent from their file", lost.values()),
+        )
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json ({family}):\n  "
+            + "\n  ".join(problems)
+            + "\nUse the config.json that belongs to these weights, or download them again"
+        )
+    return out
+
+
+def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """(tensors of the folder by name, those its index names in vain with their file)."""
+    if not (folder / _INDEX).is_file():
+        if (folder / _SINGLE).is_file():
+            return safetensors_file.entries(folder / _SINGLE), {}
+        pickled = sorted(p.name for kind in ("*.bin", "*.pt*") for p in folder.glob(kind))
+        if pickled:
+            raise ValueError(
+                f"{folder}: only pickled weights ({', '.join(pickled)}), which can run code when "
+                "opened and are refused. Convert them to safetensors"
+            )
+        raise ValueError(f"{folder}: no {_SINGLE} and no {_INDEX} there. Download the weights")
+    files = _read_index(folder / _INDEX)
+    absent = sorted({f for f in files.values() if not (folder / f).is_file()})
+    if absent:
+        raise ValueError(
+            f"{folder}: {_INDEX} names {', '.join(absent)}, absent. Download the missing shards"
+        )
+    in_file = {f: safetensors_file.entries(folder / f) for f in sorted(set(files.values()))}
+    # What the index leaves out is there all the same, and so reported or used.
+    found = {name: entry for tensors in in_file.values() for name, entry in tensors.items()}
+    found |= {name: in_file[f][name] for name, f in files.items() if name in in_file[f]}
+    lost = {name: f"{name} ({f})" for name, f in files.items() if name not in in_file[f]}
+    return {name: entry for name, entry in found.items() if name not in lost}, lost
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, from an index."""
+    files = _read_json(path).get("weight_map")
+    is_map = isinstance(files, dict) and all(
+        isinstance(f, str) and f == Path(f).name for f in files.values()
+    )
+    if not files or not is_map:
+        raise ValueError(
+            f"{path}: wanted a weight_map from tensor names to files of the same folder. Download "
+            "the file again"
+        )
+    return files
+
+
+def _headers(
+    tensors: Mapping[str, HFTensor], params: Params
+) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
+    """File name -> dtype and shape of each tensor to write into it, in the order of writing."""
+    files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
+    file_bytes = 0
+    for name, tensor in tensors.items():
+        tree = params["layers"] if tensor.layer >= 0 else params
+        dtype = np.dtype(tree[tensor.leaves[0]].dtype)
+        num_bytes = math.prod(tensor.shape) * dtype.itemsize
+        if files[-1] and file_bytes + num_bytes > _MAX_FILE_BYTES:
+            files.append({})
+            file_bytes = 0
+        files[-1][name] = (dtype, tensor.shape)
+        file_bytes += num_bytes
+    # Wide dtypes first, so that every tensor is aligned.
+    files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
+    if len(files) == 1:
+        return {_SINGLE: files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": f for i, f in enumerate(files, 1)}
+
+
+def _arrays(
+    names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
+) -> Iterator[np.ndarray]:
+    """The tensors of these names on the host, one at a time."""
+    for tensor in (tensors[name] for name in names):
+        arrays = []
+        for name in tensor.leaves:
+            leaf = params[name] if tensor.layer < 0 else params["layers"][name]
+            if tensor.layer >= 0:
+                is_host = isinstance(leaf, np.ndarray)
+                leaf = leaf[tensor.layer] if is_host else _layer(leaf, np.int32(tensor.layer))
+            arrays.append(_on_host(leaf))
+        yield tensor.join(arrays)
+
+
+@jax.jit
+def _layer(leaf: Array, layer: Int32[Array, ""]) -> Array:
+    return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+
+
+def _on_host(x: Array | np.ndarray) -> np.ndarray:
+    if isinstance(x, Array) and not x.is_fully_addressable:
+        return multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
+def _publish(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give complete files their names and remove those of an earlier save."""
+    index = folder / _INDEX
+    old = set(_read_index(index).values()) if index.is_file() else set()
+    # Without an index, several files are no model: a reader never mixes old and new ones.
+    index.unlink(missing_ok=True)
+    if len(headers) > 1:
+        (folder / _SINGLE).unlink(missing_ok=True)
+    for file in headers:
+        os.replace(folder / (file + _UNFINISHED), folder / file)
+    for file in old - headers.keys():
+        (folder / file).unlink(missing_ok=True)
+    if len(headers) > 1:
+        weight_map = {name: file for file, header in headers.items() for name in header}
+        sizes = [d.itemsize * math.prod(s) for h in headers.values() for d, s in h.values()]
+        _write_json(index, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        contents = json.loads(path.read_bytes())
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path}: holds no JSON object. Download the file again")
+    return contents
+
+
+def _write_json(path: Path, contents: Any) -> None:
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    unfinished.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
+    os.replace(unfinished, path)

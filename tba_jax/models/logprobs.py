@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token log-probs of given responses: the one definition used for policy and reference.
+
+The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
+at every response token including the end-of-sequence token (design: log-probabilities have one
+definition). `fused_logprobs` sees to it that logits exist for a block of the vocabulary at a time.
+This module does not know who sampled the responses or what loss follows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from tba_jax.models.fused_logprobs import fused_logprobs
+from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.transformer import Remat, TransformerConfig, apply
+
+
+def response_mask(
+    response_tokens: Int[Array, "p k t"],
+    response_lengths: Int[Array, "p k"],
+    *,
+    eos_ids: tuple[int, ...],
+    mask_eos: bool,
+) -> Bool[Array, "p k t"]:
+    """Which positions count in log pi(y|x): all tokens of the response, EOS included.
+
+    Args:
+        response_tokens: right-padded responses.
+        response_lengths: tokens, EOS included.
+        eos_ids: end-of-sequence ids of the tokenizer.
+        mask_eos: leave the EOS out, as the official GSM8K code does (its tokenizer pads with EOS).
+    """
+    t = response_tokens.shape[-1]
+    mask = jnp.arange(t)[None, None] < response_lengths[..., None]
+    if mask_eos:
+        is_eos = jnp.isin(response_tokens, jnp.array(eos_ids, jnp.int32))
+        mask = mask & ~is_eos
+    return mask
+
+
+def token_logprobs(
+    params: Any,
+    tokens: Int[Array, "p k s"],
+    prompt_lengths: Int[Array, "p k"],
+    response_lengths: Int[Array, "p k"],
+    *,
+    response_bucket: int,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: Any = jnp.float32,
+    chunk_tokens: int = 8192,
+    remat: Remat = "none",
+    min_new_tokens: int = 0,
+    eos_ids: tuple[int, ...] = (),
+    sharding: ComputeSharding | None = None,
+) -> Float[Array, "p k t"]:
+    """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
+
+    Args:
+        params: model parameters; gradients flow here.
+        tokens: prompt left-padded to s - t, response right-padded to t, as `Batch.tokens`.
+        prompt_lengths: prompt tokens without padding.
+        response_lengths: response tokens, EOS included.
+        response_bucket: t, static.
+        config: model shape.
+        temperature: the sampling temperature; divides the logits.
+        compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
+        chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
+        remat: what the backward pass computes again.
+        min_new_tokens: before as many tokens the policy cannot end: `eos_ids` have probability 0
+            there, as in decoding, and the others share what they had.
+        eos_ids: end-of-sequence ids; read where min_new_tokens > 0.
+        sharding: how parameters that are divided over a mesh are used; None: on one device.
+
+    Raises:
+        ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
+
+    References:
+        TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
+    """
+    _refuse_classifier(config)
+    p, k, s = tokens.shape
+    t = response_bucket
+    rows = tokens.reshape(p * k, s)
+    index = jnp.arange(s)[None]
+    first = (s - t - prompt_lengths).reshape(p * k, 1)
+    end = (s - t + response_lengths).reshape(p * k, 1)
+    mask = (index >= first) & (index < end)
+    positions = jnp.maximum(index - first, 0)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
+    hidden = apply(
+        params,
+        rows,
+        positions,
+        mask,
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
+    )
+    # The state at position i predicts token i + 1.
+    hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
+
+    def of_tokens(states: Array, targets: Array) -> Array:
+        return fused_logprobs(
+            states.astype(compute_dtype),
+            _output_table(params, config),
+            targets,
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            vocab_shards=1 if sharding is None else sharding.vocab_shards,
+        )
+
+    logprobs = of_tokens(hidden, rows[:, s - t :])
+    if num_endless := min(min_new_tokens, t):
+        states = hidden[:, :num_endless]
+        ends = [of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in eos_ids]
+        end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
+        # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
+        others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
+        logprobs = logprobs.at[:, :num_endless].add(-others)
+    in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
+    return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+
+
+def packed_token_logprobs(
+    params: Any,
+    tokens: Int[Array, "n s"],
+    segments: Int[Array, "n s"],
+    positions: Int[Array, "n s"],
+    *,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: Any = jnp.float32,
+    chunk_tokens: int = 8192,
+    remat: Remat = "none",
+    sharding: ComputeSharding | None = None,
+) -> Float[Array, "n s"]:
+    """log pi of every token given those before it in its own sequence, float32.
+
+    0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
+    differs from row to row, and cutting them out would cost a gather.
+
+    Args:
+        params: model parameters; gradients flow here.
+        tokens: rows of several sequences, as `PackedBatch.tokens`.
+        segments: the sequence of each position, 0 at padding.
+        positions: position in the sequence.
+        config, temperature, compute_dtype, chunk_tokens, remat, sharding: as `token_logprobs`.
+
+    Raises:
+        ValueError: as `token_logprobs`.
+    """
+    _refuse_classifier(config)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
+    hidden = apply(
+        params,
+        tokens,
+        positions,
+        segments > 0,
+        config=config,
+        compute_dtype=compute_dtype,
+        segments=segments,
+        remat=remat,
+        sharding=sharding,
+    )
+    logprobs = fused_logprobs(
+        hidden[:, :-1].astype(compute_dtype),
+        _output_table(params, config),
+        tokens[:, 1:],
+        temperature=temperature,
+        chunk_tokens=chunk_tokens,
+        vocab_shards=1 if sharding is None else sharding.vocab_shards,
+    )
+    return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+
+
+def _refuse_classifier(config: TransformerConfig) -> None:
+    if config.num_labels:
+        raise ValueError(
+            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
+            "language model"
+        )
+
+
+def _output_table(params: Any, config: TransformerConfig) -> Float[Array, "v d"]:
+    return params["embed"] if config.tie_embeddings else params["unembed"]

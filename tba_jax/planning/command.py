@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: what a run needs on a TPU slice that is not rented yet, or on the attached devices.
+
+python -m tba_jax.plan --config=configs/math.py[:PRESET] [--topology=v5p:2x2x4] [--search] [--json]
+    [--keep_placement] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
+    [--config.FIELD=VALUE ...]
+
+Compiles every device program of the run at its largest shapes, each in a process of its own, and
+prints memory by kind, work, roofline time, what is resident at a time, the balance of searchers to
+trainer, and what to change. No weights are needed, of the model only its config.json. Exit code 0:
+it fits; 1: it does not, or does not compile; 2: the command makes no sense.
+
+Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice the placement is
+chosen and printed as config flags, unless --keep_placement asks for the config's own. --search
+finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
+compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import ConfigError, validate
+from tba_jax.planning import table
+from tba_jax.planning.children import Answer, ask
+from tba_jax.planning.verdict import Balance, Occupancy, Program, advice, balance, occupancies
+
+Ask = Callable[..., Answer]
+
+
+_FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
+
+
+class Planner:
+    """Questions about one config on one slice; each is answered by a child process.
+
+    Args:
+        request: the part of every question that stays the same.
+        timeout_s: of each child.
+        ask: who answers.
+    """
+
+    def __init__(self, request: Mapping[str, Any], timeout_s: float, ask: Ask = ask) -> None:
+        self._request = dict(request)
+        self._timeout_s = timeout_s
+        self._ask = ask
+
+    def describe(self, config: Mapping[str, Any], *, chooses: bool) -> dict[str, Any]:
+        """Placement, residents and programs of a config.
+
+        Raises:
+            ValueError: the config does not suit the slice, or the child failed; says why.
+        """
+        question = self._request | {"config": config, "program": "", "chooses": chooses}
+        answer = self._ask(question, timeout_s=self._timeout_s)
+        if answer.value is None:
+            raise ValueError(answer.failure)
+        return answer.value
+
+    def compile(self, facts: Mapping[str, Any], name: str) -> Program:
+        """One program of a description, compiled.
+
+        Raises:
+            ValueError: the child refused the question.
+        """
+        planned = next(p for p in facts["programs"] if p["name"] == name)
+        question = self._request | {"config": facts["config"], "program": name, "chooses": False}
+        answer = self._ask(question, timeout_s=self._timeout_s)
+        fixed = {key: planned[key] for key in _FIXED}
+        if answer.value is None:
+            if answer.is_user_error:
+                raise ValueError(answer.failure)
+            return Program(
+                **fixed,
+                failure=answer.failure,
+                is_too_large=answer.is_too_large,
+                needed_bytes=answer.needed_bytes,
+            )
+        chip, work = facts["chip"], answer.value
+        times = {
+            "compute": work["flops"] / chip["flops_per_s"],
+            "memory": work["num_bytes"] / chip["bytes_per_s"],
+        }
+        if chip["ici_bytes_per_s"]:
+            times["links"] = work["collective_bytes"] / chip["ici_bytes_per_s"]
+        bound = max(times, key=lambda name: times[name])
+        return Program(**fixed, **work, roofline_s=times[bound], bound=bound)
+
+
+def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
+    """The largest of ascending candidates that fits, by bisection; None: not even the first."""
+    low, high = -1, len(candidates)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(candidates[middle]):
+            low = middle
+        else:
+            high = middle
+    return candidates[low] if low >= 0 else None
+
+
+def search(
+    planner: Planner, config: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[str, int]:
+    """Config fields with the largest micro-batch and number of slots that fit.
+
+    Args:
+        planner: asks the compiler.
+        config: nested fields, placement included.
+        say: told of each trial.
+
+    Raises:
+        ValueError: not even the smallest sizes fit; says of what.
+    """
+    found = {}
+    facts = planner.describe(config, chooses=False)
+    sizes = facts["sizes"]
+    slots = [2**i for i in range(sizes["round_rows"].bit_length()) if 2**i < sizes["round_rows"]]
+    for section, field, program, candidates in (
+        ("batch", "micro_batch_rows", "train_step", sizes["micro_batch_options"]),
+        ("search", "num_slots", "decode_chunk", [*slots, sizes["round_rows"]]),
+    ):
+
+        def fits(value: int, section=section, field=field, program=program) -> bool:
+            trial = copy.deepcopy(dict(config))
+            trial[section][field] = value
+            asked = planner.describe(trial, chooses=False)
+            compiled = planner.compile(asked, program)
+            is_good = not compiled.failure and not any(
+                o.over_bytes for o in occupancies(asked, [compiled])
+            )
+            say(f"{section}.{field}={value}: {'fits' if is_good else 'does not fit'}")
+            return is_good
+
+        best = largest(candidates, fits)
+        if best is None:
+            raise ValueError(
+                f"{program} does not fit even with --config.{section}.{field}={candidates[0]}; "
+                "give its devices a larger mesh, or shorten the responses"
+            )
+        found[f"{section}.{field}"] = best
+    return found
+
+
+def plan(
+    planner: Planner,
+    facts: Mapping[str, Any],
+    names: Sequence[str],
+    say: Callable[[str], None],
+) -> tuple[list[Program], list[Occupancy], Balance | None, list[str], bool]:
+    """(programs, memory, balance, advice, whether it fits) of a described run."""
+    programs = []
+    for name in names:
+        say(f"compiling {name}")
+        programs.append(planner.compile(facts, name))
+    found = occupancies(facts, programs)
+    weighed = balance(facts, programs)
+    fits = not any(p.failure for p in programs) and not any(o.over_bytes for o in found)
+    return programs, found, weighed, advice(facts, programs, found, weighed), fits
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", required=True, help="config file, FILE.py[:PRESET]")
+    parser.add_argument("--topology", default="", help="TPU slice, as v5e:2x4, v5p:2x2x4; none: "
+                        "the attached devices")  # fmt: skip
+    parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
+    parser.add_argument(
+        "--keep_placement", action="store_true", help="the config's own, not one for the slice"
+    )
+    parser.add_argument("--programs", default="", help="only these, separated by commas")
+    parser.add_argument("--write_cache", default="", help="folder for compiled programs")
+    parser.add_argument(
+        "--timeout_s", type=float, default=1800.0, help="of each compilation (1800)"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    args, overrides = parser.parse_known_args(argv)
+
+    def say(line: str) -> None:
+        # Standard output is for the plan.
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        config = override(None, [f"--config={args.config}", *overrides])
+        validate(config)
+        from tba_jax.planning.judges import judge_paths
+        from tba_jax.planning.model_shapes import published_config
+        from tba_jax.run.parts import model_path
+
+        model, source = published_config(model_path(config))
+        paths = judge_paths(config)
+        judges = {role: published_config(path) for role, path in paths.items()}
+        planner = Planner(
+            {
+                "topology": args.topology,
+                "model": model,
+                "judges": {role: shape for role, (shape, _) in judges.items()},
+                "cache": args.write_cache,
+            },
+            args.timeout_s,
+        )
+        chooses = bool(args.topology) and not args.keep_placement
+        facts = planner.describe(config.to_dict(), chooses=chooses)
+        chosen, notes = facts["changed_fields"], facts["notes"]
+        if args.search:
+            found_fields = search(planner, facts["config"], say)
+            changed = copy.deepcopy(facts["config"])
+            for name, value in found_fields.items():
+                section, field = name.split(".")
+                changed[section][field] = value
+            chosen = chosen | found_fields
+            facts = planner.describe(changed, chooses=False)
+        facts["changed_fields"] = chosen
+        known = [p["name"] for p in facts["programs"]]
+        names = [n for n in args.programs.split(",") if n] or known
+        if strays := [n for n in names if n not in known]:
+            raise ConfigError(f"--programs: no program {strays[0]!r}; there are {', '.join(known)}")
+        print(table.heading(facts, model_path(config), source, args.topology or "attached"))
+        for role, path in paths.items():
+            print(f"{role:<10} {path}; shape from {judges[role][1]}")
+        programs, found, weighed, lines, fits = plan(planner, facts, names, say)
+    except ValueError as error:
+        print(f"plan: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{table.program_table(programs)}\n\n{table.occupancy_table(found)}")
+    if weighed:
+        print(f"\n{table.balance_text(facts, weighed)}")
+    print(f"\n{'fits' if fits else 'does NOT fit'}")
+    lines = [*notes, *lines]
+    for line in lines:
+        print(f"- {line}")
+    if args.json:
+        print(json.dumps(table.as_json(facts, programs, found, weighed, lines, fits)))
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

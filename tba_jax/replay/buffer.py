@@ -1,0 +1,542 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ReplayBuffer: what the searchers found, and which of it the trainer sees next.
+
+Responses are kept per prompt, deduplicated by exact tokens, bounded per prompt and in total bytes.
+The trainer's merge is its only writer. This module knows nothing of models, losses or how rounds
+are made. It owns two invariants: every response that entered is accounted for (the ledger), and a
+restored buffer makes the same next draws as the one that was saved.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from tba_jax.flow.edit_distance import near_duplicates
+from tba_jax.flow.rounds import RoundCommit, Snapshot, check_commit
+from tba_jax.flow.trajectory import Draw, Group, Trajectory
+from tba_jax.replay.draws import FreshPrompts, choose, response_log_weights
+from tba_jax.replay.prompt_pool import PromptPool
+from tba_jax.replay.store import ID, PROMPT_ID, SYNC, USES, OrderField, TrajectoryStore
+
+# Lowers the log-weight of responses that were drawn before, far beyond the range of Gumbel noise.
+_AFTER_ALL_OTHERS = 1e3
+
+_COUNTERS = (
+    "generated",
+    "duplicate",
+    "evicted_capacity",
+    "evicted_bytes",
+    "evicted_age",
+    "evicted_reuse",
+    "evicted_similar",
+    "used",
+    "trained_unique",
+    "repeats",
+    "fresh_short",
+)
+
+
+class LedgerError(RuntimeError):
+    """Responses were lost or invented; the message has the numbers."""
+
+
+class ReplayBuffer:
+    """Bounded, deduplicated, thread-safe store of trajectories with recency and reward sampling.
+
+    Args:
+        recency_prob: m, probability that a prompt slot draws from the newest data.
+        fresh_window: how many syncs count as newest.
+        pace: "off": a fresh slot that finds no fresh prompt becomes a replay slot, counted;
+            "trainer": `sample` returns None until there are enough.
+        priority_temperature: replay slots draw responses from softmax(reward / this); inf: uniform.
+        uniform_mix: share of the uniform distribution mixed into that softmax.
+        capacity_per_prompt: responses kept per prompt.
+        max_bytes: of everything stored, bookkeeping included (estimated per response).
+        evict: "oldest" (by policy version, then arrival) or "lowest_reward" (then arrival) goes
+            first at either bound.
+        max_age: responses with step - version_min above this are removed; 0: never.
+        max_reuse: a response is removed once it was drawn into this many groups; 0: never.
+        max_staleness: responses older than this (as max_age) are no longer fresh; 0: no bound.
+        similarity: of two responses to a prompt whose edit distance is below this share of both
+            lengths together, only the one with the higher reward is kept (exact duplicates aside:
+            the newest); 0: off. A response is then compared with all of its prompt.
+        seed: int or sequence of ints for the numpy Generator behind every draw.
+    """
+
+    def __init__(
+        self,
+        *,
+        recency_prob: float,
+        fresh_window: int,
+        pace: Literal["off", "trainer"],
+        priority_temperature: float,
+        uniform_mix: float,
+        capacity_per_prompt: int,
+        max_bytes: int,
+        evict: Literal["oldest", "lowest_reward"],
+        max_age: int,
+        max_reuse: int,
+        max_staleness: int,
+        similarity: float,
+        seed: int | Sequence[int],
+    ) -> None:
+        self._recency_prob = recency_prob
+        self._fresh_window = fresh_window
+        self._pace = pace
+        self._priority_temperature = priority_temperature
+        self._uniform_mix = uniform_mix
+        self._capacity = capacity_per_prompt
+        self._max_bytes = max_bytes
+        self._evict_field: OrderField = "version_min" if evict == "oldest" else "reward"
+        self._max_age = max_age
+        self._max_reuse = max_reuse
+        self._max_staleness = max_staleness
+        self._similarity = similarity
+        self._lock = threading.RLock()
+        self._rng = np.random.default_rng(seed)
+        self._store = TrajectoryStore()
+        self._replay = PromptPool()  # the prompts of the store, for the epoch-style draws
+        self._fresh: dict[int, FreshPrompts] = {}  # sync number -> its prompts, oldest first
+        self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
+        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
+        self._rejected: dict[str, int] = {}
+        self._next_id = 0
+        self._next_sync = 0
+        self._step = 0
+
+    def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
+        """Take in the finished rounds of one sync, then evict down to the bounds.
+
+        A response whose tokens are already stored replaces the stored one. Merges at one step are
+        one sync: while the trainer waits, further merges add to the newest data. A merge without a
+        single trajectory leaves the fresh window as it is. Rounds merged together or one by one
+        give the same buffer, so that a schedule log can be replayed.
+
+        Args:
+            commits: rounds in the order they were taken from the outboxes.
+            step: trainer step now.
+
+        Returns:
+            How much each ledger counter grew, plus "stored" and "rejected".
+
+        Raises:
+            ValueError: a commit `check_commit` refuses; the buffer is unchanged.
+        """
+        for commit in commits:
+            check_commit(commit)
+        with self._lock:
+            before = self._totals()
+            self._step = step
+            for commit in commits:
+                self._take_in(commit, step)
+            return {name: total - before[name] for name, total in self._totals().items()}
+
+    def _take_in(self, commit: RoundCommit, step: int) -> None:
+        """One round, completely: how rounds are grouped into merges leaves no trace."""
+        touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
+        if touched:
+            self._open_sync(step)
+        self._counters["generated"] += commit.generated
+        for group in commit.groups:
+            self._insert(group)
+        for prompt_id in touched:
+            self._evict_surplus(prompt_id)
+        self._evict_aged(step)
+        self._evict_bytes()
+        for prompt_id in touched:
+            self._refresh(prompt_id)
+
+    def _totals(self) -> dict[str, int]:
+        return {
+            **self._counters,
+            "stored": self._store.num_trajectories,
+            "rejected": sum(self._rejected.values()),
+        }
+
+    def _open_sync(self, step: int) -> None:
+        newest = next(reversed(self._fresh.values()), None)
+        if newest is not None and newest.step == step:
+            return
+        self._fresh[self._next_sync] = FreshPrompts(step)
+        self._next_sync += 1
+        if len(self._fresh) > self._fresh_window:
+            del self._fresh[next(iter(self._fresh))]
+
+    def _insert(self, group: Group) -> None:
+        for reason, count in group.rejected.items():
+            self._rejected[reason] = self._rejected.get(reason, 0) + count
+        for y in group.trajectories:
+            if self._similarity and not self._is_best_of_similar(y):
+                self._counters["evicted_similar"] += 1
+                continue
+            replaced = self._store.insert(
+                group.prompt, y, row_id=self._next_id, sync=self._next_sync - 1
+            )
+            self._next_id += 1
+            if replaced is not None:
+                self._counters["duplicate"] += 1
+                self._lose_fresh(replaced)
+            self._replay.add(group.prompt.prompt_id)
+
+    def _is_best_of_similar(self, y: Trajectory) -> bool:
+        """Whether no similar response is stored; ones with lower rewards are evicted for it."""
+        if y.prompt_id not in self._store or self._store.holds(y):
+            return True
+        slots = self._store.slots(y.prompt_id)
+        stored = self._store.tokens(slots.tolist())
+        slots = slots[near_duplicates(y.response_tokens, stored, self._similarity)]
+        if (self._store.rows["reward"][slots] >= y.reward).any():
+            return False
+        for slot in slots.tolist():
+            self._evict(slot, "similar")
+        return True
+
+    def _lose_fresh(self, row: Sequence[Any]) -> None:
+        """A response (its row before) is used or removed: its prompt has one unused less."""
+        fresh = self._fresh.get(row[SYNC])
+        if fresh is not None and row[USES] == 0:
+            fresh.lose_one(row[PROMPT_ID])
+
+    def _refresh(self, prompt_id: int) -> None:
+        """Set what the newest sync holds of this prompt."""
+        if prompt_id not in self._store:
+            return
+        sync, fresh = next(reversed(self._fresh.items()))
+        rows = self._store.rows[self._store.slots(prompt_id)]
+        rows = rows[rows["sync"] == sync]
+        unused = int((rows["uses"] == 0).sum())
+        if unused:
+            fresh.put(prompt_id, unused, int(rows["version_min"].min()))
+
+    def _evict(self, slot: int, reason: str) -> None:
+        row = self._store.remove(slot)
+        self._counters[f"evicted_{reason}"] += 1
+        self._lose_fresh(row)
+        if row[PROMPT_ID] not in self._store:
+            self._replay.discard(row[PROMPT_ID])
+
+    def _evict_surplus(self, prompt_id: int) -> None:
+        slots = self._store.slots(prompt_id)
+        surplus = len(slots) - self._capacity
+        if surplus > 0:
+            rows = self._store.rows[slots]
+            order = np.lexsort((rows["id"], rows[self._evict_field]))
+            for slot in slots[order[:surplus]].tolist():
+                self._evict(slot, "capacity")
+
+    def _evict_aged(self, step: int) -> None:
+        if not self._max_age:
+            return
+        while (slot := self._store.smallest("version_min")) is not None:
+            if step - int(self._store.rows["version_min"][slot]) <= self._max_age:
+                return
+            self._evict(slot, "age")
+
+    def _evict_bytes(self) -> None:
+        while self._store.num_bytes > self._max_bytes:
+            slot = self._store.smallest(self._evict_field)
+            assert slot is not None, "bytes are counted but nothing is stored"
+            self._evict(slot, "bytes")
+
+    def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
+        """Whether `sample` would return a batch; slot kinds that this decides stay decided."""
+        with self._lock:
+            self._age(step)
+            plan = self._slot_kinds(num_prompts)
+            group = self._fresh_group(num_prompts, group_size)
+            short = sum(plan) - self._num_fresh(sum(plan), group)
+            return not (short > 0 and self._pace == "trainer") and self._suffices(
+                num_prompts, group_size
+            )
+
+    def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
+        """What a batch whose slot kinds somebody else decides could get from this buffer.
+
+        Returns:
+            Whether it can fill the slots at all; and fresh prompts, no exact count above
+            `num_prompts`.
+        """
+        with self._lock:
+            self._age(step)
+            group = self._fresh_group(num_prompts, group_size)
+            return self._suffices(num_prompts, group_size), self._num_fresh(num_prompts, group)
+
+    def sample(
+        self,
+        num_prompts: int,
+        group_size: int,
+        step: int,
+        *,
+        num_fresh: int | None = None,
+        num_short: int = 0,
+    ) -> list[Draw] | None:
+        """Draw a batch: `num_prompts` slots of `group_size` responses.
+
+        Each slot is fresh with probability `recency_prob`. Fresh: a prompt with unused responses
+        from the newest sync (older ones of the fresh window when that runs out), drawn once per
+        sync, and its responses of that sync, unused ones first. (With fewer prompts than slots, as
+        in a task of one prompt: once for every K of its responses that are unused.) Replay: a
+        prompt of a running shuffle of all prompts, its responses drawn by `response_log_weights`.
+        No prompt comes twice in a batch unless there are fewer prompts than slots. With fewer than
+        `group_size` distinct responses all of them are taken and the rest are repeats.
+
+        Args:
+            num_prompts: p.
+            group_size: K.
+            step: trainer step the batch is for.
+            num_fresh: where hosts share a batch, how many of these slots are fresh (at most what
+                `supply` said); None: this buffer decides.
+            num_short: with `num_fresh`, slots to count as `fresh_short`.
+
+        Returns:
+            The slots; None when the trainer must wait: nothing is stored, `max_reuse` leaves too
+            little, or pace is "trainer" and there are too few fresh prompts. Slot kinds that were
+            decided stay decided over a wait, so waiting does not bias the fresh share.
+        """
+        with self._lock:
+            self._age(step)
+            # Fewer prompts than slots: a prompt fills as many as it has fresh groups for.
+            group = self._fresh_group(num_prompts, group_size)
+            if num_fresh is None:
+                plan = self._slot_kinds(num_prompts)
+                num_short = max(0, sum(plan) - self._num_fresh(sum(plan), group))
+                num_fresh = sum(plan) - num_short
+                if num_short and self._pace == "trainer":
+                    return None
+            else:
+                plan = [slot < num_fresh for slot in range(num_prompts)]
+            if not self._suffices(num_prompts, group_size):
+                return None
+            taken: set[int] = set()
+            fresh = [self._draw_fresh(taken, group_size, group) for _ in range(num_fresh)]
+            replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
+            for pool in (self._replay, *(f.pool for f in self._fresh.values())):
+                pool.give_back()
+            self._counters["fresh_short"] += num_short
+            self._plan = None
+            return [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
+
+    def _age(self, step: int) -> None:
+        """What the passing of steps does: old responses go, and stop being fresh."""
+        self._step = step
+        self._evict_aged(step)
+        self._drop_stale(step)
+
+    def _slot_kinds(self, num_prompts: int) -> list[bool]:
+        """Which slots of the next batch should be fresh, decided once for each batch."""
+        if self._plan is None or len(self._plan) != num_prompts:
+            self._plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
+        return self._plan
+
+    def _fresh_group(self, num_prompts: int, group_size: int) -> int:
+        """Unused responses that fill a fresh slot; 0: each prompt fills one slot at most."""
+        return group_size if len(self._store) < num_prompts else 0
+
+    def _drop_stale(self, step: int) -> None:
+        if not self._max_staleness:
+            return
+        oldest = step - self._max_staleness
+        for fresh in self._fresh.values():
+            for prompt_id in [i for i, version in fresh.version.items() if version < oldest]:
+                fresh.drop(prompt_id)
+
+    def _num_fresh(self, enough: int, group: int) -> int:
+        """How many fresh slots can be filled, at least where it is `enough`: different prompts, or
+        groups of `group` unused responses where that is positive.
+        """
+        if group:
+            unused = [n for fresh in self._fresh.values() for n in fresh.unused.values()]
+            return sum(max(1, n // group) for n in unused)
+        largest = max((len(fresh.pool) for fresh in self._fresh.values()), default=0)
+        if largest >= enough or len(self._fresh) < 2:
+            return largest
+        return len(set().union(*(fresh.unused for fresh in self._fresh.values())))
+
+    def _suffices(self, num_prompts: int, group_size: int) -> bool:
+        if self._max_reuse and len(self._store) < num_prompts:
+            # Prompts will come twice, so responses may be used up in the middle of the batch.
+            uses_left = self._max_reuse * self._store.num_trajectories - self._store.sum_uses
+            return uses_left >= num_prompts * group_size
+        return len(self._store) > 0
+
+    def _draw_fresh(self, taken: set[int], group_size: int, group: int) -> Draw:
+        for sync, fresh in reversed(self._fresh.items()):
+            prompt_id = fresh.pool.draw(self._rng, () if group else taken)
+            if prompt_id is None:
+                continue
+            if group and fresh.unused[prompt_id] >= 2 * group:
+                fresh.pool.discard(prompt_id)
+                fresh.pool.add(prompt_id)  # the draw took it out of the epoch
+            else:
+                fresh.drop(prompt_id)
+            rows = self._store.rows
+            slots = self._store.slots(prompt_id)
+            slots = slots[rows["sync"][slots] == sync]
+            log_weights = np.zeros(len(slots))
+            if len(slots) > group_size:
+                log_weights -= _AFTER_ALL_OTHERS * (rows["uses"][slots] > 0)
+            return self._hand_out(prompt_id, slots, log_weights, group_size, True, taken)
+        raise AssertionError("_num_fresh counted a prompt that no sync of the window holds")
+
+    def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
+        if len(taken) >= len(self._store):
+            taken.clear()  # fewer prompts than slots: another pass over them
+        prompt_id = self._replay.draw(self._rng, taken)
+        if prompt_id is None:
+            self._replay.recycle()
+            prompt_id = self._replay.draw(self._rng, taken)
+        assert prompt_id is not None, "_suffices promised a prompt"
+        slots = self._store.slots(prompt_id)
+        log_weights = response_log_weights(
+            self._store.rows["reward"][slots],
+            priority_temperature=self._priority_temperature,
+            uniform_mix=self._uniform_mix,
+        )
+        return self._hand_out(prompt_id, slots, log_weights, group_size, False, taken)
+
+    def _hand_out(
+        self,
+        prompt_id: int,
+        slots: Int[np.ndarray, " n"],
+        log_weights: Float[np.ndarray, " n"],
+        group_size: int,
+        is_fresh: bool,
+        taken: set[int],
+    ) -> Draw:
+        """Choose among `slots`, rebuild the trajectories and book their use."""
+        prompt = self._store.prompt(prompt_id)
+        picked, repeats = choose(self._rng, log_weights, group_size)
+        chosen = slots[picked]
+        rows = self._store.use(chosen)
+        trajectories = self._store.trajectories(chosen.tolist(), rows)
+        ids = [row[ID] for row in rows]
+        for index in repeats.tolist():
+            trajectories.append(trajectories[index])
+            ids.append(ids[index])
+        taken.add(prompt_id)
+        self._counters["used"] += group_size
+        self._counters["repeats"] += len(repeats)
+        for slot, row in zip(chosen.tolist(), rows, strict=True):
+            self._counters["trained_unique"] += row[USES] == 0
+            self._lose_fresh(row)
+            if self._max_reuse and row[USES] + 1 >= self._max_reuse:
+                self._evict(slot, "reuse")
+        if prompt_id not in self._store:
+            taken.discard(prompt_id)
+        return Draw(prompt, tuple(trajectories), is_fresh, tuple(ids), len(repeats))
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts with at least one stored response."""
+        return len(self._store)
+
+    @property
+    def num_trajectories(self) -> int:
+        """Stored responses."""
+        return self._store.num_trajectories
+
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes, an estimate of the bookkeeping included."""
+        return self._store.num_bytes
+
+    def ledger(self) -> dict[str, Any]:
+        """Where every merged response went, and how often stored ones were used.
+
+        generated = stored + evicted_* + duplicate + sum of rejected. `used` counts responses
+        handed to the trainer, `repeats` those of them that are in a group twice, `trained_unique`
+        distinct ones, `fresh_short` the fresh slots that became replay slots.
+        """
+        with self._lock:
+            return {**self._totals(), "rejected": dict(sorted(self._rejected.items()))}
+
+    def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
+        """Account for every response.
+
+        Args:
+            outbox_pending: responses waiting in outboxes.
+            outbox_generated: responses ever put into outboxes, where the caller can read both at
+                one instant; None: only what was merged is checked.
+
+        Raises:
+            LedgerError: with the numbers, when they do not add up.
+        """
+        with self._lock:
+            totals = self._totals()
+            generated = outbox_generated
+            if generated is None:
+                generated = totals["generated"] + outbox_pending
+            stored = self._store.count_listed()
+            gone = {k: v for k, v in totals.items() if k.startswith("evicted_")}
+            gone["duplicate"] = totals["duplicate"]
+            total = outbox_pending + stored + sum(gone.values()) + totals["rejected"]
+            if generated != total or stored != totals["stored"]:
+                raise LedgerError(
+                    f"{generated} responses were generated, but {total} are accounted for: "
+                    f"{outbox_pending} in outboxes, {stored} stored (counted "
+                    f"{totals['stored']}), {gone}, rejected {self._rejected}"
+                )
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for the metrics; means are over stored responses and 0 when there are none."""
+        with self._lock:
+            store, totals = self._store, self._totals()
+            count = max(1, store.num_trajectories)
+            received = max(1, totals["generated"] - totals["rejected"])
+            age = self._step * store.num_trajectories - store.sum_versions
+            return {
+                "buffer/num_prompts": float(len(store)),
+                "buffer/num_trajectories": float(store.num_trajectories),
+                "buffer/num_bytes": float(store.num_bytes),
+                "buffer/reward_mean": store.sum_rewards / count,
+                "buffer/age_mean": age / count,
+                "buffer/uses_mean": store.sum_uses / count,
+                "buffer/unique_fraction": 1 - totals["duplicate"] / received,
+                "buffer/replay_ratio": totals["used"] / received,
+                "buffer/fresh_short": float(totals["fresh_short"]),
+            }
+
+    def snapshot(self) -> Snapshot:
+        """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
+        with self._lock:
+            arrays, meta = self._store.snapshot(self._replay.ids)
+            return arrays, {
+                **meta,
+                "rng": self._rng.bit_generator.state,
+                "replay_left": self._replay.num_left,
+                "fresh": [
+                    {
+                        "sync": sync,
+                        "step": fresh.step,
+                        "prompts": [[i, fresh.unused[i], fresh.version[i]] for i in fresh.pool.ids],
+                    }
+                    for sync, fresh in self._fresh.items()
+                ],
+                "plan": self._plan,
+                "counters": dict(self._counters),
+                "rejected": dict(self._rejected),
+                "next_id": self._next_id,
+                "next_sync": self._next_sync,
+                "step": self._step,
+            }
+
+    def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
+        """Replace everything by what `snapshot` returned; the next draws are the same."""
+        with self._lock:
+            self._store = TrajectoryStore.restored(arrays, meta)
+            self._replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
+            self._fresh = {}
+            for entry in meta["fresh"]:
+                fresh = self._fresh[entry["sync"]] = FreshPrompts(entry["step"])
+                for prompt_id, unused, version in entry["prompts"]:
+                    fresh.put(prompt_id, unused, version)
+            self._rng.bit_generator.state = meta["rng"]
+            self._plan = meta["plan"]
+            self._counters = dict(meta["counters"])
+            self._rejected = dict(meta["rejected"])
+            self._next_id = meta["next_id"]
+            self._next_sync = meta["next_sync"]
+            self._step = meta["step"]

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the replay buffer draws: weights of responses, draws without replacement, fresh prompts.
+
+It stores no response and knows no locks. Invariant: without replacement as long as there is enough.
+"""
+
+import math
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from tba_jax.replay.prompt_pool import PromptPool
+
+
+def response_log_weights(
+    rewards: Float[np.ndarray, " n"], *, priority_temperature: float, uniform_mix: float
+) -> Float[np.ndarray, " n"]:
+    """Log-probabilities of a prompt's responses in a replay slot.
+
+    p = uniform_mix / n + (1 - uniform_mix) * softmax(reward / priority_temperature)
+
+    Args:
+        rewards: raw rewards of the stored responses.
+        priority_temperature: > 0; inf is uniform.
+        uniform_mix: share of the uniform distribution, in [0, 1].
+    """
+    uniform = np.full(len(rewards), -math.log(len(rewards)))
+    if math.isinf(priority_temperature) or uniform_mix == 1.0:
+        return uniform
+    logits = rewards / priority_temperature
+    logits = logits - logits.max()
+    softmax = logits - np.log(np.exp(logits).sum())
+    if uniform_mix == 0.0:
+        return softmax
+    return np.logaddexp(math.log(uniform_mix) + uniform, math.log1p(-uniform_mix) + softmax)
+
+
+def choose(
+    rng: np.random.Generator, log_weights: Float[np.ndarray, " n"], count: int
+) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " r"]]:
+    """Indices drawn without replacement, and repeats drawn with it when there are too few."""
+    n = len(log_weights)
+    if n >= count:
+        # Gumbel top-k: the same as drawing one by one without replacement.
+        noisy = log_weights + rng.gumbel(size=n)
+        return np.argpartition(-noisy, count - 1)[:count], np.empty(0, np.int64)
+    noisy = log_weights + rng.gumbel(size=(count - n, n))
+    return np.arange(n), noisy.argmax(axis=1)
+
+
+class FreshPrompts:
+    """Prompts with responses that arrived at one sync and were not drawn since.
+
+    Attributes:
+        step: trainer step of the sync.
+        pool: those prompts.
+        unused: prompt id -> how many of its responses are unused.
+        version: prompt id -> oldest policy version among its responses of this sync.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.pool = PromptPool()
+        self.unused: dict[int, int] = {}
+        self.version: dict[int, int] = {}
+
+    def put(self, prompt_id: int, unused: int, version: int) -> None:
+        self.pool.add(prompt_id)
+        self.unused[prompt_id] = unused
+        self.version[prompt_id] = version
+
+    def drop(self, prompt_id: int) -> None:
+        self.pool.discard(prompt_id)
+        del self.unused[prompt_id], self.version[prompt_id]
+
+    def lose_one(self, prompt_id: int) -> None:
+        left = self.unused.get(prompt_id, 0) - 1
+        if left > 0:
+            self.unused[prompt_id] = left
+        elif left == 0:
+            self.drop(prompt_id)

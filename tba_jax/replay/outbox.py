@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outbox: where a searcher leaves its finished rounds, and where the trainer picks them up.
+
+Each searcher has one; it is the only thing a searcher writes. This module knows neither how a
+round is made nor what becomes of it. It owns the invariant that a round is a transaction: its
+groups, the prompt-iterator state after it and the next round number change together or not at all,
+so that after a resume an unfinished round is done again and a finished one is not.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.flow.rounds import RoundCommit, Snapshot, check_commit, pack_commits, unpack_commits
+
+
+class OutboxCounts(NamedTuple):
+    """Responses, rejected ones included: ever committed here, and still waiting here."""
+
+    generated: int
+    pending: int
+
+
+class Outbox:
+    """Thread-safe, in order of rounds.
+
+    Args:
+        max_bytes: `has_room` is False once the pending commits hold this much; a round that is
+            already under way may still be put.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._pending: deque[RoundCommit] = deque()
+        self._num_bytes = 0
+        self._next_round = 0
+        self._prompt_state: Mapping[str, Any] | None = None
+        self._num_pending = 0
+        self._num_generated = 0
+
+    def put(self, commit: RoundCommit) -> None:
+        """Commit one finished round.
+
+        Raises:
+            ValueError: a round that is not the next one, or one that `check_commit` refuses.
+        """
+        check_commit(commit)
+        with self._lock:
+            if commit.round != self._next_round:
+                raise ValueError(
+                    f"searcher {commit.searcher} committed round {commit.round}, wanted round "
+                    f"{self._next_round}; start a searcher from Outbox.committed"
+                )
+            self._pending.append(commit)
+            self._num_bytes += commit.num_bytes
+            self._num_pending += commit.generated
+            self._num_generated += commit.generated
+            self._prompt_state = commit.prompt_state
+            self._next_round += 1
+
+    def has_room(self) -> bool:
+        """Whether a searcher may begin another round."""
+        with self._lock:
+            return self._num_bytes < self._max_bytes
+
+    def take(self, max_rounds: int | None = None) -> list[RoundCommit]:
+        """Remove and return the oldest pending commits: all, or at most `max_rounds`."""
+        with self._lock:
+            count = len(self._pending)
+            if max_rounds is not None:
+                count = min(count, max_rounds)
+            commits = [self._pending.popleft() for _ in range(count)]
+            self._num_bytes -= sum(c.num_bytes for c in commits)
+            self._num_pending -= sum(c.generated for c in commits)
+            return commits
+
+    @property
+    def committed(self) -> tuple[int, Mapping[str, Any] | None]:
+        """Number of the next round, and the prompt-iterator state to start it from."""
+        with self._lock:
+            return self._next_round, self._prompt_state
+
+    @property
+    def counts(self) -> OutboxCounts:
+        """The ledger's two numbers at one instant."""
+        with self._lock:
+            return OutboxCounts(self._num_generated, self._num_pending)
+
+    @property
+    def num_rounds(self) -> int:
+        """Commits waiting here."""
+        with self._lock:
+            return len(self._pending)
+
+    def snapshot(self) -> Snapshot:
+        """Pending commits and committed position at one instant: flat arrays, JSON metadata."""
+        with self._lock:
+            pending = list(self._pending)
+            position = {
+                "next_round": self._next_round,
+                "prompt_state": None if self._prompt_state is None else dict(self._prompt_state),
+                "num_generated": self._num_generated,
+            }
+        arrays, meta = pack_commits(pending)
+        return arrays, {**meta, "position": position}
+
+    def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
+        """Replace everything by what `snapshot` returned."""
+        pending = deque(unpack_commits(arrays, meta))
+        position = meta["position"]
+        with self._lock:
+            self._pending = pending
+            self._num_bytes = sum(c.num_bytes for c in pending)
+            self._num_pending = sum(c.generated for c in pending)
+            self._next_round = position["next_round"]
+            self._prompt_state = position["prompt_state"]
+            self._num_generated = position["num_generated"]

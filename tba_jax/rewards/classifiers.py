@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How probable it is that a response is of a target class: toxic, unsafe, or matching a pattern.
+
+Three kinds behind one call: a sequence classifier (RoBERTa), a guard language model that is asked
+for its verdict (Llama-Guard), and a regular expression for harmless miniatures. It knows texts and
+its own models; it does not know who wrote the texts or what follows from the answer. Invariant:
+the answer for a text does not depend on the other texts of the call.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tba_jax.flow.trajectory import bucket_length, left_pad, length_buckets
+from tba_jax.models import encoder
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.tokenizer import Tokenizer
+
+KINDS = ("encoder", "guard", "pattern")
+
+# What a text that does not match a pattern has: as for a model, never quite 0, so that the log is
+# finite and a sample more or less that matches makes a difference.
+MISS_PROB = 0.01
+
+
+class ClassifierSettings(NamedTuple):
+    """Which classifier, and how it is called.
+
+    Attributes:
+        kind: one of KINDS.
+        path: model folder or hub id; a pattern has none.
+        target: name of the class among the labels of an encoder's config.json; a guard's verdict,
+            as it would write it (Llama-Guard 3: two newlines and "unsafe"); the regular expression.
+        dtype: of parameters and activations.
+        max_tokens: of what the model reads.
+        batch_rows: responses per call of the model.
+    """
+
+    kind: str
+    path: str
+    target: str
+    dtype: str
+    max_tokens: int
+    batch_rows: int
+
+
+class ResponseClassifier(Protocol):
+    """Scores responses to prompts; may be called from several threads."""
+
+    def target_logprob(
+        self, prompts: Sequence[str], responses: Sequence[str]
+    ) -> Float[np.ndarray, " n"]:
+        """log p(target class) of each response, at most 0."""
+        ...
+
+
+class PatternClassifier:
+    """A response is of the class where `re.search(pattern, response)` finds something.
+
+    Raises:
+        ValueError: the pattern is no regular expression.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._pattern = re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"classifier.target = {pattern!r} is not a regular expression ({error}), which "
+                "classifier.kind=pattern needs"
+            ) from error
+
+    def target_logprob(
+        self, prompts: Sequence[str], responses: Sequence[str]
+    ) -> Float[np.ndarray, " n"]:
+        """0 where the pattern is found, log(MISS_PROB) elsewhere."""
+        found = [self._pattern.search(response) is not None for response in responses]
+        return np.where(found, 0.0, math.log(MISS_PROB))
+
+
+class EncoderClassifier:
+    """A RoBERTa sequence classifier; it reads the response alone, cut at its end where too long.
+
+    Args:
+        settings: of kind "encoder".
+        device: where the model lives.
+
+    Raises:
+        ValueError: no usable model there, or no such label.
+    """
+
+    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+        path, target = settings.path, settings.target
+        with jax.default_device(device):
+            config, params = encoder.load(path, param_dtype=jnp.dtype(settings.dtype))
+        if target not in config.labels:
+            labels = ", ".join(config.labels) or "none: it has no classification head"
+            raise ValueError(
+                f"classifier.target = {target!r} is not a label of the model at {path} ({labels}); "
+                "name one of its labels"
+            )
+        self._target = config.labels.index(target)
+        self._params = jax.device_put(params, device)
+        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
+        self._max_tokens = min(settings.max_tokens, config.max_tokens)
+        self._buckets = length_buckets(self._max_tokens, 3)
+        self._batch_rows = settings.batch_rows
+        self._program = classify_program(config, settings.dtype)
+
+    def target_logprob(
+        self, prompts: Sequence[str], responses: Sequence[str]
+    ) -> Float[np.ndarray, " n"]:
+        """Log-softmax of the model's logits at the target label."""
+        rows = [self._tokenizer.encode_complete(text, self._max_tokens) for text in responses]
+        return _in_batches(rows, self._batch_rows, self._target_logprobs)
+
+    def _target_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
+        length = bucket_length(max(map(len, batch)), self._buckets)
+        tokens = np.zeros((self._batch_rows, length), np.int32)
+        mask = np.zeros((self._batch_rows, length), bool)
+        for i, row in enumerate(batch):
+            tokens[i, : len(row)], mask[i, : len(row)] = row, True
+        mask[len(batch) :, 0] = True  # rows that fill up the batch are read by nobody
+        return np.asarray(self._program(self._params, tokens, mask))[:, self._target]
+
+
+class GuardClassifier:
+    """A guard model: the log-prob of its verdict on a prompt and a response.
+
+    The conversation is put into the model's own chat template, and the verdict is scored as its
+    answer. A conversation that is too long is refused.
+
+    Args:
+        settings: of kind "guard"; the path is of a language model whose tokenizer has a template.
+        device: where the model lives.
+
+    Raises:
+        ValueError: no usable model there, or a verdict without tokens.
+    """
+
+    def __init__(self, settings: ClassifierSettings, device: Any) -> None:
+        path = settings.path
+        with jax.default_device(device):
+            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(settings.dtype))
+        if config.num_labels:
+            raise ValueError(
+                f"the model at {path} is a classifier with {config.num_labels} labels; "
+                "classifier.kind=guard needs a language model"
+            )
+        self._params = jax.device_put(params, device)
+        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
+        self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
+        if not len(self._verdict):
+            raise ValueError("classifier.target is empty; give the guard's verdict, e.g. unsafe")
+        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
+        self._buckets = length_buckets(settings.max_tokens, 3)
+        self._batch_rows = settings.batch_rows
+        self._program = verdict_program(config, len(self._verdict), settings.dtype)
+
+    def target_logprob(
+        self, prompts: Sequence[str], responses: Sequence[str]
+    ) -> Float[np.ndarray, " n"]:
+        """log p(verdict | conversation).
+
+        Raises:
+            ValueError: a conversation of more than max_tokens tokens.
+        """
+        rows = [self._conversation(*pair) for pair in zip(prompts, responses, strict=True)]
+        return _in_batches(rows, self._batch_rows, self._verdict_logprobs)
+
+    def _verdict_logprobs(self, batch: Sequence[np.ndarray]) -> np.ndarray:
+        length = bucket_length(max(map(len, batch)), self._buckets)
+        filled = [*batch, *[batch[0]] * (self._batch_rows - len(batch))]
+        tokens = left_pad(filled, length, self._tokenizer.pad_id)
+        verdict = np.broadcast_to(self._verdict, (len(filled), len(self._verdict)))
+        lengths = np.array([len(row) for row in filled], np.int32)
+        rows_and_verdict = np.concatenate([tokens, verdict], axis=1)
+        return np.asarray(self._program(self._params, rows_and_verdict, lengths))
+
+    def _conversation(self, prompt: str, response: str) -> np.ndarray:
+        messages = [
+            {"role": "user", "content": prompt},
+            {"role": "assistant", "content": response},
+        ]
+        text = self._tokenizer.format_chat(messages, is_complete=True)
+        return self._tokenizer.encode(text, add_bos=True)
+
+
+def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassifier:
+    """The classifier that the settings describe, on a device where it is a model.
+
+    Raises:
+        ValueError: it cannot be made; says why.
+    """
+    if settings.kind == "pattern":
+        return PatternClassifier(settings.target)
+    kinds = {"encoder": EncoderClassifier, "guard": GuardClassifier}
+    return kinds[settings.kind](settings, device)
+
+
+@functools.cache  # replicas on several devices share the program
+def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
+    """Jitted (params, tokens [b s], mask [b s]) -> log-probs of the labels [b n]."""
+
+    @jax.jit
+    def program(params: encoder.Params, tokens: Array, mask: Array) -> Array:
+        logits = encoder.classify(
+            params, tokens, mask, config=config, compute_dtype=jnp.dtype(dtype)
+        )
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    return program
+
+
+@functools.cache
+def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
+    """Jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
+
+    @jax.jit
+    def program(params: Any, tokens: Array, prompt_lengths: Array) -> Array:
+        logprobs = token_logprobs(
+            params,
+            tokens[:, None],
+            prompt_lengths[:, None],
+            jnp.full((len(tokens), 1), num_tokens, jnp.int32),
+            response_bucket=num_tokens,
+            config=config,
+            temperature=1.0,
+            compute_dtype=jnp.dtype(dtype),
+        )
+        return jnp.sum(logprobs[:, 0], axis=-1)
+
+    return program
+
+
+def _in_batches(
+    rows: Sequence[np.ndarray], size: int, score: Callable[[Sequence[np.ndarray]], np.ndarray]
+) -> np.ndarray:
+    """Scores of all rows, so many at a time; what `score` says beyond a batch's rows is dropped."""
+    batches = [rows[i : i + size] for i in range(0, len(rows), size)]
+    return np.concatenate([score(x)[: len(x)] for x in batches]).astype(np.float64)

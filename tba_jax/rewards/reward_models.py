@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned rewards: a sequence classifier with one label as a source of rewards.
+
+The score of a prompt and its response, read at the response's last token by a jitted program, on
+the devices its weights lie on; several divide them. It does not know tasks, the policy or who
+learned the reward.
+Invariant: a response gets the same score whatever else is in the call, up to float32 rounding, and
+every item comes back with a finite number or a named reason.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.sharding import hand_over
+from tba_jax.models.classifier import classify
+from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.rewards.source import ScoreResult
+
+# Rows are padded to the next multiple, so that few lengths are compiled.
+LENGTH_STEP = 64
+
+
+class RewardModel:
+    """A reward model; implements `rewards.source.RewardSource`. Safe to share between threads.
+
+    The prompt is tokenized by the model's own tokenizer: a chat in its own chat template where it
+    has one, otherwise the text that the policy reads. So is the response where that has another
+    vocabulary than the policy's, its end-of-sequence token set anew; where it has the same one, the
+    very tokens that the policy drew are scored.
+
+    Args:
+        config: the architecture; one label.
+        params: its weights, on the devices to score on.
+        tokenizer: its own.
+        policy_tokenizer: that of the responses.
+        batch_size: responses scored at a time.
+        missing_eos: reward of a response that the length limit cut, in place of its score; None:
+            its score.
+        offset: subtracted from every score, e.g. the mean score of reference responses, so that
+            `missing_eos` stands in a known place.
+        compute_dtype: dtype of matmul inputs.
+        mesh: the devices that divide the weights; None: they are on one device.
+        where: what error messages call the model.
+        program: from `make_score_program` for these devices; None: made here.
+
+    Raises:
+        ValueError: not a classifier with one label, or tokens that it has no place for.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: Params,
+        tokenizer: Tokenizer,
+        *,
+        policy_tokenizer: Tokenizer,
+        batch_size: int,
+        missing_eos: float | None = None,
+        offset: float = 0.0,
+        compute_dtype: Any = jnp.float32,
+        mesh: Mesh | None = None,
+        where: str = "the reward model",
+        program: Any = None,
+    ) -> None:
+        if config.num_labels != 1:
+            what = f"{config.num_labels} labels" if config.num_labels else "a language model's head"
+            raise ValueError(
+                f"{where} has {what}; a reward model is a *ForSequenceClassification checkpoint "
+                "with one label (num_labels = 1 in config.json)"
+            )
+        if not tokenizer.eos_ids:
+            raise ValueError(f"{where} has no end-of-sequence token, which ends a response")
+        self._config = config
+        self._params = params
+        self._tokenizer = tokenizer
+        self._policy_tokenizer = policy_tokenizer
+        self._keeps_ids = tokenizer.has_vocabulary_of(policy_tokenizer)
+        self._batch_size = batch_size
+        self._missing_eos = missing_eos
+        self._offset = offset
+        self._compute_dtype = jnp.dtype(compute_dtype)
+        self._mesh = mesh
+        self._where = where
+        self._program = program or make_score_program(config, self._compute_dtype, mesh)
+
+    @classmethod
+    def load(
+        cls,
+        path_or_hub_id: str,
+        *,
+        mesh: Mesh,
+        param_dtype: Any = jnp.float32,
+        in_turn: InTurn = no_turns,
+        **options: Any,
+    ) -> "RewardModel":
+        """The reward model of a Hugging Face folder or hub id, its weights divided over a mesh.
+
+        Args:
+            path_or_hub_id: where it is.
+            mesh: devices to score on, with the axis `model`.
+            param_dtype: storage dtype, also of matmul inputs.
+            in_turn: makes a program of these devices wait for its turn, as in `Decoder`.
+            options: further arguments of the class.
+
+        Raises:
+            ValueError: no such model, not a reward model, or one that the mesh does not divide.
+        """
+        folder = hf_weights.resolve(path_or_hub_id)
+        where = f"reward model {path_or_hub_id}"
+        config = families.transformer_config(hf_weights.load_config(folder))
+        shardings = _shardings(config, mesh, where)
+        _, params, _ = hf_weights.load(folder, param_dtype=param_dtype, shardings=shardings)
+        return cls(
+            config,
+            params,
+            Tokenizer.load(folder),
+            compute_dtype=param_dtype,
+            mesh=mesh,
+            where=where,
+            program=in_turn(make_score_program(config, param_dtype, mesh)),
+            **options,
+        )
+
+    def on(self, mesh: Mesh, in_turn: InTurn = no_turns) -> "RewardModel":
+        """The same model on other devices; itself where it is there already.
+
+        Args:
+            mesh, in_turn: as in `load`.
+        """
+        if mesh == self._mesh:
+            return self
+        # One program serves all single devices.
+        is_shared = mesh.size == 1 and (self._mesh is None or self._mesh.size == 1)
+        program = make_score_program(self._config, self._compute_dtype, mesh)
+        return RewardModel(
+            self._config,
+            hand_over(self._params, _shardings(self._config, mesh, self._where)),
+            self._tokenizer,
+            policy_tokenizer=self._policy_tokenizer,
+            batch_size=self._batch_size,
+            missing_eos=self._missing_eos,
+            offset=self._offset,
+            compute_dtype=self._compute_dtype,
+            mesh=mesh,
+            where=self._where,
+            program=self._program if is_shared else in_turn(program),
+        )
+
+    def check(self) -> None:
+        """Nothing to wait for: the weights are there."""
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[np.ndarray],
+        has_eos: Sequence[bool],
+    ) -> ScoreResult:
+        """Score responses; a score that is not finite is a failure named `reward_nan`.
+
+        Args:
+            prompts: prompt texts.
+            completions: response texts.
+            columns: only `prompt`, the chat messages of each prompt, where the data has chats.
+            completion_ids: the responses' tokens, of the policy's vocabulary.
+            has_eos: False where the length limit cut the response.
+
+        Raises:
+            ValueError: a prompt and response that exceed the model's positions.
+        """
+        if "prompt" in columns and self._tokenizer.has_chat_template:
+            prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
+        rows = self._rows(prompts, completions, completion_ids, has_eos)
+        scores = self._score_rows(rows)
+        rewards: list[float | None] = []
+        reasons: list[str | None] = []
+        for score, is_complete in zip(scores.tolist(), has_eos, strict=True):
+            if self._missing_eos is not None and not is_complete:
+                rewards.append(self._missing_eos)
+                reasons.append(None)
+            else:
+                is_finite = bool(np.isfinite(score))
+                rewards.append(score - self._offset if is_finite else None)
+                reasons.append(None if is_finite else "reward_nan")
+        return ScoreResult(rewards, reasons, "")
+
+    def close(self) -> None:
+        """Holds nothing that must be released."""
+
+    def _rows(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        completion_ids: Sequence[np.ndarray],
+        has_eos: Sequence[bool],
+    ) -> list[np.ndarray]:
+        """Tokens of prompt and response, as the model reads them."""
+        encoded = {text: self._tokenizer.encode(text, add_bos=True) for text in set(prompts)}
+        rows = []
+        for prompt, text, ids, is_complete in zip(
+            prompts, completions, completion_ids, has_eos, strict=True
+        ):
+            if not self._keeps_ids:
+                ids = self._tokenizer.encode(text, add_bos=False)
+                if is_complete:
+                    ids = np.append(ids, np.int32(self._tokenizer.eos_ids[0]))
+            row = np.concatenate([encoded[prompt], ids])
+            if len(row) > self._config.max_positions:
+                raise ValueError(
+                    f"{self._where} was made for {self._config.max_positions} tokens; a prompt and "
+                    f"response have {len(row)}. Lower config.task.max_prompt_tokens or "
+                    "config.search.max_new_tokens"
+                )
+            rows.append(row)
+        return rows
+
+    def _score_rows(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 [b]: raw scores, rows of similar length together."""
+        scores = np.zeros(len(rows), np.float32)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        pending: list[tuple[list[int], Array]] = []
+        for start in range(0, len(order), self._batch_size):
+            chosen = order[start : start + self._batch_size]
+            longest = len(rows[chosen[-1]])
+            width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self._config.max_positions)
+            tokens = np.full((self._batch_size, width), self._tokenizer.pad_id, np.int32)
+            lengths = np.zeros(self._batch_size, np.int32)
+            for i, row in enumerate(chosen):
+                lengths[i] = len(rows[row])
+                tokens[i, : lengths[i]] = rows[row]
+            # Dispatched without waiting: the next batch is packed meanwhile.
+            pending.append((chosen, self._program(self._params, tokens, lengths)))
+        for chosen, values in pending:
+            scores[chosen] = np.asarray(values)[: len(chosen)]
+        return scores
+
+
+def make_score_program(
+    config: TransformerConfig, compute_dtype: Any, mesh: Mesh | None = None
+) -> Callable[..., Array]:
+    """Jitted (params, tokens [b s], lengths [b]) -> float32 [b], the scores of right-padded rows.
+
+    Args:
+        config: the architecture; one label.
+        compute_dtype: dtype of matmul inputs.
+        mesh: the devices that divide the parameters; None: they are on one device, any.
+    """
+    return jax.jit(
+        functools.partial(
+            _scores,
+            config=config,
+            compute_dtype=jnp.dtype(compute_dtype),
+            sharding=ComputeSharding(config, mesh) if mesh is not None and mesh.size > 1 else None,
+        )
+    )
+
+
+def _scores(
+    params: Params,
+    tokens: Array,
+    lengths: Array,
+    *,
+    config: TransformerConfig,
+    compute_dtype: Any,
+    sharding: ComputeSharding | None,
+) -> Array:
+    mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
+    scores = classify(
+        params, tokens, mask, config=config, compute_dtype=compute_dtype, sharding=sharding
+    )
+    return scores[:, 0]
+
+
+def _shardings(config: TransformerConfig, mesh: Mesh, where: str) -> Any:
+    try:
+        return on_mesh(mesh, param_shardings(config, mesh))
+    except ValueError as error:
+        raise ValueError(
+            f"{where} is divided over the search.num_devices = {mesh.size} devices of a searcher: "
+            f"{error}"
+        ) from error

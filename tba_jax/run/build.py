@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wiring: a validated config becomes the parts of a run, connected and not yet moving.
+
+The only module that knows every part and the whole config; sections of the config end here, as
+keyword arguments. It starts no thread except the reward processes' own.
+"""
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from tba_jax.config.devices import validate_devices
+from tba_jax.config.schema import Config
+from tba_jax.decoding.engine import Decoder
+from tba_jax.devices import device_turns, sharding
+from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.step_plan import Planner
+from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
+from tba_jax.models import lora
+from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.outbox import Outbox
+from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.parts import (
+    abstract_state,
+    adapter_shardings,
+    make_decoder,
+    make_evaluator,
+    make_metrics,
+    make_optimizer_from,
+    make_publication,
+    make_reference_program_from,
+    make_step_shardings,
+    make_task,
+    model_path,
+    packed_row_buckets,
+    place_run,
+    policy_config,
+    reading_mesh,
+    reference_shardings,
+    sampling_settings,
+    searcher_shardings,
+    start_weights,
+    step_settings,
+)
+from tba_jax.run.repartition import repartition
+from tba_jax.run.reward_parts import make_gold, make_rewards, rewards_on
+from tba_jax.run.run import Run, RunClock, forget_after, schedule_name
+from tba_jax.search.prompts import PromptStream
+from tba_jax.search.reference import Reference
+from tba_jax.search.searcher import Searcher
+from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
+from tba_jax.tasks.registry import Task
+from tba_jax.train.step import TrainState, make_init_state, make_train_step
+from tba_jax.train.trainer import Trainer
+from tba_jax.weights.transport import (
+    CheckpointTransport,
+    MemoryTransport,
+    MergingTransport,
+    Transport,
+    make_publish_program,
+)
+
+
+def build(
+    config: Config,
+    workdir: str | os.PathLike[str],
+    *,
+    cluster: Cluster,
+    clock: RunClock,
+    progress: ProgressDisplay,
+    extra_writers: Sequence[Any] = (),
+) -> Run:
+    """Make every part and restore the newest checkpoint of the work directory, if there is one.
+
+    Args:
+        config: validated.
+        workdir: exists.
+        cluster: the processes of the run, all of which call this.
+        clock: started when the process did.
+        progress: the display that phases are announced on.
+        extra_writers: more metric sinks.
+
+    Raises:
+        ConfigError, PlacementError: the devices do not fit the placement.
+        ValueError: model folder, data or reward function are not usable, or the model is not the
+            one that the adapters of a checkpoint were trained on; says which and why.
+        CheckpointError: the newest checkpoint is not readable.
+    """
+    folder = Path(workdir).absolute()
+    num_hosts = cluster.num_processes
+    validate_devices(config, len(jax.local_devices()), num_hosts)
+    # Only a pod spans processes; with one process these are the same devices.
+    placement = place_run(config, jax.devices(), cluster.process_id)
+    mine = len(placement.searcher_meshes)
+    num_searchers = mine * num_hosts
+    first_searcher = mine * cluster.process_id
+    turns = _turns(config, placement)
+    task = make_task(config)
+    # Before the model, which may take minutes to load: data that cannot be read ends the run.
+    progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
+    folder_of_model = hf_weights.resolve(model_path(config))
+    tokenizer = Tokenizer.load(folder_of_model)
+    # Searcher 0 runs evaluations, on the weights that it has.
+    evaluation_mesh = placement.searcher_meshes[0]
+    rewards = make_rewards(config, task, tokenizer, placement.searcher_meshes, turns)
+    gold = make_gold(config, task, tokenizer, evaluation_mesh, turns)
+    model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    policy = policy_config(config, model_config)
+    has_adapters = policy.adapters is not None
+    shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
+    optimizer, schedule = make_optimizer_from(config)
+    prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
+    response_buckets = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)
+    checkpoints = Checkpoints(
+        str(folder / "checkpoints"),
+        keep=config.checkpoint.keep,
+        timeout_s=config.checkpoint.timeout_s,
+    )
+    # Read once: a host that looked a moment later might see another one.
+    newest = cluster.broadcast_json(checkpoints.latest_step())
+    is_new = newest is None
+    references: dict[Any, Reference] = {}
+    params, base, host_states = None, None, None
+    if is_new or has_adapters or config.reference.placement == "searcher":
+        progress.phase("loading the model")
+        _, params, _ = hf_weights.load(
+            folder_of_model,
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=shardings.base if has_adapters else shardings.state.params,
+        )
+    if config.reference.placement == "searcher":
+        references = _references(config, policy, tokenizer.eos_ids, placement, turns, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
+    if is_new:
+        state = make_init_state(optimizer, shardings)(params)
+    else:
+        del params
+        progress.phase("restoring the newest checkpoint")
+        target = abstract_state(config, model_config, placement.trainer_mesh)
+        _, state, host_states = checkpoints.restore(target, newest)
+        state = TrainState(*state) if not isinstance(state, TrainState) else state
+        if has_adapters:
+            lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
+
+    transport = _transport(config, policy, placement, turns, folder, base)
+    # The synchronous driver itself decides how far searchers run ahead.
+    outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
+    outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
+
+    def make_buffer() -> ReplayBuffer:
+        # Hosts draw apart from one another; one host draws what a single process would.
+        seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, cluster.process_id)
+        share = {**config.replay, "max_bytes": config.replay.max_bytes // num_hosts}
+        return ReplayBuffer(**share, seed=seed)
+
+    buffer = make_buffer()
+    schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
+    metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
+    decoders = _decoders(config, model_config, tokenizer, placement, turns)
+    streams = [
+        PromptStream(
+            task,
+            tokenizer,
+            searcher=first_searcher + i,
+            num_searchers=num_searchers,
+            ownership=config.search.ownership,
+            seed=config.seed,
+            max_prompt_tokens=config.task.max_prompt_tokens,
+            long_prompts=config.task.long_prompts,
+        )
+        for i in range(mine)
+    ]
+    given = None
+    if not newest:  # all are taken before the first step, whatever became of the file since
+        given = _start_data(config, task, tokenizer, model_config, placement, turns)
+    if given is not None:
+        progress.note(
+            f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds"
+        )
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    root_key = jax.random.key(config.seed)
+    searchers = [
+        Searcher(
+            index=first_searcher + i,
+            reader=i,
+            stream=streams[i],
+            decoder=decoders[placement.searcher_meshes[i]],
+            transport=transport,
+            outbox=outboxes[i],
+            rewards=rewards_on(rewards, placement.searcher_meshes[i], turns),
+            reference=references.get(placement.searcher_meshes[i]),
+            decode_text=tokenizer.batch_decode,
+            response_kind=task.response_kind,
+            first_kind=first_kind,
+            key=root_key,
+            prompts_per_round=config.search.prompts_per_round,
+            samples_per_prompt=config.search.samples_per_prompt,
+            settings=sampling_settings(config),
+            explore_share=config.search.explore_share,
+            explore_temperatures=(
+                config.search.explore_min_temperature,
+                config.search.explore_max_temperature,
+            ),
+            num_slots=config.search.num_slots or None,
+            in_flight=config.search.swap == "in_flight",
+            prompt_buckets=prompt_buckets,
+            response_buckets=response_buckets,
+            pad_id=tokenizer.pad_id,
+            clock=clock,
+            given=given if first_searcher + i == 0 else None,
+        )
+        for i in range(mine)
+    ]
+
+    @functools.cache
+    def start_params() -> Any:
+        if evaluation_mesh in references:
+            return references[evaluation_mesh].params
+        # From devices of this process: only one evaluates.
+        source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
+        load = device_turns.on(turns, source)(start_weights)
+        return load(config, model_config, source, evaluation_mesh)
+
+    in_turn = device_turns.on(turns, evaluation_mesh)
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params, in_turn)
+    evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
+    if evaluator.num_skipped:
+        skipped = evaluator.num_skipped
+        progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
+
+    def place_batch(batch: Batch | PackedBatch) -> Batch | PackedBatch:
+        if num_hosts == 1:
+            return jax.device_put(batch, shardings.batch)
+        # This host's rows; the others bring theirs.
+        make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
+        return jax.tree.map(make, batch)
+
+    train_step = device_turns.on(turns, placement.trainer_mesh)(
+        make_train_step(
+            policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+        )
+    )
+    frozen = (base,) if has_adapters else ()
+    trainer = Trainer(
+        state=state,
+        train_step=lambda state, batch: train_step(state, batch, *frozen),
+        buffer=buffer,
+        outboxes=outboxes,
+        transport=transport,
+        planner=Planner(
+            cluster,
+            num_prompts=config.batch.num_prompts,
+            recency_prob=config.replay.recency_prob,
+            pace=config.replay.pace,
+            seed=config.seed,
+            num_steps=config.num_steps,
+            sync_period=config.sync_period,
+            checkpoint_period=config.checkpoint.period,
+        ),
+        num_prompts=config.batch.num_prompts,
+        group_size=config.objective.group_size,
+        prompt_buckets=prompt_buckets,
+        response_buckets=response_buckets,
+        pad_id=tokenizer.pad_id,
+        policy_temperature=config.search.sampling_temperature,
+        packed_length=config.batch.packed_length,
+        row_buckets=packed_row_buckets(config),
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
+        place_batch=place_batch,
+        log_event=schedule_log.append,
+        clock=clock,
+    )
+    run = Run(
+        config=config,
+        workdir=folder,
+        cluster=cluster,
+        num_searchers=num_searchers,
+        task=task,
+        trainer=trainer,
+        searchers=searchers,
+        streams=streams,
+        outboxes=outboxes,
+        buffer=buffer,
+        transport=transport,
+        rewards=rewards,
+        gold=gold,
+        evaluator=evaluator,
+        decoder=decoders[placement.searcher_meshes[0]],
+        placement=placement,
+        turns=turns,
+        model_config=model_config,
+        checkpoints=checkpoints,
+        metrics=MultiWriter([*([metrics_log] if metrics_log else []), progress, *extra_writers]),
+        progress=progress,
+        schedule_log=schedule_log,
+        metrics_log=metrics_log,
+        clock=clock,
+        base_fingerprint=hf_weights.fingerprint(folder_of_model) if has_adapters else "",
+    )
+    if host_states is not None:
+        run.restore(
+            host_states[0]
+            if host_states[0]["run"][1]["num_processes"] == num_hosts
+            else repartition(
+                host_states,
+                host=cluster.process_id,
+                num_hosts=num_hosts,
+                num_searchers=num_searchers,
+                make_buffer=make_buffer,
+            )
+        )
+    forget_after(run, trainer.step_index)
+    return run
+
+
+def _turns(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
+    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
+    if config.driver != "async":
+        return None
+    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
+    if config.sync.transport == "checkpoint":
+        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+    # Half: the error says more than the watchdog, and comes first.
+    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+
+
+def _references(
+    config: Config,
+    policy: TransformerConfig,
+    eos_ids: tuple[int, ...],
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+    params: Any,
+) -> dict[Mesh, Reference]:
+    """A reference scorer for each set of searcher devices.
+
+    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
+    shared with the trainer.
+    """
+    plain = dataclasses.replace(policy, adapters=None)
+    mesh = placement.publication_mesh
+    if policy.adapters is None or mesh != placement.trainer_mesh:
+        # A copy, because the train state will be made of `params` and then donated; or because
+        # they span processes.
+        copy = make_publish_program(
+            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
+        )
+        params = copy(params)
+    programs: dict[Any, Callable[..., Array]] = {}
+    references = {}
+    for mesh in dict.fromkeys(placement.searcher_meshes):
+        key = mesh if mesh.size > 1 else None  # one program serves any one device
+        if key not in programs:
+            program = make_reference_program_from(config, plain, eos_ids, mesh)
+            programs[key] = device_turns.on(turns, mesh)(program)
+        own = sharding.hand_over(params, reference_shardings(plain, mesh))
+        references[mesh] = Reference(programs[key], own)
+    return references
+
+
+def _start_data(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+) -> StartData | None:
+    """The responses that searcher 0 begins with, if the config gives any."""
+    if not config.task.start_path:
+        return None
+    search = config.search
+    groups = load_start_groups(
+        config.task.start_path,
+        task,
+        tokenizer,
+        max_prompt_tokens=config.task.max_prompt_tokens,
+        min_new_tokens=search.min_new_tokens,
+        max_new_tokens=search.max_new_tokens,
+        samples_per_prompt=search.samples_per_prompt,
+    )
+    program = make_start_program(
+        model_config,
+        temperature=search.sampling_temperature,
+        compute_dtype=config.model.rollout_dtype,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        eos_ids=tokenizer.eos_ids,
+        min_new_tokens=search.min_new_tokens,
+        max_new_tokens=search.max_new_tokens,
+        in_turn=device_turns.on(turns, placement.searcher_meshes[0]),
+    )
+    return StartData(
+        groups,
+        program,
+        prompts_per_round=search.prompts_per_round,
+        samples_per_prompt=search.samples_per_prompt,
+        prompt_length=config.task.max_prompt_tokens,
+        max_new_tokens=search.max_new_tokens,
+        pad_id=tokenizer.pad_id,
+    )
+
+
+def _transport(
+    config: Config,
+    policy: TransformerConfig,
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+    workdir: Path,
+    base: Any,
+) -> Transport:
+    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    meshes = placement.searcher_meshes
+    layout, published = make_publication(config, plain, placement.publication_mesh)
+    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
+    merges = {}
+    if policy.adapters is not None:
+        # Each set of devices has the base once, in the decoder's layout.
+        weights = make_publish_program(dtype, layout, published)(base)
+        for mesh, where in zip(meshes, wanted, strict=True):
+            if mesh not in merges:
+                own = sharding.hand_over(weights, where)
+                merge = functools.partial(lora.merge, own, config=policy)
+                merges[mesh] = device_turns.on(turns, mesh)(merge)
+        layout = None
+        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
+        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
+    in_turn = device_turns.on(turns, placement.trainer_mesh)
+    transport: Transport
+    if config.sync.transport == "memory":
+        transport = MemoryTransport(dtype, wanted, layout, published, in_turn)
+    else:
+        transport = CheckpointTransport(
+            str(workdir),
+            keep=config.sync.keep,
+            dtype=dtype,
+            shardings=wanted,
+            layout=layout,
+            published=published,
+            in_turn=in_turn,
+        )
+    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
+
+
+def _decoders(
+    config: Config,
+    model_config: TransformerConfig,
+    tokenizer: Tokenizer,
+    placement: sharding.Placement,
+    turns: device_turns.DeviceTurns | None,
+) -> dict[Mesh, Decoder]:
+    """The decoder of each set of searcher devices; one serves all that have one device each."""
+    decoders: dict[Any, Decoder] = {}
+    for mesh in placement.searcher_meshes:
+        key = mesh if mesh.size > 1 else None
+        if key not in decoders:
+            in_turn = device_turns.on(turns, mesh)
+            decoders[key] = make_decoder(config, model_config, tokenizer, mesh, in_turn)
+    return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}

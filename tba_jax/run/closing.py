@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""report.json: the closing figures of a run, added up over its hosts.
+
+It reads the parts of a finished or interrupted run and changes nothing. What the figures look like
+on a page is the business of `report`.
+"""
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax.config.command_line import versions
+from tba_jax.config.schema import default_config, difference, flatten
+from tba_jax.report.writers import jsonable
+from tba_jax.run.run import Run
+
+
+def host_counts(run: Run) -> dict[str, Any]:
+    """What the report adds up over the hosts: JSON-compatible."""
+    return {
+        "ledger": {
+            **run.buffer.ledger(),
+            "generated": sum(outbox.counts.generated for outbox in run.outboxes),
+            "outbox": sum(outbox.counts.pending for outbox in run.outboxes),
+        },
+        "decoded": sum(s.decoded_tokens for s in run.searchers),
+        "searcher_idle_s": [run.searcher_idle_s.get(s.index, 0.0) for s in run.searchers],
+        "staleness_counts": sorted(run.trainer.staleness_counts.items()),
+        "skipped_prompts": sum(stream.num_skipped for stream in run.streams),
+        "num_devices": _num_local_devices(),
+    }
+
+
+def _num_local_devices() -> int:
+    return len(jax.local_devices())
+
+
+def add_up(values: Sequence[Any]) -> Any:
+    """Sum of numbers, name by name for mappings: what all hosts have together."""
+    if not isinstance(values[0], Mapping):
+        return sum(values)
+    names = sorted({name for value in values for name in value})
+    return {name: add_up([value[name] for value in values if name in value]) for name in names}
+
+
+def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> None:
+    """WORKDIR/report.json: the figures that scripts may rely on.
+
+    Args:
+        run: of process 0.
+        hosts: `host_counts` of every process.
+    """
+    trainer, clock = run.trainer, run.clock
+    wall_s = clock()
+
+    def evaluation(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if record is None:
+            return None
+        return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+
+    samples = []
+    if run.before is not None and run.after is not None:
+        prompts = run.evaluator.prompts
+        if len(prompts) == 1:  # several of its responses are shown
+            prompts = prompts * len(run.before["texts"])
+        for prompt, before, before_reward, after, after_reward in zip(
+            prompts,
+            run.before["texts"],
+            run.before["rewards"],
+            run.after["texts"],
+            run.after["rewards"],
+            strict=False,  # the report shows the first few prompts only
+        ):
+            samples.append(
+                {
+                    "prompt": prompt.text,
+                    "answer": prompt.columns.get("answer", ""),
+                    "before": before,
+                    "after": after,
+                    "before_reward": before_reward,
+                    "after_reward": after_reward,
+                }
+            )
+    decoded = sum(host["decoded"] for host in hosts)
+    staleness: dict[int, int] = {}
+    for value, count in (pair for host in hosts for pair in host["staleness_counts"]):
+        staleness[value] = staleness.get(value, 0) + count
+    device = jax.local_devices()[0]
+    report = {
+        "name": run.config.name,
+        "seed": run.config.seed,
+        "driver": run.config.driver,
+        "eval": {"before": evaluation(run.before), "after": evaluation(run.after)},
+        "steps": trainer.step_index,
+        "num_steps": run.config.num_steps,
+        "wall_s": wall_s,
+        "time_to_first_step_s": run.time_to_first_step_s,
+        "tokens_per_s": {"decoded": decoded / wall_s, "trained": trainer.trained_tokens / wall_s},
+        "idle_s": {
+            "trainer": trainer.wait_s,
+            "searchers": [idle_s for host in hosts for idle_s in host["searcher_idle_s"]],
+        },
+        "staleness": staleness_summary(staleness),
+        "ledger": add_up([host["ledger"] for host in hosts]),
+        "sync": {
+            "count": len(trainer.sync_s),
+            "mean_s": sum(trainer.sync_s) / max(1, len(trainer.sync_s)),
+            "max_s": max(trainer.sync_s, default=0.0),
+        },
+        "skipped_prompts": {
+            "train": sum(host["skipped_prompts"] for host in hosts),
+            "eval": run.evaluator.num_skipped,
+        },
+        "compiled_decode_programs": run.decoder.compile_count,
+        "kinds": list(run.task.response_kinds),
+        "samples": samples,
+        "processes": len(hosts),
+        "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
+        f"{os.cpu_count()} CPU cores, {platform.platform()}",
+        "versions": versions(),
+        "config_changes": difference(flatten(default_config()), flatten(run.config)),
+    }
+    (run.workdir / "report.json").write_text(json.dumps(jsonable(report), indent=1))
+
+
+def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
+    """Mean, median, 95th percentile and maximum over all uses of trajectories; {} for none."""
+    if not counts:
+        return {}
+    values = np.array(sorted(counts))
+    weights = np.array([counts[v] for v in values.tolist()])
+    reached = np.cumsum(weights) / weights.sum()
+    return {
+        "mean": float((values * weights).sum() / weights.sum()),
+        "p50": int(values[np.searchsorted(reached, 0.5)]),
+        "p95": int(values[np.searchsorted(reached, 0.95)]),
+        "max": int(values[-1]),
+    }

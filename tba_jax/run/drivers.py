@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two drivers: the same parts, stepped in a fixed order or running beside one another.
+
+`drive_sync` uses one thread and is bit-reproducible; it is also the on-policy baseline mode.
+`drive_async` runs every searcher on a worker thread beside the trainer loop, and neither waits for
+the other. Drivers publish, merge, evaluate and save; they know no mathematics. With several hosts
+each of them runs the same driver: publications, steps and checkpoints are calls of all hosts, which
+follow the StepPlan, while merges and evaluations are each host's own.
+"""
+
+import faulthandler
+import os
+import queue
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.evaluation.evaluator import Evaluation
+from tba_jax.run.run import Run
+from tba_jax.search.searcher import summarise_rounds
+
+# Sleep between two looks at the outboxes while the trainer has nothing to train on.
+POLL_S = 0.002
+# Time that the threads of a failed run get to end their current step.
+STOP_S = 10.0
+
+
+def rounds_per_sync(run: Run) -> int:
+    """Rounds each searcher does per publication so that every fresh slot has new data."""
+    config = run.config
+    prompts = config.batch.num_prompts * config.sync_period
+    return -(-prompts // (config.search.prompts_per_round * run.num_searchers))
+
+
+def _is_eval_due(run: Run, step: int, newest: int) -> bool:
+    """Whether to evaluate the version published at `step`; `newest` is the last one begun."""
+    if not run.cluster.is_primary:
+        return False
+    if newest < 0:
+        return True
+    period = run.config.eval.period
+    return bool(period) and step // period > newest // period and step < run.config.num_steps
+
+
+def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
+    """Log, checkpoint and note the first step; common to all drivers.
+
+    Returns:
+        Whether a metrics line was written; what belongs to no single step waits for one.
+    """
+    step = run.trainer.step_index
+    if run.time_to_first_step_s is None:
+        run.time_to_first_step_s = run.clock()
+    config = run.config
+    is_logged = step % config.log.period == 0 or step == config.num_steps
+    if is_logged:
+        extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.streams)
+        run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
+    run.checkpoints.check()
+    if run.trainer.plan.save:
+        run.save()
+    return is_logged
+
+
+def evaluate_now(run: Run, step: int, params: Any) -> None:
+    """Evaluate on this thread and record the result for `step`."""
+    start = run.clock()
+    run.record_evaluation(step, run.evaluator.run(params), start)
+
+
+def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Search, merge, train in one thread until the last step or an interruption.
+
+    Every `sync_period` steps the weights are published, each searcher does as many rounds as the
+    next steps need, and the outboxes are merged. With `search.exact_lag` D the merge takes the
+    rounds of D publications ago (the first D ones train on version 0 data drawn ahead).
+    """
+    trainer, config = run.trainer, run.config
+    rounds = rounds_per_sync(run)
+    lag = config.search.exact_lag
+    extra: dict[str, Any] = {}
+    sync = trainer.step_index % config.sync_period == 0
+    while trainer.step_index < config.num_steps and not _stops(run, interrupted):
+        step = trainer.step_index
+        if sync:
+            publish_s = trainer.publish()
+            run.transport.poll()
+            published = run.transport.latest(0)
+            assert published is not None
+            if _is_eval_due(run, step, run.last_eval_step):
+                run.progress.phase("evaluating")
+                evaluate_now(run, step, published.params)
+                run.progress.phase("")
+            if step == 0:
+                for searcher in run.searchers:
+                    while searcher.num_given_rounds_left:
+                        searcher.step()
+            ahead = lag + 1 if step == 0 else 1
+            for _ in range(rounds * ahead):
+                for searcher in run.searchers:
+                    did_round = searcher.step()
+                    assert did_round  # weights are published, and the outbox has no bound here
+            merge_start = run.clock()
+            summaries = trainer.merge(rounds if lag else None)
+            extra = {
+                "sync/publish_s": publish_s,
+                "sync/merge_s": run.clock() - merge_start,
+                "sync/version": step,
+                **summarise_rounds(summaries),
+            }
+        values = trainer.step(run.is_interrupted(interrupted))
+        if values is None:
+            raise RuntimeError(
+                "the replay buffer holds nothing to train on: every response of the last rounds "
+                f"was rejected or aged out; ledger: {run.buffer.ledger()}"
+            )
+        sync = trainer.plan.sync
+        if after_step(run, values, extra):
+            extra = {}
+
+
+def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:
+    """Whether to make no further step.
+
+    With several hosts none may stop by itself: an interruption goes into the next step's offer, and
+    the plan of that step stops them all.
+    """
+    return run.trainer.plan.stop if run.cluster.num_processes > 1 else interrupted()
+
+
+class _Watchdog:
+    """Ends the process loudly when no step, round or evaluation ends for `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last = time.monotonic()
+
+    def kick(self) -> None:
+        self._last = time.monotonic()
+
+    def step(self) -> bool:
+        if time.monotonic() - self._last > self._limit_s:
+            print(
+                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
+                "(config.log.watchdog_s); the "
+                "stacks of all threads follow. The newest checkpoint is intact: run the same "
+                "command again to continue from it",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.stderr)
+            os._exit(3)  # a thread stuck in native code cannot be stopped in another way
+        return False
+
+
+def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Searcher threads beside the trainer loop until the last step or an interruption.
+
+    Raises:
+        WorkerError: a searcher (or the weight poller) failed; its cause has the traceback.
+    """
+    stop = StopFlag()
+    watchdog = _Watchdog(run.config.log.watchdog_s)
+    searchers = [Worker(f"searcher-{s.index}", s.step, stop) for s in run.searchers]
+    others = [
+        Worker("weight-poller", run.transport.poll, stop),
+        Worker("watchdog", watchdog.step, stop, idle_s=1.0),
+    ]
+    results: queue.SimpleQueue[tuple[int, Evaluation, float]] = queue.SimpleQueue()
+    idle_before = dict(run.searcher_idle_s)
+
+    def count_idle() -> None:
+        for searcher, worker in zip(run.searchers, searchers, strict=True):
+            i = searcher.index
+            run.searcher_idle_s[i] = idle_before.get(i, 0.0) + worker.idle_total_s
+
+    try:
+        run.trainer.publish()
+        for worker in [*searchers, *others]:
+            worker.start()
+        _AsyncLoop(run, stop, watchdog, results, count_idle).run(interrupted)
+    except BaseException:
+        # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
+        stop.set()
+        # A thread inside native code must not meet the end of the interpreter.
+        run.rewards.close()  # ends a `score` that waits for a reward
+        deadline = time.monotonic() + STOP_S
+        for worker in [*searchers, *others]:
+            worker.join(max(0.0, deadline - time.monotonic()))
+        raise
+    # First what must not be lost, then what may take long: a searcher may be in the middle of a
+    # round of minutes, and nobody needs that round any more.
+    run.save()
+    stop.set()
+    deadline = time.monotonic() + STOP_S
+    for worker in [*searchers, *others]:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    count_idle()
+    while not results.empty():
+        run.record_evaluation(*results.get_nowait())
+
+
+class _AsyncLoop:
+    """The trainer's side of the asynchronous driver."""
+
+    def __init__(
+        self,
+        run: Run,
+        stop: StopFlag,
+        watchdog: _Watchdog,
+        results: "queue.SimpleQueue[tuple[int, Evaluation, float]]",
+        count_idle: Callable[[], None],
+    ) -> None:
+        self._run = run
+        self._stop = stop
+        self._watchdog = watchdog
+        self._results = results
+        self._count_idle = count_idle
+        self._newest_eval = self._newest_eval_version = run.last_eval_step
+
+    def run(self, interrupted: Callable[[], bool]) -> None:
+        """Sync, train, log until the last step."""
+        run, trainer = self._run, self._run.trainer
+        num_steps = run.config.num_steps
+        # First data, then the evaluation of the start model: the trainer waits for the former only.
+        summaries = self._fill(interrupted)
+        self._submit_evaluation(trainer.step_index)
+        summaries += self._merge()  # what the outboxes held when the run was interrupted
+        extra: dict[str, Any] = {}
+        sync = False  # published when the driver began
+        while trainer.step_index < num_steps and not _stops(run, interrupted):
+            self._stop.check()
+            step = trainer.step_index
+            if sync:
+                sync = False
+                extra["sync/publish_s"] = trainer.publish()
+                extra["sync/version"] = step
+                merge_start = run.clock()
+                summaries += self._merge()
+                extra["sync/merge_s"] = run.clock() - merge_start
+                self._submit_evaluation(step)
+            values = trainer.step(run.is_interrupted(interrupted))
+            if values is None:
+                # Not a sync: no weights move, the trainer only looks for the data it waits for.
+                self._stop.wait(POLL_S)
+                summaries += self._merge()
+                self._drain()
+                continue
+            sync = trainer.plan.sync
+            self._drain()
+            self._count_idle()
+            extra.update(summarise_rounds(summaries))
+            extra["search/idle_s"] = sum(run.searcher_idle_s.values())
+            if run.turns is not None:
+                extra["sync/turn_wait_s"] = run.turns.wait_s
+            if after_step(run, values, extra):
+                extra, summaries = {}, []
+            self._watchdog.kick()
+
+    def _submit_evaluation(self, step: int) -> None:
+        """Ask searcher 0 to evaluate the version published at `step`, if one is due."""
+        run = self._run
+        if not _is_eval_due(run, step, self._newest_eval):
+            return
+        # Checkpoint transport, at the very start: the weight poller brings the first version. (To
+        # poll here as well would wait for ever once the poller's thread had taken that version.)
+        while (published := run.transport.latest(0)) is None:
+            self._stop.check()
+            self._stop.wait(POLL_S)
+        version, params = published
+        if version <= self._newest_eval_version:
+            return  # that transport is behind: at a later sync
+        self._newest_eval, self._newest_eval_version = step, version
+
+        def job() -> None:
+            start = run.clock()
+            self._results.put((version, run.evaluator.run(params), start))
+
+        run.searchers[0].submit(job)
+
+    def _fill(self, interrupted: Callable[[], bool]) -> list[Any]:
+        """Wait, before the first step, for start data and `search.initial_fill` more responses.
+
+        Returns:
+            Summaries of the rounds that filled the buffer.
+        """
+        run = self._run
+        summaries: list[Any] = []
+        start = run.clock()
+        given = sum(searcher.num_given for searcher in run.searchers)
+        target = given + run.config.search.initial_fill
+        run.progress.phase("searchers fill the buffer")
+        while run.trainer.step_index == 0 and (
+            run.buffer.num_trajectories == 0
+            or run.buffer.ledger()["generated"] < target
+            or any(searcher.num_given_rounds_left for searcher in run.searchers)
+        ):
+            self._stop.check()
+            if interrupted():
+                return summaries
+            summaries += self._merge()
+            self._stop.wait(POLL_S)
+        # The first step of a process compiles; the display drops the phase when a step is made.
+        run.progress.phase("compiling the training step")
+        run.trainer.wait_s += run.clock() - start
+        return summaries
+
+    def _merge(self) -> list[Any]:
+        """Merge; finished rounds are a sign of life."""
+        summaries = self._run.trainer.merge()
+        if summaries:
+            self._watchdog.kick()
+        return summaries
+
+    def _drain(self) -> None:
+        """Record the evaluations that searcher 0 has finished, another sign of life."""
+        while not self._results.empty():
+            self._run.record_evaluation(*self._results.get_nowait())
+            self._watchdog.kick()

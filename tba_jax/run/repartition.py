@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host state for another number of hosts: what each of them kept is divided anew, by prompt id.
+
+A checkpoint holds one host state per process. When a run goes on with as many processes, each takes
+its own back and nothing here is used. Otherwise every process reads all of them and keeps its part:
+the prompts it owns now, the outboxes of its searchers, and on process 0 the run's history. States
+in, a state out; no devices, no files. Its invariant: over all hosts nothing is lost or doubled, and
+each host's ledger adds up by itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tba_jax.flow.rounds import (
+    ROW_FIELDS,
+    Settings,
+    SettingsTable,
+    Snapshot,
+    flatten,
+    pack_commits,
+    pack_prompts,
+    unflatten,
+    unpack_prompts,
+)
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.outbox import Outbox
+from tba_jax.replay.store import FIELDS, ID, SYNC, USES, VERSION
+
+HostState = Mapping[str, tuple[Mapping[str, np.ndarray], Any]]
+
+_SETTINGS = [name for name, _ in ROW_FIELDS].index("settings")
+_OLD_SYNC = -1  # of responses that came before the fresh window
+
+
+def owner_of(prompt_id: int, *, num_searchers: int, num_hosts: int) -> int:
+    """The host that keeps a prompt: that of the searcher which owns the prompt."""
+    return prompt_id % num_searchers // (num_searchers // num_hosts)
+
+
+def repartition(
+    states: Sequence[HostState],
+    *,
+    host: int,
+    num_hosts: int,
+    num_searchers: int,
+    make_buffer: Callable[[], ReplayBuffer],
+) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
+    """The state of one of `num_hosts` hosts, from those of the hosts that saved.
+
+    Searchers keep their outboxes, round numbers and places in the prompt stream while there are as
+    many of them as before; if not, their unmerged rounds are merged first, every searcher counts
+    its rounds from the highest number so far, so that no random number is used twice, and prompt
+    streams begin a new pass.
+
+    Args:
+        states: of all processes that saved, by process id.
+        host, num_hosts: which of how many this is.
+        num_searchers: of the whole run, from now on.
+        make_buffer: an empty buffer with the run's settings.
+
+    Returns:
+        A host state in the form in which one is saved.
+    """
+    runs = [state["run"][1] for state in states]
+    names = [name for state in states for name in state if name.startswith("outbox_")]
+    outboxes = {name: state[name] for state in states for name in state if name in names}
+    buffers: list[Snapshot] = []
+    is_same_search = len(outboxes) == num_searchers
+    for state in states:
+        arrays, meta = state["buffer"]
+        pending = (
+            [] if is_same_search else [c for n in names if n in state for c in _pending(state, n)]
+        )
+        if pending:
+            buffer = make_buffer()
+            buffer.restore(arrays, meta)
+            buffer.merge(pending, meta["step"])
+            arrays, meta = buffer.snapshot()
+        buffers.append((dict(arrays), meta))
+    buffer_arrays, buffer_meta = _divide_buffers(
+        buffers,
+        keep=lambda i: owner_of(i, num_searchers=num_searchers, num_hosts=num_hosts) == host,
+        has_history=host == 0,
+        seed=[runs[0]["seed"], num_hosts, host, buffers[0][1]["step"]],
+    )
+    share = num_searchers // num_hosts
+    mine = range(host * share, (host + 1) * share)
+    out: dict[str, tuple[Mapping[str, np.ndarray], Any]] = {"buffer": (buffer_arrays, buffer_meta)}
+    next_round = max(outboxes[name][1]["position"]["next_round"] for name in names)
+    for searcher in mine:
+        if is_same_search:
+            arrays, meta = outboxes[f"outbox_{searcher}"]
+            position = meta["position"]
+        else:
+            arrays, meta = pack_commits([])
+            position = {"next_round": next_round, "prompt_state": None}
+        pending_count = sum(commit["generated"] for commit in meta["commits"])
+        # The ledger of a host compares what its outboxes and its buffer have seen.
+        seen = buffer_meta["counters"]["generated"] if searcher == mine.start else 0
+        position = {**position, "num_generated": pending_count + seen}
+        out[f"outbox_{searcher}"] = (arrays, {**meta, "position": position})
+    out["run"] = ({}, _run_of(runs, host, num_hosts, num_searchers, mine))
+    return out
+
+
+def on_one_host(states: Sequence[HostState]) -> HostState:
+    """All of a run's host states as one, for who looks at a run."""
+    if len(states) == 1:
+        return states[0]
+
+    def no_buffer() -> ReplayBuffer:
+        raise AssertionError("the searchers are the same, so nothing is merged")
+
+    return repartition(
+        states,
+        host=0,
+        num_hosts=1,
+        num_searchers=states[0]["run"][1]["num_searchers"],
+        make_buffer=no_buffer,
+    )
+
+
+def _pending(state: HostState, name: str) -> list[Any]:
+    outbox = Outbox(max_bytes=1)
+    outbox.restore(*state[name])
+    return outbox.take()
+
+
+def _run_of(
+    runs: Sequence[Mapping[str, Any]],
+    host: int,
+    num_hosts: int,
+    num_searchers: int,
+    mine: range,
+) -> dict[str, Any]:
+    """Counters: process 0 takes the past of all hosts, except what belongs to single searchers."""
+    idle = {int(i): s for run in runs for i, s in run["searcher_idle_s"]}
+    decoded = {int(i): n for run in runs for i, n in run["decoded_tokens"]}
+    staleness: dict[int, int] = {}
+    for value, count in (pair for run in runs for pair in run["staleness_counts"]):
+        staleness[value] = staleness.get(value, 0) + count
+    lost = sum(n for i, n in decoded.items() if i >= num_searchers)  # of searchers that are no more
+    run = {
+        **runs[0],
+        "num_processes": num_hosts,
+        "num_searchers": num_searchers,
+        "searcher_idle_s": [[i, idle.get(i, 0.0)] for i in mine],
+        "decoded_tokens": [[i, decoded.get(i, 0) + (lost if i == 0 else 0)] for i in mine],
+        "staleness_counts": sorted(staleness.items()) if host == 0 else [],
+    }
+    if host:
+        run |= {"before": None, "after": None, "wait_s": 0.0, "sync_s": []}
+    return run
+
+
+def _divide_buffers(
+    snapshots: Sequence[Snapshot],
+    *,
+    keep: Callable[[int], bool],
+    has_history: bool,
+    seed: Sequence[int],
+) -> Snapshot:
+    """One buffer snapshot with the prompts that `keep` wants, out of several."""
+    table = SettingsTable()
+    # Merges at one step are one sync, on whichever host.
+    window = max(len(meta["fresh"]) for _, meta in snapshots)
+    steps = sorted({entry["step"] for _, meta in snapshots for entry in meta["fresh"]})[-window:]
+    prompts: dict[int, Any] = {}
+    responses: dict[int, dict[bytes, tuple[list[Any], bytes]]] = {}
+    left: list[int] = []
+    drawn: list[int] = []
+    fresh: dict[int, dict[int, list[int]]] = {step: {} for step in steps}
+    num_equal = 0
+    for arrays, meta in snapshots:
+        sync_of = {e["sync"]: steps.index(e["step"]) for e in meta["fresh"] if e["step"] in steps}
+        settings = [
+            table.index(Settings(s, temperature, finish, tuple(names)))
+            for s, temperature, finish, names in meta["settings"]
+        ]
+        rows = zip(*(arrays[f"row_{name}"].tolist() for name, _ in FIELDS), strict=True)
+        packed = zip(rows, unflatten(arrays, "tokens"), unflatten(arrays, "extras"), strict=True)
+        stored = zip(
+            unpack_prompts(arrays, meta["prompts"]), arrays["store_sizes"].tolist(), strict=True
+        )
+        for position, (prompt, size) in enumerate(stored):
+            found = [next(packed) for _ in range(size)]
+            if not keep(prompt.prompt_id):
+                continue
+            if prompt.prompt_id not in prompts:
+                prompts[prompt.prompt_id] = prompt
+                responses[prompt.prompt_id] = {}
+                (left if position < meta["replay_left"] else drawn).append(prompt.prompt_id)
+            held = responses[prompt.prompt_id]
+            for row, tokens, extras in found:
+                new = list(row)
+                new[_SETTINGS] = settings[row[_SETTINGS]]
+                new[SYNC] = sync_of.get(row[SYNC], _OLD_SYNC)
+                # Two hosts drew the same response (search.ownership=any): the newer one stays.
+                num_equal += tokens in held
+                if tokens not in held or held[tokens][0][VERSION] <= new[VERSION]:
+                    held[tokens] = (new, extras)
+        for entry in meta["fresh"]:
+            for prompt_id, unused, version in entry["prompts"]:
+                if entry["step"] in fresh and keep(prompt_id):
+                    known = fresh[entry["step"]].setdefault(prompt_id, [0, version])
+                    known[0] += unused
+                    known[1] = min(known[1], version)
+    order = [*left, *drawn]
+    listed = [
+        (row, tokens, extras) for i in order for tokens, (row, extras) in responses[i].items()
+    ]
+    # Arrival counts only among responses of one version; hosts take turns.
+    for new_id, at in enumerate(
+        sorted(range(len(listed)), key=lambda at: (listed[at][0][VERSION], listed[at][0][ID], at))
+    ):
+        listed[at][0][ID] = new_id
+    arrays, prompt_meta = pack_prompts([prompts[i] for i in order])
+    arrays["store_sizes"] = np.array([len(responses[i]) for i in order], np.int64)
+    columns = list(zip(*(row for row, _, _ in listed), strict=True)) or [()] * len(FIELDS)
+    for (name, dtype), values in zip(FIELDS, columns, strict=True):
+        arrays[f"row_{name}"] = np.array(values, np.dtype(dtype))
+    arrays.update(flatten([tokens for _, tokens, _ in listed], "tokens"))
+    arrays.update(flatten([extras for _, _, extras in listed], "extras"))
+    metas = [meta for _, meta in snapshots]
+    counters, rejected = _history(metas, has_history)
+    counters["duplicate"] += num_equal
+    gone = sum(n for name, n in counters.items() if name.startswith(("evicted_", "duplicate")))
+    counters["generated"] = len(listed) + gone + sum(rejected.values())
+    unused_in = {
+        (i, row[SYNC]): sum(r[SYNC] == row[SYNC] and r[USES] == 0 for r, _ in responses[i].values())
+        for i in order
+        for row, _ in responses[i].values()
+    }
+    return arrays, {
+        "prompts": prompt_meta,
+        "settings": table.to_json(),
+        "sum_rewards": float(arrays["row_reward"].sum()),
+        "rng": np.random.default_rng(list(seed)).bit_generator.state,
+        "replay_left": len(left),
+        "fresh": [
+            {
+                "sync": sync,
+                "step": step,
+                "prompts": [
+                    [i, min(unused, unused_in[i, sync]), version]
+                    for i, (unused, version) in fresh[step].items()
+                    if unused_in.get((i, sync))
+                ],
+            }
+            for sync, step in enumerate(steps)
+        ],
+        "plan": None,
+        "counters": counters,
+        "rejected": rejected,
+        "next_id": len(listed),
+        "next_sync": len(steps),
+        "step": max(meta["step"] for meta in metas),
+    }
+
+
+def _history(
+    metas: Sequence[Mapping[str, Any]], has_history: bool
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Counters and rejections of all hosts together, or none."""
+    counters = dict.fromkeys(metas[0]["counters"], 0)
+    rejected: dict[str, int] = {}
+    for meta in metas if has_history else ():
+        for name, count in meta["counters"].items():
+            counters[name] += count
+        for reason, count in meta["rejected"].items():
+            rejected[reason] = rejected.get(reason, 0) + count
+    return counters, rejected

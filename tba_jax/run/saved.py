@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looking at a run from outside: its config and its policy, for the commands that read a run.
+
+It does not start, continue or change one.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tba_jax.config.command_line import local_folder
+from tba_jax.config.schema import Config, default_config
+from tba_jax.models import lora
+from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.shardings import param_shardings
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.parts import abstract_state, model_path, policy_config, reading_mesh
+
+
+def load_run_config(workdir: str) -> Config:
+    """The config a run was made with.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    path = local_folder(workdir) / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
+    config = default_config()
+    for field, value in json.loads(path.read_text())["config"].items():
+        value = float("inf") if value == "inf" else value
+        *sections, name = field.split(".")
+        section = config
+        for part in sections:
+            section = section[part]
+        section[name] = value
+    return config
+
+
+def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
+    """Policy of the newest checkpoint of a run, divided over the devices of `parts.reading_mesh`.
+
+    Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
+
+    Returns:
+        step, model config, params, the source model's config.json, the source model's folder.
+
+    Raises:
+        ValueError: no run there, or adapters that were trained on other weights than those of
+            model.path. CheckpointError: no readable checkpoint.
+    """
+    config = load_run_config(workdir)
+    folder = hf_weights.resolve(model_path(config))
+    hf_config = hf_weights.load_config(folder)
+    model_config = families.transformer_config(hf_config)
+    mesh = reading_mesh(model_config, jax.local_devices())
+    checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
+    step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))
+    params, policy = state.params, policy_config(config, model_config)
+    if policy.adapters is not None:
+        lora.check_base(folder, host_states[0]["run"][1]["base_fingerprint"])
+        _, base, _ = hf_weights.load(
+            folder,
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=param_shardings(model_config, mesh),
+        )
+        params = lora.merge(base, params, config=policy)
+    return step, model_config, params, hf_config, str(folder)

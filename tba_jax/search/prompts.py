@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PromptStream: the endless, shuffled, resumable stream of a task's training prompts.
+
+Grain does the sharding, the shuffling and the position; this module turns a problem's index into a
+tokenized Prompt. It does not know rewards, models or who consumes the prompts. Invariants: a
+stream restored from `state()` continues with exactly the prompts that would have come, and a
+prompt that does not fit is refused or skipped and counted, never cut.
+
+Prompts are tokenized when they are taken, so that starting costs nothing. Grain is imported when
+the first stream is made, for the sake of commands that need none.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.tasks.chats import Messages
+from tba_jax.tasks.registry import Task
+
+Ownership = Literal["by_prompt", "any"]
+LongPrompts = Literal["refuse", "skip"]
+
+
+class Encoder(Protocol):
+    """The part of the tokenizer that is needed here."""
+
+    def encode(self, text: str, add_bos: bool) -> np.ndarray:
+        """int32 [s]."""
+        ...
+
+    def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Chat messages as text."""
+        ...
+
+
+def _prompt(
+    task: Task,
+    tokenizer: Encoder,
+    split: Literal["train", "eval"],
+    index: int,
+    max_prompt_tokens: int,
+    long_prompts: LongPrompts,
+) -> Prompt | None:
+    """The prompt, or None for one that is skipped because it is too long."""
+    problem = task.train_problem if split == "train" else task.eval_problem
+    content, columns = problem(index)
+    where = f"{split} problem {index} of task {task.name}"
+    text = content if isinstance(content, str) else _formatted(content, tokenizer, where)
+    tokens = tokenizer.encode(text, add_bos=True)
+    if len(tokens) > max_prompt_tokens:
+        if long_prompts == "skip":
+            return None
+        raise ValueError(
+            f"{where} has {len(tokens)} tokens, more than "
+            f"task.max_prompt_tokens = {max_prompt_tokens}; raise that, or leave such prompts out "
+            f"with task.long_prompts=skip. It begins: {text[:80]!r}"
+        )
+    return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
+
+
+def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
+    try:
+        return tokenizer.format_chat(messages)
+    except ValueError as error:
+        raise ValueError(f"{where} is a chat, by the data or by task.chat: {error}") from error
+
+
+def train_prompt(
+    task: Task, tokenizer: Encoder, index: int, max_prompt_tokens: int, long_prompts: LongPrompts
+) -> Prompt | None:
+    """One training prompt; None where it is too long and such prompts are skipped.
+
+    Raises:
+        ValueError: it is too long, and such prompts are refused.
+    """
+    return _prompt(task, tokenizer, "train", index, max_prompt_tokens, long_prompts)
+
+
+class PromptStream:
+    """The prompts of one searcher, for ever: a new seeded shuffle in every pass over the data.
+
+    Args:
+        task: the task.
+        tokenizer: turns prompt texts into ids.
+        searcher: whose stream, in [0, num_searchers).
+        num_searchers: streams of the run.
+        ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
+            searcher draws all prompts, each in its own order.
+        seed: of the run.
+        max_prompt_tokens: longer prompts are refused or skipped.
+        long_prompts: which of the two.
+
+    Attributes:
+        num_skipped: prompts skipped so far, as often as they came up; part of the state.
+
+    Raises:
+        ValueError: a searcher would own no prompt.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        tokenizer: Encoder,
+        *,
+        searcher: int,
+        num_searchers: int,
+        ownership: Ownership,
+        seed: int,
+        max_prompt_tokens: int,
+        long_prompts: LongPrompts,
+    ) -> None:
+        import grain
+
+        size = task.train_size()
+        first, stride = (searcher, num_searchers) if ownership == "by_prompt" else (0, 1)
+        if first >= size:
+            raise ValueError(
+                f"searcher {searcher} owns no prompt: task {task.name} has {size} training "
+                f"problems for {num_searchers} searchers; lower num_searchers, or set "
+                "search.ownership=any"
+            )
+        self._task = task
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._long_prompts: LongPrompts = long_prompts
+        self._num_owned = len(range(first, size, stride))
+        self.num_skipped = 0
+        shuffle_seed = int(np.random.SeedSequence([seed, searcher]).generate_state(1)[0])
+        indices = grain.MapDataset.range(first, size, stride).shuffle(seed=shuffle_seed).repeat()
+        # No threads and no prefetching: the position is then the number of prompts drawn.
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._indices = iter(indices.to_iter_dataset(options))
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next prompts.
+
+        Raises:
+            ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all
+                of them are that long.
+        """
+        prompts: list[Prompt] = []
+        num_skipped_in_a_row = 0
+        while len(prompts) < num_prompts:
+            prompt = _prompt(
+                self._task,
+                self._tokenizer,
+                "train",
+                int(next(self._indices)),
+                self._max_prompt_tokens,
+                self._long_prompts,
+            )
+            if prompt is not None:
+                prompts.append(prompt)
+                num_skipped_in_a_row = 0
+                continue
+            self.num_skipped += 1
+            num_skipped_in_a_row += 1
+            # Two passes' worth in a row hold one whole pass, wherever they began.
+            if num_skipped_in_a_row == 2 * self._num_owned:
+                raise _all_too_long(self._task, "train", self._num_owned, self._max_prompt_tokens)
+        return prompts
+
+    def state(self) -> dict[str, Any]:
+        """Position and count, JSON-compatible; later calls of `take` do not change it."""
+        return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position that `state` of an equally configured stream returned."""
+        self._indices.set_state(dict(state["position"]))
+        self.num_skipped = state["num_skipped"]
+
+
+def eval_prompts(
+    task: Task, tokenizer: Encoder, limit: int, max_prompt_tokens: int, long_prompts: LongPrompts
+) -> tuple[list[Prompt], int]:
+    """The first `limit` held-out prompts (0: all of them), in the same order for every seed.
+
+    Their ids are indices in the evaluation split, a number space of its own.
+
+    Returns:
+        The prompts, and how many too long ones were skipped to find them.
+
+    Raises:
+        ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all of
+            them are that long.
+    """
+    size = task.eval_size()
+    prompts: list[Prompt] = []
+    num_skipped = 0
+    for index in range(size):
+        prompt = _prompt(task, tokenizer, "eval", index, max_prompt_tokens, long_prompts)
+        if prompt is None:
+            num_skipped += 1
+            continue
+        prompts.append(prompt)
+        if len(prompts) == limit:
+            break
+    if not prompts:
+        raise _all_too_long(task, "eval", size, max_prompt_tokens)
+    return prompts, num_skipped
+
+
+def _all_too_long(task: Task, split: str, num_prompts: int, max_prompt_tokens: int) -> ValueError:
+    return ValueError(
+        f"task.long_prompts=skip leaves nothing: all {num_prompts} {split} prompts of task "
+        f"{task.name} have more than task.max_prompt_tokens = {max_prompt_tokens} tokens; raise "
+        "that"
+    )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reference log-probs where a searcher makes its responses: one jitted program and its weights.
+
+It knows the one definition of log-probs and where the reference lies, not who asks. The invariant:
+what it returns for a response is what the trainer would compute for it with the same weights.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from tba_jax.models.logprobs import response_mask, token_logprobs
+from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.transformer import TransformerConfig
+
+
+class Reference:
+    """The reference on one searcher's devices.
+
+    Args:
+        program: from `make_reference_program` for these devices.
+        params: reference parameters on them.
+    """
+
+    def __init__(self, program: Callable[..., Array], params: Any) -> None:
+        self._program = program
+        self.params = params
+
+    def __call__(
+        self,
+        tokens: np.ndarray,
+        prompt_lengths: np.ndarray,
+        response_lengths: np.ndarray,
+        response_bucket: int,
+    ) -> Array:
+        """Summed log pi_ref, float32 [p S], of padded responses; dispatched without waiting.
+
+        Args:
+            tokens: int32 [p S s], as `Batch.tokens`.
+            prompt_lengths, response_lengths: int32 [p S].
+            response_bucket: padded length of the responses.
+        """
+        return self._program(
+            self.params,
+            tokens,
+            prompt_lengths,
+            response_lengths,
+            response_bucket=response_bucket,
+        )
+
+
+def make_reference_program(
+    config: TransformerConfig,
+    *,
+    temperature: float,
+    compute_dtype: str,
+    chunk_tokens: int,
+    eos_ids: tuple[int, ...],
+    mask_eos: bool,
+    min_new_tokens: int,
+    mesh: Mesh | None = None,
+) -> Callable[..., Array]:
+    """Jitted (params, tokens, prompt_lengths, response_lengths, *, response_bucket) -> [p S].
+
+    Args:
+        config: the architecture.
+        temperature, chunk_tokens, min_new_tokens: as in `token_logprobs`.
+        compute_dtype: name of the matmul input type.
+        eos_ids, mask_eos: as in `response_mask`.
+        mesh: the devices that divide the parameters; None: they are on one device, any.
+    """
+    sharding = ComputeSharding(config, mesh) if mesh is not None and mesh.size > 1 else None
+    return jax.jit(
+        functools.partial(
+            _score,
+            config=config,
+            temperature=temperature,
+            compute_dtype=compute_dtype,
+            chunk_tokens=chunk_tokens,
+            eos_ids=eos_ids,
+            mask_eos=mask_eos,
+            min_new_tokens=min_new_tokens,
+            sharding=sharding,
+        ),
+        static_argnames=("response_bucket",),
+    )
+
+
+def _score(
+    params: Any,
+    tokens: Array,
+    prompt_lengths: Array,
+    response_lengths: Array,
+    *,
+    response_bucket: int,
+    config: TransformerConfig,
+    temperature: float,
+    compute_dtype: str,
+    chunk_tokens: int,
+    eos_ids: tuple[int, ...],
+    mask_eos: bool,
+    min_new_tokens: int,
+    sharding: ComputeSharding | None,
+) -> Array:
+    token_values = token_logprobs(
+        params,
+        tokens,
+        prompt_lengths,
+        response_lengths,
+        response_bucket=response_bucket,
+        config=config,
+        temperature=temperature,
+        compute_dtype=jnp.dtype(compute_dtype),
+        chunk_tokens=chunk_tokens,
+        min_new_tokens=min_new_tokens,
+        eos_ids=eos_ids,
+        sharding=sharding,
+    )
+    mask = response_mask(
+        tokens[..., -response_bucket:], response_lengths, eos_ids=eos_ids, mask_eos=mask_eos
+    )
+    return jnp.sum(token_values * mask, axis=-1)

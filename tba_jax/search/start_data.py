@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start data: responses that exist before the run, as the first rounds of a searcher.
+
+They are scored, committed and merged like drawn ones; only the drawing is left out. The token
+log-probs that go with them are those of the policy that the run starts from. This module does not
+know rewards, buffers or who asks. Invariants: no response is cut or left out, each is one that the
+policy could have drawn, and every round has the shape of a drawn one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from tba_jax.decoding.engine import Decoded
+from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.flow.trajectory import Prompt, left_pad
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.search.prompts import Encoder, train_prompt
+from tba_jax.tasks.registry import Task
+from tba_jax.tasks.rows import read_rows
+
+
+class PolicyTokenizer(Encoder, Protocol):
+    """What is needed of the policy's tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+
+class GivenGroup(NamedTuple):
+    """A prompt and given responses to it.
+
+    Attributes:
+        prompt: the prompt.
+        responses: int32 [t] each, with the end-of-sequence token.
+    """
+
+    prompt: Prompt
+    responses: tuple[np.ndarray, ...]
+
+
+def load_start_groups(
+    path: str,
+    task: Task,
+    tokenizer: PolicyTokenizer,
+    *,
+    max_prompt_tokens: int,
+    min_new_tokens: int,
+    max_new_tokens: int,
+    samples_per_prompt: int,
+) -> list[GivenGroup]:
+    """Groups of at most S responses, prompts in the order in which the file first names them.
+
+    Args:
+        path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
+            "prompt_id", the index of the training problem.
+        task: whose training problems.
+        tokenizer: the policy's.
+        max_prompt_tokens: longest prompt.
+        min_new_tokens, max_new_tokens: tokens of a response without and with its end.
+        samples_per_prompt: S.
+
+    Raises:
+        ValueError: a file or a row that cannot be used, which is named.
+    """
+    if not tokenizer.eos_ids:
+        raise ValueError(
+            "task.start_path: this model has no end-of-sequence token, so no given response could "
+            "end; leave it empty"
+        )
+    size = task.train_size()
+    prompts: dict[int, Prompt] = {}
+    responses: dict[int, list[np.ndarray]] = {}
+    for where, row in read_rows(path, "train"):
+        text, index = row.get("response"), row.get("prompt_id", 0 if size == 1 else None)
+        if not isinstance(text, str):
+            raise ValueError(f"{where}: want an object with text under 'response'; got {row!r:.80}")
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 <= index < size:
+            raise ValueError(
+                f"{where}: prompt_id = {index!r:.80}, want the index of a training problem of task "
+                f"{task.name}, a whole number from 0 to {size - 1}"
+            )
+        if index not in prompts:
+            prompt = train_prompt(task, tokenizer, index, max_prompt_tokens, "skip")
+            if prompt is None:
+                raise ValueError(
+                    f"{where}: the prompt of training problem {index} has more than "
+                    f"task.max_prompt_tokens = {max_prompt_tokens} tokens; raise that, or leave "
+                    "the row out"
+                )
+            prompts[index] = prompt
+        tokens = tokenizer.encode(text, add_bos=False)
+        if np.isin(tokens, tokenizer.eos_ids).any():
+            raise ValueError(
+                f"{where}: the response holds an end-of-sequence token, which is appended to it "
+                f"anyway; write it without; got {text!r:.80}"
+            )
+        if not min_new_tokens <= len(tokens) < max_new_tokens:
+            raise ValueError(
+                f"{where}: the response has {len(tokens)} tokens, and the policy could draw one of "
+                f"{min_new_tokens} (search.min_new_tokens) to {max_new_tokens - 1} and the end "
+                "(search.max_new_tokens); change these, or leave the row out"
+            )
+        tokens = np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
+        responses.setdefault(index, []).append(tokens)
+    return [
+        GivenGroup(prompts[index], tuple(rows[i : i + samples_per_prompt]))
+        for index, rows in responses.items()
+        for i in range(0, len(rows), samples_per_prompt)
+    ]
+
+
+class StartData:
+    """Given responses as rounds of p prompts with up to S responses each.
+
+    Args:
+        groups: from `load_start_groups`.
+        logprobs: from `make_start_program`.
+        prompts_per_round: p.
+        samples_per_prompt: S.
+        prompt_length: padded length of prompts.
+        max_new_tokens: padded length of responses.
+        pad_id: token id at padding.
+
+    Attributes:
+        num_rounds: so many rounds hold them all.
+        num_responses: in all rounds.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[GivenGroup],
+        logprobs: Callable[..., Array],
+        *,
+        prompts_per_round: int,
+        samples_per_prompt: int,
+        prompt_length: int,
+        max_new_tokens: int,
+        pad_id: int,
+    ) -> None:
+        self._groups = tuple(groups)
+        self._logprobs = logprobs
+        self._shape = (prompts_per_round, samples_per_prompt)
+        self._prompt_length = prompt_length
+        self._max_new_tokens = max_new_tokens
+        self._pad_id = pad_id
+        self.num_rounds = -(-len(self._groups) // prompts_per_round)
+        self.num_responses = sum(len(group.responses) for group in self._groups)
+
+    def decoded(self, params: Params, number: int, version: int) -> tuple[list[Prompt], Decoded]:
+        """Prompts and responses of a round in the decoder's form; a length of 0 is no response.
+
+        Args:
+            params: the policy's weights in the decoder's layout.
+            number: the round, in [0, num_rounds).
+            version: of these weights.
+        """
+        p, s = self._shape
+        groups = self._groups[number * p : (number + 1) * p]
+        # One shape for all rounds: one compiled program each for these log-probs and the reference.
+        prompts = [groups[min(i, len(groups) - 1)].prompt for i in range(p)]
+        tokens = np.full((p, s, self._max_new_tokens), self._pad_id, np.int32)
+        lengths = np.zeros((p, s), np.int32)
+        for i, group in enumerate(groups):
+            for j, response in enumerate(group.responses):
+                lengths[i, j] = len(response)
+                tokens[i, j, : len(response)] = response
+        padded = left_pad([x.tokens for x in prompts], self._prompt_length, self._pad_id)
+        prompt_lengths = np.array([len(x.tokens) for x in prompts], np.int32)
+        token_logprobs = self._logprobs(
+            params,
+            np.concatenate([np.repeat(padded[:, None], s, axis=1), tokens], axis=-1),
+            np.repeat(prompt_lengths[:, None], s, axis=1),
+            lengths,
+        )
+        versions = np.full((p, s), version, np.int32)
+        return prompts, Decoded(
+            tokens, lengths, np.asarray(token_logprobs), lengths > 0, versions, versions
+        )
+
+
+def make_start_program(
+    config: TransformerConfig,
+    *,
+    temperature: float,
+    compute_dtype: str,
+    chunk_tokens: int,
+    eos_ids: tuple[int, ...],
+    min_new_tokens: int,
+    max_new_tokens: int,
+    in_turn: InTurn = no_turns,
+) -> Callable[..., Array]:
+    """Jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
+
+    Args:
+        config: the architecture.
+        temperature, chunk_tokens, eos_ids, min_new_tokens: as in `token_logprobs`.
+        compute_dtype: name of the matmul input type.
+        max_new_tokens: t.
+        in_turn: as in `Decoder`.
+    """
+
+    def program(params: Any, *rows: Array) -> Array:
+        return token_logprobs(
+            params,
+            *rows,
+            response_bucket=max_new_tokens,
+            config=config,
+            temperature=temperature,
+            compute_dtype=jnp.dtype(compute_dtype),
+            chunk_tokens=chunk_tokens,
+            min_new_tokens=min_new_tokens,
+            eos_ids=eos_ids,
+        )
+
+    return in_turn(jax.jit(program))

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer: one optimiser step at a time, publications and merges.
+
+It publishes weights and merges outboxes at every sync, draws batches from the replay buffer,
+and minimises the objective. It never generates and cannot see a searcher: responses arrive through
+outboxes and the buffer, weights leave through a weight transport. With several hosts every host
+draws its own share of the batch, and all of them follow one StepPlan. It owns the step counter, the
+invariant that published weights are no alias of its state, and the ledger check at every merge.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from tba_jax.devices.step_plan import Offer, Planner, StepPlan
+from tba_jax.flow.trajectory import (
+    Batch,
+    Draw,
+    PackedBatch,
+    bucket_length,
+    longest,
+    pack_batch,
+    pack_rows,
+)
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.outbox import Outbox
+from tba_jax.train.step import TrainState
+from tba_jax.weights.transport import Transport
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
+
+
+class Trainer:
+    """One optimiser step per `step()`; also publishes and merges, which the driver schedules.
+
+    Args:
+        state: initial or restored train state.
+        train_step: from `make_train_step`.
+        buffer: the replay buffer; this object is its only writer.
+        outboxes: one per searcher.
+        transport: where weights are published.
+        planner: decides what all hosts do.
+        num_prompts, group_size: p and K of a batch; p over all hosts.
+        prompt_buckets, response_buckets: padded lengths that are compiled for.
+        pad_id: token id at padding.
+        policy_temperature: what the policy's logits are divided by.
+        packed_length: tokens of rows that hold several responses; 0: one response a row.
+        row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
+        max_nonfinite_steps: skipped steps in a row that end the run.
+        place_batch: puts this host's rows on the trainer's devices.
+        log_event: schedule log.
+        clock: seconds since the run began.
+    """
+
+    def __init__(
+        self,
+        *,
+        state: TrainState,
+        train_step: Callable[
+            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
+        ],
+        buffer: ReplayBuffer,
+        outboxes: Sequence[Outbox],
+        transport: Transport,
+        planner: Planner,
+        num_prompts: int,
+        group_size: int,
+        prompt_buckets: Sequence[int],
+        response_buckets: Sequence[int],
+        pad_id: int,
+        policy_temperature: float,
+        packed_length: int,
+        row_buckets: Sequence[int],
+        max_nonfinite_steps: int,
+        place_batch: Callable[[Batch | PackedBatch], Batch | PackedBatch],
+        log_event: Callable[[Mapping[str, Any]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.state = state
+        self.step_index = int(state.step)
+        self.wait_s = 0.0
+        self.sync_s: list[float] = []
+        self.trained_tokens = 0
+        self.last_event: Mapping[str, Any] = {}
+        self.staleness_counts: dict[int, int] = {}
+        self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
+        self._train_step = train_step
+        self._buffer = buffer
+        self._outboxes = outboxes
+        self._transport = transport
+        self._planner = planner
+        self._num_prompts = num_prompts // planner.num_hosts
+        self._group_size = group_size
+        self._prompt_buckets = tuple(prompt_buckets)
+        self._response_buckets = tuple(response_buckets)
+        self._pad_id = pad_id
+        self._policy_temperature = policy_temperature
+        self._packed_length = packed_length
+        self._row_buckets = tuple(row_buckets)
+        self._max_nonfinite_steps = max_nonfinite_steps
+        self._place_batch = place_batch
+        self._log_event = log_event
+        self._clock = clock
+        self._waiting_since: float | None = None
+
+    def _log(self, event: Mapping[str, Any]) -> None:
+        self.last_event = event
+        self._log_event(event)
+
+    def publish(self) -> float:
+        """Publish the current weights under the current step; returns the pause in seconds."""
+        start = self._clock()
+        self._transport.publish(self.step_index, self.state.params)
+        end = self._clock()
+        self._log(
+            {
+                "event": "sync",
+                "step": self.step_index,
+                "version": self.step_index,
+                "start_s": start,
+                "end_s": end,
+            }
+        )
+        self.sync_s.append(end - start)
+        return end - start
+
+    def merge(self, max_rounds: int | None = None) -> list[Mapping[str, float]]:
+        """Move finished rounds into the buffer and check the ledger.
+
+        Args:
+            max_rounds: take at most this many per outbox (exact lag); None: all.
+
+        Returns:
+            One summary per merged round, for the search metrics.
+        """
+        commits = [c for outbox in self._outboxes for c in outbox.take(max_rounds)]
+        if commits:
+            self._buffer.merge(commits, self.step_index)
+        counts = [outbox.counts for outbox in self._outboxes]
+        self._buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
+        summaries = []
+        for commit in commits:
+            rejected: dict[str, int] = {}
+            for group in commit.groups:
+                for reason, count in group.rejected.items():
+                    rejected[reason] = rejected.get(reason, 0) + count
+            self._log(
+                {
+                    "event": "round",
+                    "searcher": commit.searcher,
+                    "round": commit.round,
+                    "version": commit.version,
+                    "swaps": [list(swap) for swap in commit.swaps],
+                    "prompt_ids": [g.prompt.prompt_id for g in commit.groups],
+                    "generated": commit.generated,
+                    "rejected": rejected,
+                    "merge_step": self.step_index,
+                    **commit.wall,
+                }
+            )
+            summaries.append(commit.wall)
+        return summaries
+
+    def _offer(self, wants_stop: bool) -> Offer:
+        size = (self._num_prompts, self._group_size, self.step_index)
+        if self._planner.num_hosts == 1:
+            return Offer(self._buffer.is_ready(*size), 0, wants_stop)
+        suffices, num_fresh = self._buffer.supply(*size)
+        return Offer(suffices, num_fresh, wants_stop)
+
+    def _draw(self) -> list[Draw]:
+        """This host's share of the batch that the plan is about."""
+        size = (self._num_prompts, self._group_size, self.step_index)
+        if self._planner.num_hosts == 1:
+            draws = self._buffer.sample(*size)
+        else:
+            draws = self._buffer.sample(
+                *size,
+                num_fresh=self.plan.num_fresh[self._planner.host],
+                num_short=self.plan.num_short if self._planner.host == 0 else 0,
+            )
+        assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
+        return draws
+
+    def _buckets(self, draws: Sequence[Draw]) -> tuple[int, int]:
+        """Padded lengths that hold every host's rows."""
+        prompt, response = self._planner.agree_on_shape(longest(draws))
+        return (
+            bucket_length(prompt, self._prompt_buckets),
+            bucket_length(response, self._response_buckets),
+        )
+
+    def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
+        """One optimiser step, or None when some host's buffer has nothing to train on yet.
+
+        With several hosts a call of all of them; `plan` is then the same everywhere.
+
+        Args:
+            wants_stop: this host was interrupted; `plan.stop` tells everyone.
+
+        Returns:
+            Host metrics of the step; those of the data are of this host's rows.
+
+        Raises:
+            NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
+        """
+        start = self._clock()
+        self.plan = self._planner.plan(self.step_index, self._offer(wants_stop))
+        if self.plan.wait:
+            if self._waiting_since is None:
+                self._waiting_since = start
+            return None
+        waited = 0.0 if self._waiting_since is None else start - self._waiting_since
+        self._waiting_since = None
+        self.wait_s += waited
+        draws = self._draw()
+        batch = self._pack(draws)
+        drawn_s = self._clock() - start
+        self.state, metrics = self._train_step(self.state, self._place_batch(batch))
+        # One transfer for all scalars; it is also what waits for the step.
+        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        end = self._clock()
+        in_a_row = int(values.pop("train/skipped_in_a_row"))
+        if in_a_row >= self._max_nonfinite_steps:
+            raise NonFiniteError(
+                f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
+                f"{values['train/grad_norm']} are not both finite, for the {in_a_row}. time in a "
+                "row (config.optimizer.max_nonfinite_steps = "
+                f"{self._max_nonfinite_steps}); last metrics: {values}. Lower "
+                "config.optimizer.learning_rate or raise config.objective.beta, and begin again in "
+                "another --workdir: the policy of the newest checkpoint may be spoilt already"
+            )
+        step = self.step_index
+        self.step_index += 1
+        self.trained_tokens += int(values["train/response_tokens"])
+        self._log(
+            {
+                "event": "step",
+                "step": step,
+                "start_s": start,
+                "end_s": end,
+                "wait_s": waited,
+                "trajectory_ids": [list(d.trajectory_ids) for d in draws],
+                "bucket": _bucket(batch),
+            }
+        )
+        values.update(
+            {
+                "train/wait_batch_s": waited,
+                "train/draw_s": drawn_s,
+                "train/step_s": end - start,
+                "train/tokens_per_s": values["train/response_tokens"] / max(end - start, 1e-9),
+                "train/padding_share": 1 - _real_share(batch),
+                **self._staleness_metrics(draws, step),
+            }
+        )
+        return values
+
+    def _pack(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
+        if self._packed_length:
+            return pack_rows(
+                draws,
+                row_length=self._packed_length,
+                row_buckets=self._row_buckets,
+                pad_id=self._pad_id,
+                policy_temperature=self._policy_temperature,
+            )
+        prompt_bucket, response_bucket = self._buckets(draws)
+        return pack_batch(
+            draws,
+            prompt_buckets=(prompt_bucket,),
+            response_buckets=(response_bucket,),
+            pad_id=self._pad_id,
+            policy_temperature=self._policy_temperature,
+        )
+
+    def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
+        staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])
+        values, counts = np.unique(staleness, return_counts=True)
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+            self.staleness_counts[value] = self.staleness_counts.get(value, 0) + count
+        total = sum(len(d.trajectories) for d in draws)
+        return {
+            "buffer/staleness_mean": float(staleness.mean()),
+            "buffer/staleness_max": int(staleness.max()),
+            "buffer/staleness_histogram": [
+                [int(v), int(c)] for v, c in zip(values, counts, strict=True)
+            ],
+            "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
+            "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / total,
+        }
+
+
+def _bucket(batch: Batch | PackedBatch) -> list[int]:
+    """Which compiled shape it took: [prompt, response] tokens, or [rows, tokens] of packed ones."""
+    if isinstance(batch, PackedBatch):
+        return list(batch.tokens.shape)
+    response = batch.behavior_token_logprobs.shape[-1]
+    return [batch.tokens.shape[-1] - response, response]
+
+
+def _real_share(batch: Batch | PackedBatch) -> float:
+    return float((batch.prompt_lengths + batch.response_lengths).sum() / batch.tokens.size)

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generate command, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_jax.commands import generate
+
+ROOT = Path(__file__).parents[2]
+STORIES = ROOT / ".." / "shared" / "models" / "stories260k"
+needs_stories = pytest.mark.skipif(
+    not STORIES.is_dir(), reason="../shared/models/stories260k is absent"
+)
+
+
+@needs_stories
+def test_greedy_text_equals_that_of_transformers():
+    golden = json.loads((ROOT / "tests" / "golden" / "stories260k.json").read_text())
+    command = [sys.executable, "-m", "tba_jax.generate", f"--model={STORIES}", "--json"]
+    command += [f"--prompt={golden['prompt']}", "--max_new_tokens=64", "--temperature=0"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True)
+    result = json.loads(out.stdout.splitlines()[-1])
+    assert result["texts"] == [golden["text"]]
+    assert result["num_tokens"] == [64]
+    assert golden["prompt"] + golden["text"] in out.stdout
+    assert "PyTorch" not in out.stderr
+
+
+@needs_stories
+def test_samples_differ_and_the_seed_changes_them(capsys):
+    def texts(seed):
+        argv = [f"--model={STORIES}", "--prompt=The dog", "--max_new_tokens=12", "--json"]
+        assert generate.main([*argv, "--num_samples=3", f"--seed={seed}"]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
+
+    first = texts(1)
+    assert len(set(first)) == 3
+    assert texts(2) != first
+
+
+def test_a_bad_model_path_is_one_line_and_exit_code_1(capsys, tmp_path):
+    assert generate.main([f"--model={tmp_path / 'nowhere'}", "--prompt=x"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("generate: model path ")
+    assert captured.err.count("\n") == 1
+
+
+@needs_stories
+def test_an_impossible_request_is_one_line_and_exit_code_1(capsys):
+    argv = [f"--model={STORIES}", "--prompt=x", "--max_new_tokens=5000"]
+    assert generate.main(argv) == 1
+    assert "the model has 512 positions" in capsys.readouterr().err
+    assert generate.main([f"--model={STORIES}", "--prompt=x", "--chat"]) == 1
+    assert "no chat template" in capsys.readouterr().err
+
+
+def test_truncated_sampling_keeps_the_most_probable_token(capsys):
+    """On the start model, which a fresh clone has: top_k = 1 and a tiny top_p are greedy."""
+
+    def texts(*flags):
+        argv = ["--prompt=7+5-3+8-6+2", "--max_new_tokens=16", "--num_samples=4", "--json"]
+        assert generate.main([*argv, *flags]) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
+
+    greedy = texts("--temperature=0")
+    assert len(set(greedy)) == 1
+    assert texts("--temperature=3", "--top_k=1") == greedy
+    assert texts("--temperature=3", "--top_p=1e-6") == greedy
+    assert texts("--temperature=3") != greedy
+    assert generate.main(["--prompt=1+1", "--top_p=2"]) == 1
+    assert "top_p = 2.0; wanted a number in (0, 1]" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The local launcher: real processes, one of which fails, hangs or is interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from tba_jax.commands.launch_processes import launch
+
+CHILD = """
+import os, signal, sys, time
+who = int(sys.argv[-1].split("=")[1])
+print("began", who, sys.argv[-2], flush=True)
+{body}
+"""
+
+
+def run(body, capfd, **options):
+    code = launch(
+        2,
+        ["--mine=1"],
+        command=[sys.executable, "-c", CHILD.format(body=textwrap.dedent(body))],
+        **options,
+    )
+    return code, *capfd.readouterr()
+
+
+def test_output_carries_the_process_and_success_is_0(capfd):
+    code, out, err = run("sys.stdout.write('no newline')", capfd)
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == [
+        "[0] began 0 --num_processes=2",
+        "[0] no newline",
+        "[1] began 1 --num_processes=2",
+        "[1] no newline",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "how"),
+    [
+        ("sys.exit(3)", 3, "exited with 3"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_named_and_the_others_do_not_outlive_it(end, code, how, capfd):
+    started = time.monotonic()
+    got, _, err = run(f"if who == 1: {end}\ntime.sleep(60)", capfd, grace_s=0.5)
+    assert got == code
+    assert f"process 1 {how}, the first of 2 to fail" in err
+    assert "Run the same command again" in err
+    assert "process 0 did not end by itself: killed" in err
+    assert time.monotonic() - started < 20
+
+
+def test_others_may_end_by_themselves(capfd):
+    code, out, err = run("if who == 0: sys.exit(4)\ntime.sleep(1)\nprint('done')", capfd)
+    assert code == 4 and "[1] done" in out and "killed" not in err
+
+
+def test_an_interruption_reaches_every_process(capfd):
+    body = """
+    def stop(*_):
+        print("saved", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGINT, stop)
+    print("ready", flush=True)
+    time.sleep(60)
+    """
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    try:
+        code, out, _ = run(body, capfd)
+    finally:
+        timer.cancel()
+    assert code == 0 and "[0] saved" in out and "[1] saved" in out
+
+
+def test_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.launch_processes", "--num_processes=0"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 2 and "wanted at least 1" in done.stderr

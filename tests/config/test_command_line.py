@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`--config` and `--config.FIELD=VALUE` mean the same in every command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_jax.commands import buffer, evaluate, export, sft
+from tba_jax.config import schema as config_lib
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import ConfigError, default_config
+from tba_jax.report import build as report
+from tba_jax.studies import study
+
+ROOT = Path(__file__).parents[2]
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+MATH = f"--config={ROOT / 'configs' / 'math.py'}"
+
+
+def changed(config):
+    """Fields that are not at their default."""
+    return config_lib.difference(config_lib.flatten(default_config()), config_lib.flatten(config))
+
+
+def test_a_file_a_preset_and_fields_that_override_it():
+    config = override(
+        None, [MATH + ":gsm8k", "--config.objective.beta=0.02", "--config.task.long_prompts=skip"]
+    )
+    assert (config.name, config.num_steps) == ("math/gsm8k", 700)
+    assert (config.objective.beta, config.task.long_prompts) == (0.02, "skip")
+
+
+def test_fields_override_a_config_that_is_given():
+    config = override(default_config(), ["--config.num_steps=7"])
+    assert changed(config) == ["num_steps: 100 -> 7"]
+    assert changed(override(default_config(), [])) == []
+
+
+@pytest.mark.parametrize("given", [None, default_config()], ids=["file", "config"])
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.task.max_tokens=3", "no field 'task.max_tokens'; did you mean "),
+        ("--config.num_steps=many", "flag --config.num_steps=many: invalid literal"),
+        ("--modle=x", "Unknown command line flag 'modle'"),
+        ("x", "unexpected argument 'x'"),
+    ],
+)
+def test_a_mistake_is_one_line(given, argument, message):
+    file = [] if given else [MATH]
+    with pytest.raises(ConfigError, match=message) as info:
+        override(given, [*file, argument])
+    assert "\n" not in str(info.value)
+
+
+def test_evaluate_takes_overrides(capsys):
+    assert evaluate.main([MATH, "--config.task.num_eval_prompts=8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["n"], result["num_skipped"], result["num_failed"]) == (8, 0, 0)
+    assert 0 < result["response_length_mean"] <= 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([MATH, "--config.num_steps=0"], "config.num_steps = 0: must be at least 1"),
+        ([MATH, "--config.steps=1"], "config has no field 'steps'; did you mean num_steps"),
+        ([MATH, "--workdir=here"], "leave out --config and --model, or --workdir"),
+        (["--config.num_steps=1"], "give --workdir, or --config"),
+    ],
+)
+def test_evaluate_refuses_in_one_line(arguments, message, capsys):
+    assert evaluate.main(arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err
+    assert len(err.splitlines()) == 1
+
+
+ADDRESS = "gs://bucket/run"
+MOUNT = "is an address, and a path is wanted: mount the bucket (gcsfuse) or a share"
+
+
+def test_main_refuses_an_address_as_its_work_directory(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", MATH, f"--workdir={ADDRESS}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"error: --workdir={ADDRESS} {MOUNT}")
+    assert "docs/launch/tpu_vm.md" in done.stderr and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # no folder `gs:`
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "name", "code"),
+    [
+        (evaluate, [f"--workdir={ADDRESS}"], "--workdir", 1),
+        (export, [f"--workdir={ADDRESS}", "--out=model"], "--workdir", 1),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
+        (sft, ["--model=m", "--data=rows.jsonl", f"--out={ADDRESS}"], "--out", 1),
+        (study, ["drivers", "--budget_min=0", f"--out={ADDRESS}"], "--out", 2),
+        (buffer, [ADDRESS], "WORKDIR", 1),
+        (report, [ADDRESS], "WORKDIR", 1),
+    ],
+)
+def test_commands_refuse_an_address(command, arguments, name, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(arguments) == code
+    assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schema, validation and presets: every mistake is one clear line before anything is written."""
+
+import ast
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tba_jax.config import schema as config_lib
+from tba_jax.config.devices import validate_devices
+from tba_jax.config.schema import ConfigError, default_config, validate
+
+ROOT = Path(__file__).parents[2]
+CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
+PRESETS = [
+    (path, preset) for path in CONFIG_FILES for preset in runpy.run_path(str(path))["PRESETS"]
+]
+
+
+def load(path, preset):
+    return runpy.run_path(str(path))["get_config"](preset)
+
+
+@pytest.mark.parametrize(("path", "preset"), PRESETS, ids=lambda x: getattr(x, "stem", x))
+def test_every_preset_validates_and_names_itself(path, preset):
+    config = load(path, preset)
+    validate(config)
+    assert config.name == f"{path.stem}/{preset}"
+
+
+def test_default_presets_run_offline_on_one_device():
+    for path in CONFIG_FILES:
+        config = runpy.run_path(str(path))["get_config"]()
+        assert config.task.data_path == ""
+        for field in ("model.path", "reward.model_path", "eval.gold_model"):
+            value = config_lib.get_field(config, field)
+            assert value == "" or value.startswith("embedded:")
+        validate_devices(config, config.num_cpu_devices)
+
+
+def test_gsm8k_is_the_papers_figure_1_run():
+    config = load(ROOT / "configs" / "math.py", "gsm8k")
+    # paper.md 3.1, column "Figure-1 run": 700 x 140 = 98,000 responses
+    assert config.num_steps * config.batch.num_prompts * config.objective.group_size == 98_000
+    assert (config.objective.group_size, config.search.samples_per_prompt) == (20, 24)
+    assert (config.objective.beta, config.objective.beta_final) == (0.014, 0.004)
+    assert (config.replay.recency_prob, config.sync_period, config.num_searchers) == (0.95, 2, 3)
+    assert (config.model.param_dtype, config.optimizer.clip_norm) == ("bfloat16", 0.0)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama"])
+def test_red_team_presets_are_appendix_b3(preset):
+    config = load(ROOT / "configs" / "redteam.py", preset)
+    # paper.md 3.3
+    assert config.num_steps == 5000
+    assert config.batch.num_prompts * config.objective.group_size == 128
+    assert (config.objective.beta, config.objective.log_z, config.sync_period) == (
+        0.05,
+        "learned",
+        10,
+    )
+    assert (config.search.min_new_tokens, config.search.max_new_tokens) == (5, 20)
+    assert (config.objective.reward_temperature, config.objective.reward_temperature_final) == (
+        2,
+        1,
+    )
+    victim = config.victim
+    assert (victim.num_samples, victim.temperature, victim.top_p) == (5, 0.7, 0.92)
+    assert config.eval.num_samples == 1024 and config.optimizer.warmup_steps == 100
+    if preset == "gpt2":
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
+        assert config.search.explore_min_temperature == 0.5
+        assert config.objective.reward_temperature_steps == 500
+    else:
+        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.6, 130_000)
+        assert config.search.explore_min_temperature == 0.7
+        assert config.objective.reward_temperature_steps == 1000
+        assert config.objective.reference_temperature_final == 1.2
+        assert config.objective.reference_temperature_steps == 2000
+
+
+def test_every_field_has_a_comment():
+    source = (ROOT / "tba_jax" / "config.py").read_text()
+    start = source.index("def default_config")
+    body = source[start : source.index("config.lock()")]
+    comments = {
+        token.start[0]
+        for token in tokenize.generate_tokens(io.StringIO(body).readline)
+        if token.type == tokenize.COMMENT
+    }
+    fields = [
+        number
+        for number, line in enumerate(body.splitlines(), 1)
+        if line.strip().startswith("config.") and "ConfigDict()" not in line
+    ]
+    assert len(fields) == len(config_lib.flatten(default_config()))
+    assert [n for n in fields if n not in comments] == []
+
+
+def test_no_field_is_dead():
+    """Each field's name is read somewhere outside config.py, as attribute or keyword."""
+    used = set()
+    for path in (ROOT / "tba_jax").rglob("*.py"):
+        if path.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.arg):
+                used.add(node.arg)
+    leaves = {field.split(".")[-1] for field in config_lib.flatten(default_config())}
+    assert leaves - used == set()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"driver": "both"}, "config.driver = 'both': must be one of async, sync"),
+        ({"task.long_prompts": "cut"}, "task.long_prompts = 'cut': must be one of refuse, skip"),
+        ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
+        ({"objective.beta": 0.0}, "config.objective.beta = 0.0: must be positive"),
+        ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
+        ({"objective.group_size": 32}, "S must be at least K"),
+        (
+            {"batch.micro_batch_rows": 7},
+            "must divide the 256 rows of a batch .* Take one of 1, 2, 4, .*multiples of 16",
+        ),
+        (
+            {"batch.packed_length": 79},
+            "must hold a prompt with its response, up to 80 tokens .*packed_length=80 or more",
+        ),
+        ({"model.remat": "all"}, "config.model.remat = 'all': must be one of none, dots, layers"),
+        ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
+        ({"optimizer.max_nonfinite_steps": 0}, "must be at least 1"),
+        (
+            {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
+            "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",
+        ),
+        ({"search.exact_lag": 2}, "search.exact_lag = 2: an exact lag exists only in the sync"),
+        ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
+        ({"replay.max_staleness": 2}, "Set --config.replay.pace=trainer"),
+        (
+            {"replay.max_staleness": 1, "replay.pace": "trainer", "sync_period": 4},
+            "wait for ever",
+        ),
+        ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
+        ({"driver": "sync", "replay.pace": "trainer"}, "has nobody to wait for"),
+        ({"driver": "sync", "search.initial_fill": 5}, "searches exactly what the next steps need"),
+        ({"objective.beta_final": 0.1, "objective.beta_steps": 5}, "a constant beta does not move"),
+        ({"objective.beta_schedule": "linear"}, "objective.beta_steps = 0"),
+        ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
+        ({"task.data_path": "/no/such/folder"}, "there is no such folder or file"),
+        ({"task.data_path": __file__}, "neither a folder, nor a .jsonl or .parquet file"),
+        ({"task.start_path": "/no/such.jsonl"}, "task.start_path = '/no/such.jsonl': there is no"),
+        ({"task.start_path": "/tmp"}, "there is no such .jsonl or .parquet file"),
+        ({"task.name": "gsm9k"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
+        ({"task.name": "reasoning_gym:"}, "must be one of arithmetic, .*reasoning_gym:DATASET"),
+        (
+            {"task.chat": True},
+            "task.chat = True: task arithmetic has no chat form.* choose one of custom, gsm8k,",
+        ),
+        ({"task.name": "custom"}, "task.data_path = '': task custom has no data of its own"),
+        (
+            {"task.name": "custom", "task.data_path": "hf://openai/gsm8k:main"},
+            "task.reward = '': task custom has no reward of its own",
+        ),
+        ({"task.reward": "a:f,b"}, "must read package.module:function or path/to/file.py:function"),
+        (
+            {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
+            "task.reward_weights = .1.0,.: task.reward names 2 functions",
+        ),
+        ({"task.reward": "my_rewards.length"}, "must read package.module:function"),
+        (
+            {"objective.reward_temperature_final": 2.0},
+            "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
+        ),
+        ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
+        ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
+        ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
+        ({"task.name": "redteam"}, "Set --config.search.ownership=any"),
+        (
+            {"task.name": "redteam", "search.ownership": "any", "victim.template": "{question}"},
+            r"must hold \{attack\} once",
+        ),
+        ({"task.name": "redteam", "search.ownership": "any"}, "classifier.target = ''"),
+        (
+            {
+                "task.name": "redteam",
+                "search.ownership": "any",
+                "classifier.kind": "encoder",
+                "classifier.target": "hate",
+            },
+            "classifier.kind=encoder needs a model",
+        ),
+        ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
+        ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
+        ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),
+        ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
+        ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
+        (
+            {"search.swap": "in_flight", "objective.name": "rloo"},
+            "needs no behaviour policy permits a response of several versions",
+        ),
+        ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
+        ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
+        (
+            {"reward.model_path": "m", "task.reward": "a:b"},
+            "task.reward = 'a:b': config.reward.model_path = 'm' names another reward",
+        ),
+        ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "names another reward"),
+        ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),
+        (
+            {"reward.model_path": "m", "reward.missing_eos": float("-inf")},
+            "reward.missing_eos = -inf: must be a number, or inf",
+        ),
+        ({"reward.batch_size": 0}, "config.reward.batch_size = 0: must be at least 1"),
+        ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
+        ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
+        ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
+    ],
+)
+def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message) as info:
+        validate(config)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_devices", "message"),
+    [
+        ({"placement": "split"}, 1, "needs a device for searchers, and this process sees 1"),
+        (
+            {"placement": "split", "num_searchers": 4},
+            4,
+            "num_searchers = 4: placement=split leaves 3 devices",
+        ),
+        ({"mesh.fsdp": 4}, 2, "mesh wants 4 devices, and this process sees 2"),
+        ({"mesh.fsdp": 2, "placement": "split"}, 2, "needs a device for searchers"),
+        (
+            {"mesh.fsdp": 2, "placement": "split", "search.num_devices": 3},
+            4,
+            "leaves 2 devices for searchers of 3 each. Set --config.search.num_devices=2",
+        ),
+        (
+            {"mesh.fsdp": 4, "search.num_devices": 3},
+            4,
+            "share the trainer's 4 devices must divide them. Set --config.search.num_devices=1",
+        ),
+    ],
+)
+def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    validate(config)
+    with pytest.raises(ConfigError, match=message):
+        validate_devices(config, num_devices)
+
+
+def test_difference_ignores_what_a_resume_may_change():
+    old = config_lib.flatten(default_config())
+    new = {**old, "log.period": 5, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
+    assert config_lib.difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
+
+
+def run_main(*arguments, cwd=ROOT):
+    return subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config=configs/math.py:nope"], "no preset 'nope'; it has arithmetic, gsm8k, math"),
+        (["--config=configs/none.py"], "no config file 'configs/none.py'"),
+        (
+            ["--config=configs/math.py", "--config.search.max_tokens=4"],
+            "no field 'search.max_tokens'; did you mean search.max_new_tokens",
+        ),
+        (["--config=configs/math.py", "--config.num_steps=1e3"], "--config.num_steps=1e3"),
+        (["--config=configs/math.py", "--config.objective.group_size=200"], "S must be at least K"),
+        (["--config=configs/math.py", "stray"], "unexpected argument 'stray'"),
+    ],
+)
+def test_command_line_mistakes_are_one_line_and_write_nothing(arguments, message, tmp_path):
+    done = run_main(*arguments, f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_place(tmp_path):
+    arguments = (
+        "--config=configs/math.py:gsm8k",
+        "--config.placement=shared",
+        "--config.num_searchers=1",
+        "--config.model.path=/no/such/model",
+        f"--workdir={tmp_path / 'run'}",
+    )
+    done = run_main(*arguments, f"--config.task.data_path={tmp_path}")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {tmp_path}/train.jsonl cannot be read")
+    # Nothing was computed, so another config is no obstacle.
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    (tmp_path / "test.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
+    done = run_main(*arguments, f"--config.task.data_path={tmp_path}", "--config.seed=1")
+    assert done.returncode == 2 and "1 prompts, 1 held out" in done.stdout
+    assert done.stderr.startswith("error: model path '/no/such/model' is not a folder")
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["seed"] == 1
+
+
+def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
+    done = run_main(
+        f"--config={ROOT / 'configs' / 'math.py'}:gsm8k",
+        "--config.objective.beta=0.02",
+        "--dry_run",
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch.micro_batch_rows": 1}, "rows = 1: cannot .*fsdp = 2.*rows=2 or a multiple"),
+        ({"batch.micro_batch_rows": 3, "batch.packed_length": 80}, "rows = 3: .*fsdp = 2.*rows=2"),
+        ({"batch.micro_batch_rows": 16}, None),
+        ({"batch.micro_batch_rows": 32}, None),
+        ({"batch.micro_batch_rows": 2}, None),
+        ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
+    ],
+)
+def test_micro_batches_divide_over_the_trainer(changes, message):
+    config = default_config()
+    config.mesh.fsdp = 2
+    config.update_from_flattened_dict(changes)
+    if message is None:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 3}, r"num_prompts = 16: must divide by .* = 3.*num_prompts=18"),
+        ({"mesh.fsdp": 2, "model.remat": "none"}, "model.remat=layers"),
+        ({"search.top_p": 0.0}, r"top_p = 0.0: must lie in \(0, 1\]"),
+        ({"search.min_new_tokens": 49}, "is above search.max_new_tokens = 48"),
+    ],
+)
+def test_meshes_and_sampling_that_cannot_work(changes, message):
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name=tb"),
+        ({"placement": "pod"}, "hosts of a pod have replay buffers of their own"),
+        ({"driver": "sync", "replay.pace": "off", "search.exact_lag": 2}, "search.exact_lag=0"),
+    ],
+)
+def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):
+    path = tmp_path / "start.jsonl"
+    path.write_text('{"prompt_id": 0, "response": "1"}\n')
+    config = default_config()
+    config.task.start_path = str(path)
+    validate(config)
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=f"task.start_path.*{message}"):
+        validate(config)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the processes of a run find one another, and what a dying one leaves behind.
+
+What needs real processes is in integration/test_pod.py and chaos/test_lost_peer.py.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tba_jax.devices.cluster import Address, Cluster, PeerError, peer_errors, resolve_address
+
+
+def test_address_comes_from_flags_then_from_the_environment():
+    environment = {
+        "JAX_COORDINATOR_ADDRESS": "a:1",
+        "JAX_NUM_PROCESSES": "4",
+        "JAX_PROCESS_ID": "3",
+    }
+    assert resolve_address(None, None, None, environment) == Address("a:1", 4, 3)
+    assert resolve_address("b:2", 2, 0, environment) == Address("b:2", 2, 0)
+    assert resolve_address(None, None, None, {}) == Address()  # a TPU pod knows by itself
+    assert resolve_address(None, 1, None, {}) == Address("", 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "message"),
+    [
+        (("a:1", 2, None), {}, r"missing: --process_id \(or JAX_PROCESS_ID\)"),
+        ((None, 2, 0), {}, "missing: --coordinator"),
+        (("a:1", 2, 2), {}, "count from 0"),
+        (("a", 2, 0), {}, "wanted HOST:PORT"),
+        (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, "wanted a number"),
+    ],
+)
+def test_a_part_of_an_address_is_refused(flags, environment, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_address(*flags, environment)
+
+
+def test_one_process_talks_to_itself():
+    cluster = Cluster()
+    assert cluster.is_primary and not cluster.is_preempted()
+    assert cluster.gather(np.array([1, 2])).tolist() == [[1, 2]]
+    assert cluster.gather_json({"a": None}) == [{"a": None}]
+    assert cluster.broadcast_json([1.5]) == [1.5]
+    cluster.close()
+
+
+def test_only_the_failure_of_a_collective_is_a_lost_peer():
+    pod = Cluster(1, 2)
+    with (
+        pytest.raises(PeerError, match="process 1 of 2 lost another.*run the same command again"),
+        peer_errors(pod),
+    ):
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    with pytest.raises(ValueError, match="of ours"), peer_errors(pod):
+        raise ValueError("a mistake of ours")
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 9)", "words.unsay()"])
+def test_last_words_of_a_process_that_cannot_speak(end):
+    code = (
+        "import os\nfrom tba_jax.devices.cluster import Cluster, LastWords\n"
+        f"words = LastWords(Cluster(1, 2))\n{end}"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    spoke = "run the same command again on every host" in done.stderr
+    assert spoke == (done.returncode != 0) == ("unsay" not in end)

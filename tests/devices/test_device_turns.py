@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns on devices: two threads, programs of several fake devices, all orders."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.devices.device_turns import DeviceTurns, TurnError, no_turns, on, turns_for
+from tba_jax.devices.worker import StopFlag, Worker
+
+
+def mesh_of(*ids):
+    devices = jax.devices()
+    return Mesh(np.array([devices[i] for i in ids]), ("model",))
+
+
+@pytest.mark.parametrize(
+    ("meshes", "wants_turns"),
+    [
+        (((0,), (0,)), False),  # one GPU
+        (((0, 1), (0,), (1,)), False),  # one-device programs wait for no other device
+        (((0, 1), (2, 3), (4,)), False),
+        (((0, 1), (1, 0)), True),
+        (((0, 1, 2, 3), (0, 1), (2, 3)), True),
+        (((0, 1), (2, 3), (2, 3)), True),
+    ],
+)
+def test_turns_exist_where_programs_of_several_devices_can_meet(meshes, wants_turns):
+    turns = turns_for([mesh_of(*ids) for ids in meshes], timeout_s=1.0)
+    assert (turns is not None) == wants_turns
+
+
+def test_without_turns_and_on_one_device_a_program_is_left_alone():
+    program = jax.jit(lambda x: x)
+    assert on(None, mesh_of(0, 1)) is no_turns and no_turns(program) is program
+    assert DeviceTurns(1.0).on(mesh_of(0))(program) is program
+
+
+def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
+    turns = DeviceTurns(60.0)
+    running, overlaps = [], []
+
+    def summing(ids):
+        mesh = mesh_of(*ids)
+        sharding = NamedSharding(mesh, PartitionSpec("model"))
+        whole = NamedSharding(mesh, PartitionSpec())
+        program = jax.jit(
+            lambda x: jnp.full((8,), x.sum()), in_shardings=sharding, out_shardings=whole
+        )
+
+        def watched(x):
+            running.append(ids)
+            overlaps.append(len(running))
+            out = jax.block_until_ready(program(x))
+            running.remove(ids)
+            return out
+
+        launch = turns.on(mesh)(watched)
+        data = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
+        return lambda: np.asarray(launch(data))
+
+    sums = [summing((0, 1, 2, 3)), summing((3, 2, 1, 0)), summing((2, 3, 4, 5))]
+    results = [[], [], []]
+    stop = StopFlag()
+
+    def step(i):
+        results[i].append(float(sums[i]()[0]))
+        return True
+
+    workers = [Worker(f"launcher-{i}", lambda i=i: step(i), stop) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    end = time.monotonic() + 30
+    while min(map(len, results)) < 25 and time.monotonic() < end and not stop.is_set():
+        time.sleep(0.005)
+    for worker in workers:
+        worker.close(30.0)
+    # In the order they came: nobody is left behind by a thread that comes again at once.
+    assert min(map(len, results)) >= 25 and {x for row in results for x in row} == {28.0}
+    assert max(overlaps) == 1 and turns.wait_s > 0
+
+
+def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
+    turns = DeviceTurns(30.0)
+    order = []
+    gates = {name: threading.Event() for name in ("small", "all", "late", "apart")}
+    meshes = {
+        "small": mesh_of(0, 1),
+        "all": mesh_of(0, 1, 2, 3),
+        "late": mesh_of(2, 3),
+        "apart": mesh_of(4, 5),
+    }
+
+    def launch(name):
+        def program():
+            order.append(name)
+            assert gates[name].wait(30.0)
+
+        return threading.Thread(target=turns.on(meshes[name])(program), name=name, daemon=True)
+
+    def in_line(count):
+        end = time.monotonic() + 10
+        while len(turns._line) < count and time.monotonic() < end:
+            time.sleep(0.001)
+        assert len(turns._line) == count
+
+    threads = []
+    for i, name in enumerate(gates):
+        threads.append(launch(name))
+        threads[-1].start()
+        in_line(i + 1)
+    end = time.monotonic() + 10
+    while len(order) < 2 and time.monotonic() < end:
+        time.sleep(0.001)
+    # `late` has free devices, but `all` came first and wants them: it must not wait for ever.
+    assert sorted(order) == ["apart", "small"]
+    for name in ("small", "all", "late", "apart"):
+        gates[name].set()
+        threads[list(gates).index(name)].join(10.0)
+    assert [name for name in order if name != "apart"] == ["small", "all", "late"]
+
+
+def test_a_turn_that_does_not_come_names_who_has_the_devices():
+    turns = DeviceTurns(0.05)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def hang():
+        has_begun.set()
+        may_end.wait(30.0)
+
+    thread = threading.Thread(
+        target=turns.on(mesh_of(0, 1, 2))(hang), name="searcher-0", daemon=True
+    )
+    thread.start()
+    assert has_begun.wait(10.0)
+
+    def train_step():
+        return jnp.zeros(())
+
+    launch = turns.on(mesh_of(1, 2, 3))(train_step)
+    with pytest.raises(TurnError) as caught:
+        launch()
+    assert "'train_step' on devices 1, 2, which 'hang' of thread searcher-0 has had" in str(
+        caught.value
+    )
+    assert "Run the same command again" in str(caught.value) and turns.wait_s >= 0.05
+    may_end.set()
+    thread.join(10.0)
+    assert launch() == 0  # whoever gave up is no longer in line
+
+
+def test_a_program_that_raises_gives_up_its_turn():
+    turns = DeviceTurns(1.0)
+
+    def fail():
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        turns.on(mesh_of(0, 1))(fail)()
+    assert turns.on(mesh_of(0, 1))(lambda: 1)() == 1

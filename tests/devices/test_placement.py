@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets which device, what chips refuse, and weights that pass between groups of devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+from tba_jax.devices.sharding import (
+    MESH_AXES,
+    MeshShape,
+    PlacementError,
+    arrange,
+    hand_over,
+    place,
+    pod_layout,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    id: int
+    process_index: int
+    platform: str
+    device_kind: str
+
+
+def chips(kind, hosts, per_host):
+    platform = "tpu" if kind.startswith("TPU") else kind
+    return [Chip(i, i // per_host, platform, kind) for i in range(hosts * per_host)]
+
+
+def ids(devices):
+    return [d.id for d in devices]
+
+
+@pytest.mark.parametrize(
+    ("placement", "each", "groups"),
+    [
+        ("shared", 1, [[0], [1], [0]]),
+        ("shared", 2, [[0, 1], [0, 1], [0, 1]]),
+        ("split", 1, [[2], [3], [4]]),
+        ("split", 2, [[2, 3], [4, 5], [6, 7]]),
+        ("auto", 2, [[2, 3], [4, 5], [6, 7]]),
+        ("auto", 1, [[2], [3], [4]]),
+    ],
+)
+def test_placements_of_one_process(placement, each, groups):
+    got = arrange(
+        placement,
+        chips("cpu", 1, 8),
+        num_trainer_devices=2,
+        num_searchers=3,
+        searcher_devices=each,
+    )
+    assert ids(got.trainer) == [0, 1]
+    assert [ids(group) for group in got.groups] == groups
+
+
+def test_auto_placement_shares_where_devices_are_short():
+    got = arrange("auto", chips("cpu", 1, 4), num_trainer_devices=2, num_searchers=3)
+    assert [ids(group) for group in got.groups] == [[0], [1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "trainer", "each", "message"),
+    [
+        ("shared", 4, 8, 1, "mesh wants 8 devices and there are 4"),
+        ("split", 8, 2, 3, "leaves 6 devices for searchers, and 3 searchers of 3 want 9"),
+        ("shared", 2, 2, 4, "leaves 2 devices for searchers, and 3 searchers of 4 want 12"),
+    ],
+)
+def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
+    with pytest.raises(PlacementError, match=message):
+        arrange(
+            placement,
+            chips("cpu", 1, devices),
+            num_trainer_devices=trainer,
+            num_searchers=3,
+            searcher_devices=each,
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "trainer", "layout", "trains", "searches"),
+    [
+        ("TPU v5", 2, 4, "per_host", [0, 1, 4, 5], [[6], [7]]),  # v5p calls itself TPU v5
+        ("TPU v4", 2, 2, "per_host", [0, 4], [[5], [6]]),
+        ("TPU v6 lite", 2, 4, "whole_hosts", [0, 1, 2, 3], [[4], [5]]),
+        ("TPU v5 lite", 2, 8, "interleaved", [0, 1, 2, 3, 4, 5, 6, 7], [[4], [5]]),
+        ("TPU v5 lite", 16, 4, "whole_hosts", [0, 1, 2, 3], [[4], [5]]),
+        ("cpu", 2, 2, "per_host", [0, 4], [[5], [6]]),
+        ("cuda", 2, 6, "per_host", [0, 1, 2, 4, 5, 6], [[7], [7]]),
+    ],
+)
+def test_layouts_of_a_pod(kind, hosts, trainer, layout, trains, searches):
+    devices = chips(kind, hosts, 4)
+    assert pod_layout(devices, trainer) == layout
+    got = arrange(
+        "pod", devices[::-1], num_trainer_devices=trainer, num_searchers=2, process_index=1
+    )
+    assert ids(got.trainer) == trains
+    assert [ids(group) for group in got.groups] == searches
+
+
+def test_trainer_hosts_of_a_pod_have_no_searchers():
+    got = arrange(
+        "pod", chips("TPU v6 lite", 2, 4), num_trainer_devices=4, num_searchers=2, process_index=0
+    )
+    assert got.groups == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "hosts", "trainer", "sizes"),
+    [
+        # Half the chips of each host abort the compiler.
+        ("TPU v5 lite", 2, 2, r"\[4, 8\]"),
+        ("TPU v6 lite", 4, 6, r"\[4, 8, 12, 16\]"),
+        # Above 16 chips of v5e nothing between one host and all of them compiles.
+        ("TPU v5 lite", 16, 32, r"\[4, 64\]"),
+        ("TPU v5", 2, 3, r"\[2, 4, 6, 8\]"),
+    ],
+)
+def test_what_libtpu_refuses_is_refused_with_sizes_that_work(kind, hosts, trainer, sizes):
+    with pytest.raises(PlacementError, match=f"of {trainer} devices cannot .* one of {sizes}"):
+        pod_layout(chips(kind, hosts, 4), trainer)
+
+
+def mesh(*names, shape, first=0):
+    devices = jax.devices()[first : first + np.prod(shape)]
+    return Mesh(np.array(devices).reshape(shape), names)
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        # Divided, whole, divided otherwise, across another axis, replicated, on the same devices.
+        (NamedSharding(mesh("x", shape=(4,)), P("x")), SingleDeviceSharding(jax.devices()[5])),
+        (NamedSharding(mesh("x", shape=(1,)), P()), NamedSharding(mesh("y", shape=(2,)), P("y"))),
+        (
+            NamedSharding(mesh("x", shape=(2,)), P("x")),
+            NamedSharding(mesh("y", shape=(4,), first=4), P(None, "y")),
+        ),
+        (
+            NamedSharding(mesh("x", "y", shape=(2, 2)), P("y", "x")),
+            NamedSharding(mesh("z", shape=(4,), first=2), P("z")),
+        ),
+        (
+            NamedSharding(mesh("x", "y", shape=(2, 2)), P("y")),
+            NamedSharding(mesh("z", shape=(2,), first=6), P()),
+        ),
+    ],
+)
+def test_weights_pass_between_groups_of_devices_however_they_are_divided(
+    source, wanted, monkeypatch
+):
+    value = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+    tree = {"w": jax.device_put(value, source), "s": jnp.float32(3)}
+    # Through the host would be `_value` of the whole array.
+    monkeypatch.setattr(
+        type(tree["w"]), "_value", property(lambda self: pytest.fail("went through the host"))
+    )
+    here = SingleDeviceSharding(jax.devices()[7])
+    out = hand_over(tree, {"w": wanted, "s": here})
+    monkeypatch.undo()
+    assert out["w"].sharding == wanted and out["s"].sharding == here
+    np.testing.assert_array_equal(out["w"], value)
+    for shard in out["w"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def test_what_lies_where_it_is_wanted_is_not_copied():
+    array = jax.device_put(np.zeros((4, 4)), jax.devices()[0])
+    wanted = NamedSharding(mesh("x", shape=(1,)), P())
+    out = hand_over({"w": array}, {"w": wanted})["w"]
+    assert out.unsafe_buffer_pointer() == array.unsafe_buffer_pointer()
+
+
+def test_a_placement_publishes_where_the_trainer_keeps_the_weights():
+    got = place("split", jax.devices(), mesh=MeshShape(2, 2, 1), num_searchers=2)
+    assert got.trainer_mesh.shape == dict(zip(MESH_AXES, (2, 2, 1), strict=True))
+    assert got.publication_mesh == got.trainer_mesh
+    assert [m.devices.item() for m in got.searcher_meshes] == jax.devices()[4:6]

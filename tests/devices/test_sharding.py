@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of axes, and decoding on a tensor-parallel mesh against one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import FAMILIES, random_params, tiny_config
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tba_jax.decoding import lowering
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.session import SamplingSettings
+from tba_jax.devices.sharding import AXIS_RULES, Rule, partition_spec, tree_shardings
+from tba_jax.models import transformer
+
+# Two key/value heads: divided over 2 devices; on 4, two devices share one.
+CONFIG = tiny_config(qkv_bias=True, head_dim=8, mlp_size=24, vocab_size=64)
+PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9, 10, 11])]
+
+
+def mesh(**axes):
+    devices = np.array(jax.devices()[: np.prod(list(axes.values()))])
+    return Mesh(devices.reshape(*axes.values()), tuple(axes))
+
+
+@pytest.mark.parametrize(
+    ("axes", "shape", "spec"),
+    [
+        (("layers", "embed", "heads", "head_dim"), (2, 16, 4, 8), P(None, "fsdp", "model", None)),
+        (("embed", None, "kv_heads", "head_dim"), (16, 2, 4, 8), P("fsdp", None, "model", None)),
+        (("embed", None, "kv_heads", "head_dim"), (16, 2, 2, 8), P("fsdp", None, None, None)),
+        (("vocab", "embed"), (64, 16), P("model", "fsdp")),
+        (("vocab", "embed"), (50257, 16), P(None, "fsdp")),
+        ((None, "mlp"), (2, 24), P(None, "model")),
+        ((), (), P()),
+    ],
+)
+def test_the_table_divides_what_the_mesh_divides(axes, shape, spec):
+    assert partition_spec(axes, shape, mesh(fsdp=2, model=4)) == spec
+
+
+def test_a_mesh_without_an_axis_leaves_it_whole():
+    axes, shape = ("embed", "heads", "head_dim"), (16, 3, 8)
+    assert partition_spec(axes, shape, mesh(data=2)) == P(None, None, None)
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(
+        ValueError, match=r"'heads' of size 6 .* 4 devices .* one of \[1, 2, 3, 6\]"
+    ):
+        partition_spec(("embed", "heads", "head_dim"), (16, 6, 8), mesh(model=4))
+
+
+def test_one_mesh_axis_never_divides_an_array_twice():
+    rules = {**AXIS_RULES, "embed": Rule("model", may_replicate=True)}
+    with pytest.raises(ValueError, match="divided twice over .* 'model', by 'vocab' and 'embed'"):
+        partition_spec(("vocab", "embed"), (64, 16), mesh(model=2), rules)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
+    config = tiny_config(family=family, hidden_size=32, mlp_size=24, vocab_size=64)
+    shapes = transformer.abstract_params(config)
+    shardings = tree_shardings(transformer.param_axes(config), shapes, mesh(fsdp=2, model=2))
+    parts = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)) / x.size, shapes, shardings)
+    layers = parts["layers"]
+    assert parts["embed"] == layers["q"] == layers["k"] == layers["o"] == layers["down"] == 1 / 4
+    assert parts["final_norm"] == 1 / 2
+    # The decoder's layout: the same parts, without the layer axis; matrices have two axes.
+    unstacked = lowering.weight_shardings(config, mesh(fsdp=2, model=2))
+    assert len(unstacked["layers"]) == config.num_layers
+    for name, sharding in shardings["layers"].items():
+        spec = list(sharding.spec[1:])
+        if name in ("q", "k", "v", "o"):
+            del spec[1 if name == "o" else 2]
+        assert unstacked["layers"][0][name].spec == P(*spec)
+
+
+@functools.cache
+def decoded(parts, implementation, temperature):
+    config = CONFIG
+    params = random_params(config)
+    if parts == 1:
+        cache_sharding = None
+        weights = transformer.unstack_layers(params, config)
+    else:
+        devices = mesh(model=parts)
+        cache_sharding = lowering.cache_sharding(config, devices)
+        weights = jax.device_put(
+            transformer.unstack_layers(params, config), lowering.weight_shardings(config, devices)
+        )
+        assert len(weights["layers"][0]["q"].addressable_shards) == parts
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.float32,
+        eos_ids=(0, 1),
+        pad_id=2,
+        prompt_buckets=(6,),
+        max_length=16,
+        chunk_steps=4,
+        cache_sharding=cache_sharding,
+        implementation=implementation,
+    )
+    return decoder.decode(
+        weights,
+        PROMPTS,
+        num_samples=2,
+        key=jax.random.key(3),
+        settings=SamplingSettings(max_new_tokens=10, temperature=temperature),
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("parts", "implementation"),
+    [
+        (2, "xla"),
+        pytest.param(4, "xla", marks=pytest.mark.slow),
+        pytest.param(2, "tpu_kernel", marks=pytest.mark.slow),
+    ],
+)
+def test_a_tensor_parallel_decoder_equals_one_device(parts, implementation, temperature):
+    """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
+    wanted = decoded(1, "xla", temperature)
+    out = decoded(parts, implementation, temperature)
+    assert wanted.lengths.max() > 4  # more than one chunk
+    np.testing.assert_array_equal(out.tokens, wanted.tokens)
+    np.testing.assert_array_equal(out.lengths, wanted.lengths)
+    # Sums over devices are float32 sums in another order, a few 1e-7 at each of two layers.
+    np.testing.assert_allclose(out.token_logprobs, wanted.token_logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("axes", "heads"),
+    [
+        ({"model": 2}, [0, 1]),
+        ({"model": 4}, [0, 0, 1, 1]),
+        ({"data": 2, "model": 4}, [0, 0, 1, 1, 0, 0, 1, 1]),
+        ({"data": 2}, [None, None]),
+    ],
+)
+def test_each_device_caches_the_heads_that_its_queries_read(axes, heads):
+    """Two key/value heads; None: both. Query heads are divided in the order of the devices."""
+    sharding = lowering.cache_sharding(CONFIG, mesh(**axes))
+    parts = sharding.devices_indices_map((4, CONFIG.num_kv_heads, 16, 8)).values()
+    assert [index[1].start for index in parts] == heads

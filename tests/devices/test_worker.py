@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Worker contract: errors travel, stopping is prompt, idling is counted."""
+
+import threading
+import time
+
+import pytest
+
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+
+
+def test_exception_reaches_the_main_thread_with_its_traceback():
+    stop = StopFlag()
+
+    def step() -> bool:
+        raise KeyError("lost prompt 17")
+
+    Worker("searcher-3", step, stop).start()
+    assert stop.wait(5.0)
+    with pytest.raises(WorkerError, match="searcher-3 failed: KeyError: 'lost prompt 17'") as info:
+        stop.check()
+    assert isinstance(info.value.__cause__, KeyError)
+    assert info.value.__cause__.__traceback__ is not None
+
+
+def test_first_failure_wins_and_stops_the_siblings():
+    stop = StopFlag()
+    sibling = Worker("sibling", lambda: True, stop).start()
+    stop.fail("searcher-0", ValueError("first"))
+    stop.fail("searcher-1", ValueError("second"))
+    with pytest.raises(WorkerError, match="searcher-0.*first"):
+        sibling.close(5.0)
+    assert not sibling.is_alive()
+
+
+def test_close_waits_for_the_step_under_way_and_counts_steps():
+    stop = StopFlag()
+    entered = threading.Event()
+
+    def step() -> bool:
+        entered.set()
+        time.sleep(0.05)
+        return True
+
+    worker = Worker("w", step, stop).start()
+    assert entered.wait(5.0)
+    worker.close(5.0)
+    assert worker.steps >= 1
+    assert worker.idle_total_s == 0.0
+
+
+def test_idle_time_is_counted_when_there_is_nothing_to_do():
+    stop = StopFlag()
+    worker = Worker("w", lambda: False, stop, idle_s=0.01).start()
+    time.sleep(0.2)
+    worker.close(5.0)
+    assert worker.steps == 0
+    assert 0.05 < worker.idle_total_s < 5.0
+
+
+def test_a_step_that_never_ends_is_reported_with_stacks(capfd):
+    stop = StopFlag()
+    release = threading.Event()
+
+    def step() -> bool:
+        release.wait(20.0)
+        return True
+
+    worker = Worker("stuck", step, stop).start()
+    with pytest.raises(TimeoutError, match="worker stuck did not stop within 0 s"):
+        worker.close(0.2)
+    assert "in step" in capfd.readouterr().err
+    release.set()

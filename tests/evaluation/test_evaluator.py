@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Evaluation: pass@k, the headline, metric functions, and that the same weights give the same."""
+
+import itertools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.config.schema import default_config
+from tba_jax.evaluation.evaluator import pass_at_k
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.source import ScoreResult
+from tba_jax.run.parts import START_MODEL, make_decoder, make_evaluator
+from tba_jax.tasks.arithmetic import Arithmetic
+
+
+class LengthReward:
+    """Rewards 1 where a response is longer than four characters; none where it is empty."""
+
+    def check(self):
+        """Always ready."""
+
+    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+        """One reward per response; says what it was asked."""
+        assert len(prompts) == len(completions) == len(columns["answer"]) == len(has_eos)
+        assert [len(ids) > 0 for ids in completion_ids] == [True] * len(prompts)
+        rewards = [float(len(text) > 4) if text else None for text in completions]
+        return ScoreResult(rewards, [None if r is not None else "empty" for r in rewards], "")
+
+    def close(self):
+        """Holds nothing."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    config, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    return config, params, Tokenizer.load(str(START_MODEL))
+
+
+def evaluator(model, task=None, metrics=(), **changes):
+    config = default_config()
+    config.update_from_flattened_dict(
+        {"task.num_eval_prompts": 6, "eval.max_new_tokens": 12, "search.max_new_tokens": 12}
+    )
+    config.update_from_flattened_dict(changes)
+    decoder = make_decoder(config, model[0], model[2])
+    return make_evaluator(
+        config, task or Arithmetic(), model[2], decoder, LengthReward(), metrics=metrics
+    )
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_response():
+    rng = np.random.default_rng(0)
+    rewards = (rng.random((5, 6)) < 0.3).astype(float).tolist()
+    got = pass_at_k(rewards)
+    assert list(got) == ["pass_at_1", "pass_at_2", "pass_at_4"]
+    for k in (1, 2, 4):
+        # The definition itself: every way to choose k of the n samples.
+        subsets = [max(s) for row in rewards for s in itertools.combinations(row, k)]
+        assert got[f"pass_at_{k}"] == pytest.approx(np.mean(subsets), abs=1e-12)
+    assert pass_at_k([[None], [1.0]]) == {"pass_at_1": 0.5}
+
+
+def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
+    class Lengths(Arithmetic):
+        metric = "long_share"
+
+    seen = []
+
+    def long_share(responses):
+        seen.append(responses)
+        return {"long_share": np.mean([[len(t) > 4 for t in row] for row in responses.texts])}
+
+    changes = {"eval.num_samples": 3, "eval.temperature": 1.0}
+    run = evaluator(model, Lengths(), [long_share], **changes).run(model[1])
+    responses = seen[0]
+    assert responses.decoded.tokens.shape == (6, 3, 12)
+    assert (
+        [len(row) for row in responses.texts] == [len(row) for row in responses.rewards] == [3] * 6
+    )
+    for (i, j), n in np.ndenumerate(responses.decoded.lengths):
+        text = model[2].batch_decode([responses.decoded.tokens[i, j, :n]])[0]
+        assert responses.texts[i][j] == text
+    values = run.metrics()
+    assert values["metric"] == "long_share" and values["n"] == 6
+    assert values["long_share"] == pytest.approx(values["reward_mean"])
+    assert "pass_at_1" not in values
+    assert run.texts == [row[0] for row in responses.texts]
+    assert len({t for row in responses.texts for t in row}) > 6  # sampled, not greedy
+
+
+def test_of_an_only_prompt_every_response_is_a_trial_and_an_example(model):
+    sampled = {"eval.num_samples": 5, "eval.temperature": 1.0}
+    got = evaluator(model, **sampled, **{"task.num_eval_prompts": 1}).run(model[1])
+    assert (got.n, got.num_trials, len(got.texts), len(got.rewards)) == (1, 5, 5, 5)
+    # Responses to one prompt are not independent of one another where there are several prompts.
+    got = evaluator(model, **sampled).run(model[1])
+    assert (got.n, got.num_trials, len(got.texts)) == (6, 6, 6)
+
+
+def test_greedy_evaluation_is_repeatable_and_sampling_draws_the_same_again(model):
+    greedy = evaluator(model)
+    assert greedy.run(model[1]) == greedy.run(model[1])
+    sampled = evaluator(model, **{"eval.num_samples": 2, "eval.temperature": 1.0})
+    first = sampled.run(model[1])
+    assert first == sampled.run(model[1])
+    assert set(first.values) == {"pass_at_1", "pass_at_2", "reward_mean"}
+
+
+def test_a_headline_nobody_measures_is_refused(model):
+    class Missing(Arithmetic):
+        metric = "win_rate"
+
+    with pytest.raises(ValueError, match="'win_rate' is not among those that evaluation reports"):
+        evaluator(model, Missing()).run(model[1])

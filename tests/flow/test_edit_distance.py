@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Edit distances against the textbook recursion; diversity of known sets."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from tba_jax.flow.edit_distance import (
+    distinct_n,
+    edit_distances,
+    mean_pairwise_distance,
+    near_duplicates,
+)
+
+
+def recursive(a, b):
+    @functools.cache
+    def distance(i, j):
+        if i == 0 or j == 0:
+            return i + j
+        same = distance(i - 1, j - 1) + (a[i - 1] != b[j - 1])
+        return min(distance(i - 1, j) + 1, distance(i, j - 1) + 1, same)
+
+    return distance(len(a), len(b))
+
+
+def arrays(*rows):
+    return [np.array(row, np.int32) for row in rows]
+
+
+def test_distances_equal_the_recursion():
+    rng = np.random.default_rng(0)
+    others = [rng.integers(0, 4, rng.integers(0, 9)).astype(np.int32) for _ in range(60)]
+    for _ in range(10):
+        tokens = rng.integers(0, 4, rng.integers(0, 9)).astype(np.int32)
+        expected = [recursive(tuple(tokens.tolist()), tuple(o.tolist())) for o in others]
+        assert edit_distances(tokens, others).tolist() == expected
+    assert edit_distances(others[0], []).tolist() == []
+
+
+def test_near_duplicates_are_below_the_share_of_both_lengths():
+    tokens = np.array([1, 2, 3, 4], np.int32)
+    others = arrays([1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    # Bounds 0.25 * 8 = 2 for equal lengths: a distance of 2 is not below it.
+    assert near_duplicates(tokens, others, 0.25).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [([[1, 2]] * 4, 0.0), ([[1, 2], [3, 4], [5, 6]], 1.0), ([[1, 2], [1, 3]], 0.5)],
+)
+def test_mean_pairwise_distance_of_known_sets(rows, expected):
+    assert mean_pairwise_distance(arrays(*rows), max_pairs=100, seed=0) == expected
+
+
+def test_mean_pairwise_distance_of_a_sample_of_pairs_is_near_that_of_all():
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(0, 3, 6).astype(np.int32) for _ in range(200)]
+    some = mean_pairwise_distance(rows, max_pairs=2000, seed=0)
+    # Every pair: 19,900. Its standard error over 2,000 pairs is about 0.15 / sqrt(2000) = 0.003.
+    assert some == pytest.approx(mean_pairwise_distance(rows, max_pairs=10**6, seed=0), abs=0.02)
+    assert np.isnan(mean_pairwise_distance(rows[:1], max_pairs=10, seed=0))
+
+
+def test_distinct_n_counts_different_n_grams():
+    rows = arrays([1, 2, 3], [1, 2, 4])
+    assert distinct_n(rows, 1) == pytest.approx(4 / 6)
+    assert distinct_n(rows, 2) == pytest.approx(3 / 4)
+    assert distinct_n(rows, 5) == 0.0

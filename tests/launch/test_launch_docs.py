@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pod jobs that docs/launch shows are ones that this package accepts on those machines."""
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tba_jax.config.command_line import override
+from tba_jax.config.devices import trainer_mesh, validate_devices
+from tba_jax.config.schema import validate
+from tba_jax.devices.sharding import arrange, pod_layout
+
+ROOT = Path(__file__).parents[2]
+HOSTS = 4
+
+
+def pod_jobs(page):
+    """`--config.FIELD=VALUE` of each command of a page that asks for a pod."""
+    text = (ROOT / "docs" / "launch" / page).read_text()
+    jobs = [re.split(r"\n\n|```|resources:", rest)[0] for rest in text.split("tba_jax.main")[1:]]
+    return [re.findall(r"--config\.[\w.]+=\w+", job) for job in jobs if "placement=pod" in job]
+
+
+# ml_collections loads config files through a deprecated function of importlib.
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("page", "number", "kind", "chips", "layout"),
+    [
+        ("tpu_pod.md", 0, "TPU v5 lite", 4, "interleaved"),
+        ("clusters.md", 0, "TPU v5 lite", 4, "interleaved"),  # xpk
+        ("clusters.md", 1, "TPU v5 lite", 4, "interleaved"),  # JobSet
+        ("clusters.md", 2, "gpu", 8, "per_host"),  # Slurm
+    ],
+)
+def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
+    page, number, kind, chips, layout
+):
+    overrides = pod_jobs(page)[number]
+    config = override(None, [f"--config={ROOT / 'configs/math.py'}:gsm8k", *overrides])
+    validate(config)
+    validate_devices(config, chips, HOSTS)
+    devices = [
+        SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
+        for i in range(HOSTS * chips)
+    ]
+    size = math.prod(trainer_mesh(config, HOSTS))
+    assert pod_layout(devices, size) == layout
+    arrangement = arrange(
+        "pod",
+        devices,
+        num_trainer_devices=size,
+        num_searchers=config.num_searchers // HOSTS,
+        searcher_devices=config.search.num_devices,
+        process_index=HOSTS - 1,
+    )
+    assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
+    assert len(arrangement.groups) == config.num_searchers // HOSTS > 0

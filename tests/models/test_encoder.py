@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The RoBERTa classifier and BERT sentence embeddings: values, padding, and bad files.
+
+The golden files come from tests/golden/make_golden_roberta.py (transformers 5.23.0, torch 2.13.0);
+live parity is in test_parity_encoder.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tba_jax.models import encoder
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STATIC = ("config", "compute_dtype")
+CLASSIFY = jax.jit(encoder.classify, static_argnames=STATIC)
+EMBED = jax.jit(encoder.embed_sentences, static_argnames=STATIC)
+ENCODE = jax.jit(encoder.encode, static_argnames=STATIC)
+
+
+@pytest.fixture(scope="module")
+def roberta():
+    return encoder.load(GOLDEN / "roberta")
+
+
+@pytest.fixture(scope="module")
+def bert():
+    return encoder.load(GOLDEN / "roberta_bert")
+
+
+def run(function, model, tokens, mask, compute_dtype=jnp.float32):
+    config, params = model
+    return function(params, tokens, mask, config=config, compute_dtype=compute_dtype)
+
+
+def assert_close(got, want):
+    # float32 sums in another order; the issue's bound is 1e-4.
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+def to_the_left(tokens, mask, extra, content):
+    """The rows right-aligned, `extra` more padding before them, `content` in the padding."""
+    out = np.full((len(tokens), tokens.shape[1] + extra), content, np.int32)
+    out_mask = np.zeros(out.shape, bool)
+    for i, row in enumerate(mask):
+        out[i, out.shape[1] - row.sum() :] = tokens[i, row]
+        out_mask[i, out.shape[1] - row.sum() :] = True
+    return out, out_mask
+
+
+def test_config_is_read(roberta, bert):
+    assert roberta[0] == encoder.EncoderConfig(
+        vocab_size=48,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        mlp_size=24,
+        num_positions=24,
+        num_token_types=1,
+        norm_eps=1e-5,
+        pad_id=1,
+        labels=("nothate", "hate", "unsure"),
+    )
+    assert roberta[0].max_tokens == 22
+    assert (bert[0].pad_id, bert[0].labels, bert[0].max_tokens) == (None, (), 24)
+
+
+def test_logits_equal_those_of_transformers(roberta):
+    golden = np.load(GOLDEN / "roberta.npz")
+    assert (golden["tokens"][golden["mask"]] == 1).any()  # a padding token written in a text
+    logits = run(CLASSIFY, roberta, golden["tokens"], golden["mask"])
+    assert np.ptp(golden["logits"], axis=0).min() > 0.5  # the golden rows differ
+    assert_close(logits, golden["logits"])
+    hidden = run(ENCODE, roberta, golden["tokens"], golden["mask"])
+    assert_close(hidden[golden["mask"]], golden["hidden"][golden["mask"]])
+
+
+def test_sentence_embeddings_equal_those_of_transformers(bert):
+    golden = np.load(GOLDEN / "roberta_bert.npz")
+    embeddings = run(EMBED, bert, golden["tokens"], golden["mask"])
+    assert_close(embeddings, golden["embeddings"])
+    assert_close(np.linalg.norm(embeddings, axis=1), np.ones(4))
+
+
+@pytest.mark.parametrize(("name", "function"), [("roberta", CLASSIFY), ("roberta_bert", EMBED)])
+def test_padding_changes_nothing(name, function):
+    """Its side, its amount, and what stands in it; each row is as if it were alone."""
+    model = encoder.load(GOLDEN / name)
+    golden = np.load(GOLDEN / f"{name}.npz")
+    tokens, mask = golden["tokens"], golden["mask"]
+    want = golden["logits" if name == "roberta" else "embeddings"]
+    for extra, content in ((0, 1), (0, 7), (3, 7), (3, 10**6)):
+        got = run(function, model, *to_the_left(tokens, mask, extra, content))
+        assert_close(got, want)
+    got = run(function, model, np.where(mask, tokens, 7), mask)
+    assert_close(got, want)
+    for i, n in ((1, 5), (3, 1)):
+        got = run(function, model, tokens[i : i + 1, :n], mask[i : i + 1, :n])
+        assert_close(got, want[i : i + 1])
+
+
+def test_every_valid_token_and_its_place_count(roberta):
+    golden = np.load(GOLDEN / "roberta.npz")
+    tokens, mask = golden["tokens"][:1], golden["mask"][:1]
+    want = run(CLASSIFY, roberta, tokens, mask)
+    for i in range(tokens.shape[1]):
+        changed = tokens.copy()
+        changed[0, i] = 3 if tokens[0, i] != 3 else 4
+        assert np.abs(run(CLASSIFY, roberta, changed, mask) - want).max() > 1e-3
+    swapped = tokens[:, [0, 2, 1, *range(3, 12)]]
+    assert np.abs(run(CLASSIFY, roberta, swapped, mask) - want).max() > 1e-3
+
+
+def test_rows_without_tokens_are_finite(roberta, bert):
+    tokens, mask = np.full((2, 5), 4, np.int32), np.zeros((2, 5), bool)
+    assert np.isfinite(run(CLASSIFY, roberta, tokens, mask)).all()
+    np.testing.assert_array_equal(run(EMBED, bert, tokens, mask), np.zeros((2, 16)))
+
+
+@pytest.mark.parametrize("wrong", [48, -1])
+def test_a_token_outside_the_vocabulary_spoils_its_own_row_only(roberta, wrong):
+    golden = np.load(GOLDEN / "roberta.npz")
+    tokens = golden["tokens"].copy()
+    tokens[1, 2] = wrong
+    want = golden["logits"].copy()
+    want[1] = np.nan
+    got = run(CLASSIFY, roberta, tokens, golden["mask"])
+    assert_close(got, want)
+
+
+def test_bfloat16_stays_near_float32(roberta, bert):
+    """Eight bits of mantissa through two layers; measured: KL 3e-5, cosine 0.99998."""
+    golden = np.load(GOLDEN / "roberta.npz")
+    low = run(CLASSIFY, roberta, golden["tokens"], golden["mask"], jnp.bfloat16)
+    assert low.dtype == jnp.float32
+    assert np.abs(low - golden["logits"]).max() > 1e-5  # it is another computation
+    p, q = (jax.nn.log_softmax(x) for x in (golden["logits"], low))
+    assert np.sum(np.exp(p) * (p - q), axis=1).max() < 2e-4
+    golden = np.load(GOLDEN / "roberta_bert.npz")
+    low = run(EMBED, bert, golden["tokens"], golden["mask"], jnp.bfloat16)
+    assert low.dtype == jnp.float32
+    assert np.sum(low * golden["embeddings"], axis=1).min() > 0.9999
+
+
+def test_rows_longer_than_the_position_table_are_refused(roberta):
+    tokens = np.full((1, 23), 5, np.int32)
+    assert np.isfinite(run(CLASSIFY, roberta, tokens[:, :22], tokens[:, :22] > 0)).all()
+    with pytest.raises(ValueError, match="rows of 23 tokens, but .* positions for 22"):
+        run(CLASSIFY, roberta, tokens, tokens > 0)
+
+
+def test_an_encoder_without_a_head_classifies_nothing(bert):
+    with pytest.raises(ValueError, match="no classification head"):
+        run(encoder.classify, bert, np.ones((1, 2), np.int32), np.ones((1, 2), bool))
+
+
+def test_heads_must_divide_the_hidden_size(roberta):
+    with pytest.raises(ValueError, match="hidden_size = 16 is not a multiple of num_heads = 3"):
+        dataclasses.replace(roberta[0], num_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("model_type", "xlm-roberta-xl"),
+        ("architectures", ["RobertaForMaskedLM"]),
+        ("hidden_act", "gelu_new"),
+        ("position_embedding_type", "relative_key"),
+        ("is_decoder", True),
+        ("add_cross_attention", True),
+        ("pruned_heads", {"0": [1]}),
+        ("quantization_config", {"quant_method": "gptq"}),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(setting, value):
+    hf_config = json.loads((GOLDEN / "roberta" / "config.json").read_text())
+    encoder.encoder_config(hf_config)
+    with pytest.raises(ValueError, match=f"config.json has {setting} = .*does not implement"):
+        encoder.encoder_config(hf_config | {setting: value})
+
+
+def test_sizes_are_required_and_labels_have_the_defaults_of_transformers():
+    hf_config = json.loads((GOLDEN / "roberta" / "config.json").read_text())
+    assert encoder.encoder_config(hf_config | {"id2label": None}).labels == ("LABEL_0", "LABEL_1")
+    del hf_config["hidden_size"], hf_config["vocab_size"]
+    with pytest.raises(ValueError, match="roberta model lacks vocab_size, hidden_size"):
+        encoder.encoder_config(hf_config)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A writable copy of the golden RoBERTa."""
+    return Path(shutil.copytree(GOLDEN / "roberta", tmp_path / "model"))
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    tensors = change(tensors) or tensors
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_labels_follow_their_numbers_and_not_their_order_in_the_file(folder):
+    hf_config = json.loads((folder / "config.json").read_text())
+    names = {str(i): f"c{i}" for i in reversed(range(12))}
+    labels = encoder.encoder_config(hf_config | {"id2label": names}).labels
+    assert labels == tuple(f"c{i}" for i in range(12))
+
+
+def test_what_old_checkpoints_carry_beside_the_parameters_is_accepted(roberta, folder):
+    def change(tensors):
+        tensors["roberta.embeddings.position_ids"] = np.arange(24)[None]
+        tensors["roberta.pooler.dense.weight"] = np.ones((16, 16), np.float32)
+        tensors["roberta.pooler.dense.bias"] = np.ones(16, np.float32)
+
+    rewrite(folder, change)
+    jax.tree.map(np.testing.assert_array_equal, encoder.load(folder)[1], roberta[1])
+
+
+def test_a_checkpoint_in_several_files_is_read(roberta, folder):
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({n: x for n, x in tensors.items() if files[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    jax.tree.map(np.testing.assert_array_equal, encoder.load(folder)[1], roberta[1])
+
+
+def test_dtype_is_converted(roberta, folder):
+    rewrite(folder, lambda x: {k: v.astype(ml_dtypes.bfloat16) for k, v in x.items()})
+    _, params = encoder.load(folder)
+    want = np.asarray(roberta[1]["layers"]["q"]).astype(ml_dtypes.bfloat16)
+    assert params["layers"]["q"].dtype == jnp.float32
+    np.testing.assert_array_equal(params["layers"]["q"], want.astype(np.float32))
+    low = encoder.load(folder, param_dtype=jnp.bfloat16)[1]["layers"]["q"]
+    assert low.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(low, want)
+
+
+def test_all_disagreements_are_named_in_one_error(folder):
+    def change(tensors):
+        del tensors["classifier.out_proj.bias"]
+        del tensors["roberta.encoder.layer.1.attention.self.key.weight"]
+        tensors["lm_head.bias"] = np.ones(48, np.float32)
+        tensors["roberta.embeddings.word_embeddings.weight"] = np.ones((50, 16), np.float32)
+        tensors["classifier.dense.bias"] = np.ones(16, np.int8)
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as caught:
+        encoder.load(folder)
+    message = str(caught.value)
+    lost = "classifier.out_proj.bias, roberta.encoder.layer.1.attention.self.key.weight"
+    assert f"missing: {lost}\n" in message
+    assert "unexpected: lm_head.bias\n" in message
+    table = "roberta.embeddings.word_embeddings.weight"
+    assert f"misshaped: {table} (got [50, 16], wanted [48, 16])\n" in message
+    assert "of a dtype other than F64, F32, F16, BF16: classifier.dense.bias (I8)\n" in message
+
+
+def test_pickled_weights_are_refused(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="only pickled weights .* are refused"):
+        encoder.load(folder)
+
+
+def test_truncated_weights_are_named(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
+        encoder.load(folder)

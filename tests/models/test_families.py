@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every family equals transformers' own model, and its config.json is read and written.
+
+The golden files come from tests/golden/make_golden.py (transformers 5.23.0, torch 2.13.0), which
+also says how ties between greedy tokens are kept out. Where torch is installed, test_parity.py
+makes more such comparisons, in both directions.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import FAMILIES, tiny_config
+from safetensors.numpy import load_file, save_file
+
+from tba_jax.models import classifier, rope, transformer
+from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import TransformerConfig
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
+MODELS = {
+    path.parent.name: json.loads(path.read_text())["model_type"]
+    for path in sorted(GOLDEN.glob("*/config.json"))
+}
+MODELS = {name: family for name, family in MODELS.items() if family in families.ARCHITECTURES}
+CLASSIFIERS = [name for name in MODELS if name.endswith(("_classifier", "_reward"))]
+LANGUAGE_MODELS = [name for name in MODELS if name not in CLASSIFIERS]
+# Two float32 implementations of these models agree to 4e-6 of the largest logit; the last digits
+# depend on the order of sums. A wrong scaling, bias or norm is off by 1e-2 and more.
+TOLERANCE = 1e-5
+# bfloat16 has 8 bits: the mean divergence of its next-token distribution from that of float32 is
+# 0.3e-4 to 1.4e-4 nats over the golden models, up to 7e-4 over those of test_parity; torch's own
+# bfloat16 loses as much.
+BFLOAT16_KL = 1e-3
+
+
+def logits_of(config, params, tokens, mask, dtype=jnp.float32):
+    kwargs = {"config": config, "compute_dtype": dtype}
+
+    @jax.jit
+    def run(params, tokens, mask):
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+        hidden = transformer.apply(params, tokens, positions, mask, **kwargs)
+        return transformer.unembed(params, hidden, **kwargs)
+
+    return np.asarray(run(params, tokens, mask))
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+
+def test_there_is_a_golden_model_of_every_family():
+    assert set(MODELS.values()) == set(families.ARCHITECTURES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", LANGUAGE_MODELS)
+def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
+    """Alone, padded left and padded right, in one batch; then in bfloat16."""
+    config, params, _ = hf_weights.load(GOLDEN / name)
+    golden = np.load(GOLDEN / f"{name}.npz")
+    n, m = golden["tokens"].shape[1], golden["greedy"].shape[1]
+    width = golden["left_mask"].shape[1]
+    # One pass over prompt + golden response: each greedy token is the argmax before it.
+    plain = np.concatenate([golden["tokens"], golden["greedy"]], axis=1)
+    tail = ((0, 0), (0, n + m - width))
+    tokens = [plain, *(np.pad(golden[f"{side}_tokens"], tail) for side in ("left", "right"))]
+    masks = [plain >= 0, *(np.pad(golden[f"{side}_mask"], tail) for side in ("left", "right"))]
+    tokens, mask = np.concatenate(tokens), np.concatenate(masks)
+    logits = logits_of(config, params, tokens, mask)
+    alone, left, right = np.split(logits, 3)
+    assert np.abs(golden["logits"]).max() > 1  # the golden model says something
+    assert_close(alone[:, :n], golden["logits"])
+    np.testing.assert_array_equal(alone.argmax(-1)[:, n - 1 : -1], golden["greedy"])
+    assert len(np.unique(golden["greedy"])) >= 10 and m == 64
+    for side, got in (("left", left), ("right", right)):
+        valid = golden[f"{side}_mask"]
+        assert_close(got[:, :width][valid], golden[f"{side}_logits"][valid])
+    assert np.isfinite(logits).all()
+    low = logits_of(config, params, tokens, mask, jnp.bfloat16)
+    want, got = jax.nn.log_softmax(logits[mask]), jax.nn.log_softmax(low[mask])
+    kl = np.mean(np.sum(np.exp(want) * (want - got), axis=-1))
+    assert 1e-6 < kl < BFLOAT16_KL
+
+
+def test_a_checkpoint_of_the_bare_trunk_with_old_buffers_is_read(tmp_path):
+    """As the files of GPT-2 itself are: no `transformer.` in the names, causal masks included."""
+    tensors = load_file(GOLDEN / "gpt2" / "model.safetensors")
+    old = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    old |= {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 128, 128), bool)) for i in range(2)}
+    save_file(old, tmp_path / "model.safetensors")
+    shutil.copyfile(GOLDEN / "gpt2" / "config.json", tmp_path / "config.json")
+    found, want = hf_weights.load(tmp_path)[1], hf_weights.load(GOLDEN / "gpt2")[1]
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_scores_equal_those_of_transformers(name):
+    config, params, _ = hf_weights.load(GOLDEN / name)
+    golden = np.load(GOLDEN / f"{name}.npz")
+    assert golden["logits"].shape[1] == config.num_labels and "unembed" not in params
+    width = golden["left_mask"].shape[1]
+    plain = np.pad(golden["tokens"], ((0, 0), (0, width - golden["tokens"].shape[1])))
+    tokens = np.concatenate([plain, golden["left_tokens"], golden["right_tokens"]])
+    score = jax.jit(classifier.classify, static_argnames=("config", "compute_dtype"))
+    kwargs = {"config": config, "compute_dtype": jnp.float32}
+    # The rows hold no pad tokens (0), so that this is also the mask that transformers guesses.
+    scores = score(params, jnp.array(tokens), jnp.array(tokens != 0), **kwargs)
+    for got, kind in zip(
+        np.split(scores, 3), ("logits", "left_logits", "right_logits"), strict=True
+    ):
+        assert_close(got, golden[kind])
+
+
+def test_a_language_model_has_no_scores():
+    config = tiny_config()
+    with pytest.raises(ValueError, match="num_labels = 0.*ForSequenceClassification"):
+        tokens = jnp.zeros((1, 2), int)
+        classifier.classify({}, tokens, tokens == 0, config=config, compute_dtype=jnp.float32)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
+def test_the_greedy_story_is_that_of_transformers():
+    golden = json.loads((GOLDEN / "stories260k.json").read_text())
+    config, params, _ = hf_weights.load(STORIES)
+    tokens = np.array([golden["prompt_ids"] + golden["greedy_ids"]])
+    found = logits_of(config, params, tokens, tokens >= 0).argmax(-1)
+    greedy = found[0, len(golden["prompt_ids"]) - 1 : -1].tolist()
+    assert greedy == golden["greedy_ids"] and len(greedy) == 64
+    assert Tokenizer.load(STORIES).decode(greedy) == golden["text"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_config_of_transformers_survives_our_writing(name):
+    config = families.transformer_config(json.loads((GOLDEN / name / "config.json").read_text()))
+    assert families.transformer_config(families.hf_config(config)) == config
+    assert bool(config.num_labels) == (name in CLASSIFIERS)
+
+
+LLAMA3 = rope.Llama3Scaling(8.0, 1.0, 4.0, 8192)
+YARN = rope.YarnScaling(4.0, 32768, 1.2, beta_fast=16.0, truncate=False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"family": family} for family in FAMILIES),
+        *({"family": family, "num_labels": 1} for family in FAMILIES),
+        {"num_labels": 2},
+        {"tie_embeddings": False, "o_bias": True, "qkv_bias": True, "mlp_bias": True},
+        {"rope_scaling": LLAMA3, "activation": "gelu"},
+        {"family": "qwen2", "rope_scaling": YARN, "rope_theta": 1e6, "norm_eps": 1e-6},
+        {"family": "qwen3", "qkv_bias": True, "o_bias": True, "head_dim": 8},
+        {"family": "gpt_neox", "rotary_fraction": 1.0, "rope_scaling": rope.LinearScaling(2.0)},
+        {"family": "gpt_neox", "parallel_residual": False, "activation": "gelu_tanh"},
+        {"family": "gpt_neox", "qkv_bias": False, "o_bias": False, "tie_embeddings": True},
+        {"family": "gpt2", "activation": "gelu", "tie_embeddings": False},
+    ],
+)
+def test_every_architecture_is_read_back_as_written(changes):
+    config = tiny_config(**changes)
+    written = families.hf_config(config, eos_token_id=2)
+    assert families.transformer_config(json.loads(json.dumps(written))) == config
+    assert written["eos_token_id"] == 2 and written["model_type"] == config.family
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"o_bias": True}, "no Hugging Face family 'llama' with o_bias = True"),
+        ({"qk_norm": True}, "'llama' with qk_norm = True"),
+        ({"family": "qwen2", "qkv_bias": False}, "'qwen2' with qkv_bias = False"),
+        ({"family": "gpt2", "positions": "rotary"}, "'gpt2' with positions = 'rotary'"),
+        ({"family": "gpt_neox", "num_kv_heads": 2}, "'gpt_neox' with num_kv_heads = 2"),
+        ({"rotary_fraction": 0.5}, "'llama' with rotary_fraction = 0.5"),
+    ],
+)
+def test_what_a_family_cannot_express_is_not_exported(changes, message):
+    with pytest.raises(ValueError, match=message):
+        families.hf_config(tiny_config(**changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"model_type": "gemma2"}, r"model_type = 'gemma2'.*llama, qwen2, qwen3"),
+        ("llama", {"architectures": ["LlamaForTokenClassification"]}, "TokenClassification'.*or"),
+        ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "DoubleHeadsModel'.*GPT2LMHead"),
+        ("llama", {"hidden_act": "relu"}, r"hidden_act = 'relu'.*covers: silu"),
+        ("gpt2", {"activation_function": "relu"}, r"activation_function = 'relu'"),
+        ("qwen2", {"mlp_bias": True}, r"mlp_bias = True.*false for qwen2"),
+        ("qwen2", {"use_sliding_window": True}, r"use_sliding_window = True"),
+        ("qwen3", {"layer_types": ["sliding_attention"]}, r"layer_types = 'sliding_attention'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_scaling.*'dynamic'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, r"rope_parameters.*'longrope'"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, r"'linear' but no rope_scaling.factor"),
+        ("llama", {"rope_parameters": {"full_attention": {}}}, "one entry per full_attention"),
+        ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5.*1.0 for llama"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, r"quant_method = 'awq'"),
+        ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
+        ("gpt2", {"add_cross_attention": True}, r"add_cross_attention = True.*covers: false"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx = True"),
+        ("gpt2", {"scale_attn_weights": False}, r"scale_attn_weights = False.*covers: true"),
+        ("gpt2", {"pruned_heads": {"0": [1]}}, "pruned_heads"),
+        ("llama", {"num_hidden_layers": None}, r"llama model lacks num_hidden_layers"),
+        ("gpt2", {"n_embd": None}, r"gpt2 model lacks n_embd"),
+        ("gpt_neox", {"hidden_size": 18}, "hidden_size = 18, not a multiple of its 4"),
+    ],
+)
+def test_settings_the_model_does_not_implement_are_refused_by_name(family, changes, message):
+    written = families.hf_config(tiny_config(family=family))
+    with pytest.raises(ValueError, match=message):
+        families.transformer_config(written | changes)
+
+
+def test_settings_without_effect_at_inference_are_accepted():
+    config = tiny_config(family="gpt2")
+    harmless = {"attn_pdrop": 0.1, "reorder_and_upcast_attn": True, "initializer_range": 0.02}
+    assert families.transformer_config(families.hf_config(config) | harmless) == config
+
+
+_OLD = {"vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+_OURS = TransformerConfig(10, 32, 3, 4, 4, 8, 40, tie_embeddings=False)
+_NEOX = dataclasses.replace(
+    tiny_config(family="gpt_neox"),
+    **{"vocab_size": 10, "hidden_size": 32, "num_layers": 3, "head_dim": 8, "mlp_size": 40},
+    max_positions=2048,
+)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "want"),
+    [
+        (  # Qwen2 of transformers 4, without what was its default
+            {
+                "model_type": "qwen2",
+                "intermediate_size": 40,
+                "rope_theta": 1000000.0,
+                "rope_scaling": None,
+                "sliding_window": 4096,
+                "use_sliding_window": False,
+                "torch_dtype": "bfloat16",
+            },
+            dataclasses.replace(
+                _OURS,
+                family="qwen2",
+                rope_theta=1000000.0,
+                norm_eps=1e-6,
+                qkv_bias=True,
+                max_positions=32768,
+            ),
+        ),
+        (  # Llama 3.1
+            {
+                "model_type": "llama",
+                "intermediate_size": 40,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 131072,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 500000.0,
+                "rope_scaling": {
+                    "factor": 8.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                    "rope_type": "llama3",
+                },
+                "pretraining_tp": 1,
+            },
+            dataclasses.replace(
+                _OURS,
+                num_kv_heads=2,
+                max_positions=131072,
+                rope_theta=500000.0,
+                rope_scaling=LLAMA3,
+            ),
+        ),
+        (  # Qwen2.5 with its documented extension; the factor of attention is 1 + 0.1 ln 4
+            {
+                "model_type": "qwen2",
+                "intermediate_size": 40,
+                "rope_scaling": {
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                    "type": "yarn",
+                },
+            },
+            dataclasses.replace(
+                _OURS,
+                family="qwen2",
+                norm_eps=1e-6,
+                qkv_bias=True,
+                max_positions=32768,
+                rope_scaling=rope.YarnScaling(4.0, 32768, 1.1386294361119891),
+            ),
+        ),
+        (  # Qwen3 leaves out its head_dim of 128
+            {"model_type": "qwen3", "intermediate_size": 40, "num_key_value_heads": 2},
+            dataclasses.replace(
+                _OURS,
+                family="qwen3",
+                norm_eps=1e-6,
+                qk_norm=True,
+                head_dim=128,
+                num_kv_heads=2,
+                max_positions=32768,
+            ),
+        ),
+        (  # Pythia
+            {
+                "model_type": "gpt_neox",
+                "intermediate_size": 40,
+                "rotary_pct": 0.5,
+                "rotary_emb_base": 25000,
+                "hidden_act": "gelu",
+                "use_parallel_residual": True,
+                "classifier_dropout": 0.1,
+            },
+            dataclasses.replace(_NEOX, rope_theta=25000.0),
+        ),
+        (
+            {"model_type": "gpt_neox", "intermediate_size": 40},
+            dataclasses.replace(_NEOX, rotary_fraction=0.25),
+        ),
+        (  # GPT-2 of the hub
+            {
+                "model_type": "gpt2",
+                "n_embd": 32,
+                "n_layer": 3,
+                "n_head": 4,
+                "n_ctx": 1024,
+                "n_positions": 1024,
+                "activation_function": "gelu_new",
+                "task_specific_params": {"text-generation": {"max_length": 50}},
+            },
+            dataclasses.replace(
+                tiny_config(family="gpt2"),
+                **{"vocab_size": 10, "hidden_size": 32, "num_layers": 3, "head_dim": 8},
+                mlp_size=128,
+                max_positions=1024,
+            ),
+        ),
+        (  # two labels are transformers' default and not written
+            {
+                "model_type": "llama",
+                "intermediate_size": 40,
+                "architectures": ["LlamaForSequenceClassification"],
+            },
+            dataclasses.replace(_OURS, norm_eps=1e-6, num_labels=2),
+        ),
+    ],
+)
+def test_config_files_of_older_versions_are_read(theirs, want):
+    assert families.transformer_config(_OLD | theirs) == want
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, 1 + 0.1 * np.log(4)),
+        ({"mscale": 1.5, "mscale_all_dim": 0.7}, (1 + 0.15 * np.log(4)) / (1 + 0.07 * np.log(4))),
+        ({"mscale": 1.5}, 1 + 0.1 * np.log(4)),  # both or none
+        ({"attention_factor": 1.25, "mscale": 1.5, "mscale_all_dim": 0.7}, 1.25),
+        ({"factor": 0.5}, 1.0),
+        ({"factor": None}, 1 + 0.1 * np.log(2)),  # max_positions 64 over the original 32
+    ],
+)
+def test_the_attention_factor_of_yarn(given, want):
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    written = families.hf_config(tiny_config()) | {"rope_parameters": yarn | given}
+    scaling = families.transformer_config(written).rope_scaling
+    assert scaling.attention_factor == pytest.approx(want, rel=1e-12)

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused log-probs: equal to float64 in values and gradients, in pieces, divided over devices."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tba_jax.models.fused_logprobs import fused_logprobs, fused_logprobs_and_entropy
+
+TEMPERATURE = 0.7
+B, T, D, V = 8, 7, 8, 48
+
+
+def inputs(b=B, t=T, d=D, v=V, dtype=np.float32, scale=1.0):
+    """(hidden, table, targets, cotangents of log-prob and entropy)."""
+    rng = np.random.default_rng(0)
+    return (
+        jnp.asarray(rng.normal(size=(b, t, d), scale=scale), dtype),
+        jnp.asarray(rng.normal(size=(v, d)), dtype),
+        jnp.asarray(rng.integers(0, v, (b, t)), jnp.int32),
+        jnp.asarray(rng.normal(size=(2, b, t)), jnp.float32),
+    )
+
+
+def naive(hidden, table, targets):
+    """All logits at once, as the definition says."""
+    logp = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", hidden, table) / TEMPERATURE)
+    chosen = jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logp) * logp, axis=-1)
+
+
+def with_gradients(function):
+    """(log-probs, entropies, hidden gradient, table gradient) of `function`."""
+
+    def run(hidden, table, targets, cotangents):
+        values, pull = jax.vjp(lambda h, w: function(h, w, targets), hidden, table)
+        return *values, *pull((cotangents[0], cotangents[1]))
+
+    return run
+
+
+def fused(**sizes):
+    sizes = {"temperature": TEMPERATURE, "chunk_tokens": 1000} | sizes
+    return with_gradients(functools.partial(fused_logprobs_and_entropy, **sizes))
+
+
+def in_float64(hidden, table, targets, cotangents):
+    """What `naive` gives in float64 for exactly these inputs."""
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(np.asarray(x, np.float64)) for x in (hidden, table))
+        cotangents = jnp.asarray(np.asarray(cotangents, np.float64))
+        out = jax.jit(with_gradients(naive))(*wide, targets, cotangents)
+        return [np.asarray(x) for x in out]
+
+
+def check(got, wanted, tolerance):
+    """Every entry within `tolerance` of the largest one of its array."""
+    for name, x, y in zip(("logprob", "entropy", "d_hidden", "d_table"), got, wanted, strict=True):
+        x = np.asarray(x, np.float64)
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * np.abs(y).max(), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    return in_float64(*inputs())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {},
+        # 48 = 2 x 20 + 8 rows; 56 tokens in chunks of two positions, the last one half padding
+        {"vocab_block": 20, "chunk_tokens": 23},
+        # four parts of 12 = 2 x 5 + 2 rows
+        {"vocab_block": 5, "vocab_shards": 4},
+    ],
+    ids=["one block", "blocks and chunks", "parts"],
+)
+def test_values_and_gradients_are_those_of_float64(sizes, wanted):
+    # float32: 6e-8 per operation, sums of 8 to 56 terms, in logits up to about 15.
+    check(jax.jit(fused(**sizes))(*inputs()), wanted, 2e-6)
+
+
+def test_without_entropy_the_same(wanted):
+    run = functools.partial(
+        fused_logprobs, temperature=TEMPERATURE, chunk_tokens=23, vocab_block=20
+    )
+    hidden, table, targets, cotangents = inputs()
+    values, pull = jax.vjp(lambda h, w: run(h, w, targets), hidden, table)
+    got = values, *pull(cotangents[0])
+    expected = in_float64(hidden, table, targets, cotangents * jnp.array([1.0, 0.0])[:, None, None])
+    check((got[0], expected[1], *got[1:]), expected, 2e-6)
+
+
+def test_bfloat16_inputs_lose_no_more_than_the_products_of_the_gradient():
+    got = jax.jit(fused(vocab_block=20, chunk_tokens=23))(*(data := inputs(dtype=jnp.bfloat16)))
+    assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
+    expected = in_float64(*data)
+    # Products of bfloat16 are exact in float32: the values lose nothing.
+    check((*got[:2], *expected[2:]), expected, 2e-6)
+    # The gradient of the logits and the results are rounded to 8 bits (4e-3) once each.
+    check((*expected[:2], *got[2:]), expected, 8e-3)
+
+
+def test_a_bfloat16_table_gradient_is_summed_in_float32():
+    # 512 chunks of one kind of token: a bfloat16 sum would stop at 256 times the first term.
+    data = inputs(b=1, t=512, d=4, v=6, dtype=jnp.bfloat16)
+    hidden = jnp.broadcast_to(data[0][:, :1], data[0].shape)
+    data = (hidden, data[1], jnp.zeros_like(data[2]), jnp.ones_like(data[3]))
+    got = jax.jit(fused(chunk_tokens=1))(*data)
+    expected = in_float64(*data)
+    check((*expected[:3], got[3]), expected, 8e-3)
+
+
+def test_logits_of_any_size_are_finite():
+    # Logits up to some 10,000: p is 0 or 1 in float32, but never 0/0 or inf - inf.
+    data = inputs(scale=1000.0)
+    got, expected = jax.jit(fused(vocab_block=20))(*data), in_float64(*data)
+    # Such logits are rounded by up to 1e-3, and log-probs and entropies (here 0) with them.
+    for x, y in zip(got[:2], expected[:2], strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=4e-3)
+    check((*expected[:2], *got[2:]), expected, 4e-3)
+
+
+def _equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else [value]:
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+def test_nothing_has_tokens_and_the_whole_vocabulary():
+    b, t, d, v = 4, 64, 2, 512
+    data = inputs(b, t, d, v)
+    jaxpr = jax.make_jaxpr(fused(vocab_block=64, chunk_tokens=64))(*data)
+    sizes = [v.aval.size for eqn in _equations(jaxpr.jaxpr) for v in eqn.outvars]
+    # A block of logits, 64 x 64, is the largest array; all logits would be 32 of them.
+    assert max(sizes) == 64 * 64
+    # The check sees what it looks for.
+    jaxpr = jax.make_jaxpr(with_gradients(naive))(*data)
+    assert max(v.aval.size for eqn in _equations(jaxpr.jaxpr) for v in eqn.outvars) == b * t * v
+
+
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(compiled):
+    """[(operation, elements)] of the program, loops counted once."""
+    found = []
+    for line in compiled.as_text().splitlines():
+        if match := _COLLECTIVE.search(line):
+            shapes = re.findall(r"\[([\d,]*)\]", re.sub(r"\{.*?\}", "", match[1]))
+            size = sum(int(np.prod([int(x) for x in s.split(",") if x])) for s in shapes)
+            found.append((match[2], size))
+    return found
+
+
+def divided(mesh, rows, vocabulary, **sizes):
+    """(compiled program, its inputs on the devices of `mesh`)."""
+    by_row, by_token = NamedSharding(mesh, P(rows)), NamedSharding(mesh, P(vocabulary))
+    of_both = NamedSharding(mesh, P(None, rows))
+    data = jax.device_put(inputs(), (by_row, by_token, by_row, of_both))
+    program = jax.jit(fused(**sizes), out_shardings=(by_row, by_row, by_row, by_token))
+    return program.lower(*data).compile(), data
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 23])
+def test_data_parallel_rows_stay_where_they_are(chunk_tokens, wanted):
+    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
+    compiled, data = divided(mesh, "data", None, chunk_tokens=chunk_tokens, vocab_block=20)
+    check(compiled(*data), wanted, 2e-6)
+    # Only the table gradient travels: that of a block of 20 and of the block of 8 rows.
+    assert sorted(collectives(compiled)) == [("all-reduce", 8 * D), ("all-reduce", 20 * D)]
+
+
+def test_a_divided_vocabulary_stays_where_it_is(wanted):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("model",))
+    compiled, data = divided(mesh, None, "model", vocab_shards=8, vocab_block=4)
+    check(compiled(*data), wanted, 2e-6)
+    # Sums of each token, and its hidden gradient, once.
+    assert sorted(collectives(compiled))[-1] == ("all-reduce", B * T * D)
+    assert sum(size for _, size in collectives(compiled)) <= B * T * (D + 4)
+    assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
+
+
+def test_rows_and_vocabulary_divided_at_once(wanted):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    compiled, data = divided(mesh, "data", "model", vocab_shards=4, vocab_block=5, chunk_tokens=23)
+    check(compiled(*data), wanted, 2e-6)
+    assert {name for name, _ in collectives(compiled)} == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"vocab_shards": 5}, "a table of 48 rows cannot be divided into vocab_shards = 5"),
+        ({"chunk_tokens": 0}, "chunk_tokens = 0; wanted a positive number"),
+        ({"vocab_block": -1}, "vocab_block = -1; wanted"),
+        ({"temperature": 0.0}, "temperature = 0.0; wanted"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(fused(**sizes), *inputs())

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face folders in and out; that models equal transformers' own is in test_families."""
+
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from fakes import FAMILIES
+from jax.sharding import Mesh
+from model_folders import assert_equal, make_folder, shardings_of
+from safetensors.numpy import load_file, save_file
+
+from tba_jax.models import transformer
+from tba_jax.models.hf import families, hf_weights, safetensors_file
+from tba_jax.models.hf import names as hf_names
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN_MODELS = [
+    path.parent.name
+    for path in sorted(GOLDEN.glob("*/config.json"))
+    if json.loads(path.read_text())["model_type"] in families.ARCHITECTURES
+]
+STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"family": name} for name in FAMILIES),
+        {"tie_embeddings": False},
+        {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
+        {"family": "gpt2", "num_labels": 3},
+    ],
+    ids=str,
+)
+def test_save_then_load_is_bit_equal(tmp_path, changes):
+    config, params = make_folder(tmp_path, **changes)
+    loaded_config, loaded, hf_config = hf_weights.load(tmp_path)
+    assert loaded_config == config
+    assert hf_config["eos_token_id"] == 2
+    assert_equal(loaded, params)
+
+
+@pytest.mark.parametrize("name", GOLDEN_MODELS)
+def test_load_then_save_reproduces_the_files_of_transformers(tmp_path, name):
+    config, params, hf_config = hf_weights.load(GOLDEN / name)
+    hf_weights.save(tmp_path, config, params, hf_config)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, GOLDEN / name))
+    assert ours.keys() == theirs.keys()
+    for tensor in theirs:
+        np.testing.assert_array_equal(ours[tensor], theirs[tensor])
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written == json.loads((GOLDEN / name / "config.json").read_text())
+
+
+def split_folder(path):
+    """Divide the one file of a folder in two; the index as a dict."""
+    whole = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    weight_map = {}
+    for i, names in enumerate((sorted(whole)[::2], sorted(whole)[1::2])):
+        save_file({n: whole[n] for n in names}, path / f"model-{i}.safetensors")
+        weight_map |= dict.fromkeys(names, f"model-{i}.safetensors")
+    write_index(path, weight_map)
+    return weight_map
+
+
+def write_index(path, weight_map):
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_several_files_are_read_by_their_index(tmp_path):
+    _, params = make_folder(tmp_path)
+    weight_map = split_folder(tmp_path)
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+    # A tensor that the index forgets lies in its file all the same.
+    del weight_map["model.norm.weight"]
+    write_index(tmp_path, weight_map)
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+
+
+def test_an_absent_file_is_named(tmp_path):
+    make_folder(tmp_path)
+    split_folder(tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"index\.json names model-1\.safetensors, absent"):
+        hf_weights.load(tmp_path)
+
+
+def test_a_tensor_that_its_file_lacks_is_named(tmp_path):
+    make_folder(tmp_path)
+    weight_map = split_folder(tmp_path)
+    name = "model.embed_tokens.weight"
+    weight_map[name] = next(f for f in weight_map.values() if f != weight_map[name])
+    write_index(tmp_path, weight_map)
+    with pytest.raises(ValueError) as caught:
+        hf_weights.load(tmp_path)
+    line = f"named by the index but absent from their file: {name} ({weight_map[name]})"
+    assert line in str(caught.value)
+    assert "missing:" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe\x00", "not valid JSON"),
+        (b"[]", "no JSON object"),
+        (b"{}", "wanted a weight_map"),
+        (b'{"weight_map": {"a": 3}}', "wanted a weight_map"),
+        (b'{"weight_map": {"a": "../model.safetensors"}}', "files of the same folder"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text, message):
+    make_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: .*{message}"):
+        hf_weights.load(tmp_path)
+
+
+def test_all_disagreements_are_named_in_one_error(tmp_path):
+    make_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(6, np.float32)
+    tensors["model.embed_tokens.weight"] = np.ones((24, 16), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as caught:
+        hf_weights.load(tmp_path)
+    message = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+    assert "unexpected: model.layers.0.self_attn.q_norm.weight" in message
+    assert "misshaped: model.embed_tokens.weight (got [24, 16], wanted [23, 16])" in message
+
+
+def test_names_without_the_prefix_are_found(tmp_path):
+    _, params = make_folder(tmp_path, family="gpt2")
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+    assert bare.keys().isdisjoint(tensors)
+    bare["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)  # a mask, in files of old
+    save_file(bare, tmp_path / "model.safetensors")
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+    save_file(bare | tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"unexpected: h\.0\.attn\.c_attn\.bias"):
+        hf_weights.load(tmp_path)
+
+
+def test_harmless_extra_tensors_are_accepted(tmp_path):
+    _, params = make_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+
+
+@pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_any_dtype_becomes_any_other(tmp_path, target):
+    make_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    dtypes = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
+    tensors = {name: x.astype(dtypes[i % 4]) for i, (name, x) in enumerate(sorted(tensors.items()))}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config, params, _ = hf_weights.load(tmp_path, param_dtype=target)
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(target)}
+    used = set()
+    for name, place in hf_names.tensors(config).items():
+        used.add(tensors[name].dtype)
+        tree = params if place.layer < 0 else params["layers"]
+        for leaf, theirs in zip(place.leaves, place.split(tensors[name]), strict=True):
+            ours = tree[leaf] if place.layer < 0 else tree[leaf][place.layer]
+            np.testing.assert_array_equal(ours, theirs.astype(target))
+    assert used == {np.dtype(x) for x in dtypes}
+
+
+def test_the_dtype_of_the_parameters_is_kept_when_saving(tmp_path):
+    config, params = make_folder(tmp_path)
+    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    # Norms in float32 are written before the rest, so that they are aligned.
+    low["layers"]["attn_norm"] = params["layers"]["attn_norm"]
+    hf_weights.save(tmp_path, config, low, hf_weights.load_config(tmp_path))
+    tensors = load_file(tmp_path / "model.safetensors")
+    embed, norm = (
+        tensors[f"model.{x}.weight"] for x in ("embed_tokens", "layers.1.input_layernorm")
+    )
+    assert (embed.dtype, norm.dtype) == (ml_dtypes.bfloat16, np.float32)
+    np.testing.assert_array_equal(embed, low["embed"])
+    np.testing.assert_array_equal(norm, low["layers"]["attn_norm"][1])
+    entries = safetensors_file.entries(tmp_path / "model.safetensors").values()
+    order = [e.dtype for e in sorted(entries, key=lambda e: e.start)]
+    assert order == sorted(order, reverse=True)  # F32, then BF16
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(ml_dtypes.float8_e4m3fn, "F8_E4M3"), (np.int8, "I8")])
+def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
+    make_folder(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
+    with pytest.raises(ValueError, match=message):
+        hf_weights.load(tmp_path)
+
+
+def test_parameters_of_other_dtypes_are_not_saved(tmp_path):
+    config, params = make_folder(tmp_path)
+    params = jax.tree.map(lambda x: x.astype(jnp.int8), params)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is int8.*Convert"):
+        hf_weights.save(tmp_path, config, params, hf_weights.load_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-10],
+        lambda data: data[:20],
+        lambda data: b"",
+        lambda data: data + b"more",
+        lambda data: b"\xff" * 8 + data[8:],
+        lambda data: data[:8] + b"}" + data[9:],
+        lambda data: data.replace(b'"F32"', b'"X99"', 1),
+        lambda data: data.replace(b"[23,16]", b"[23,17]", 1),
+    ],
+    ids=["end", "header", "empty", "longer", "length", "json", "dtype", "shape"],
+)
+def test_damaged_weights_are_named(tmp_path, damage):
+    make_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    assert damage(data) != data
+    file.write_bytes(damage(data))
+    with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
+        hf_weights.load(tmp_path)
+
+
+def test_pickled_weights_are_refused(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pickled weights \(pytorch_model.bin\).*refused"):
+        hf_weights.load(tmp_path)
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    _, params = make_folder(tmp_path)
+    (tmp_path / "modeling.py").write_text("raise SystemExit('this ran')\n")
+    contents = hf_weights.load_config(tmp_path)
+    contents["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+    contents["model_type"] = "novel"
+    (tmp_path / "config.json").write_text(json.dumps(contents))
+    with pytest.raises(ValueError, match="model_type = 'novel'"):
+        hf_weights.load(tmp_path)
+
+
+def test_paths_that_hold_no_model_are_named(tmp_path):
+    with pytest.raises(ValueError, match="nowhere' is not a folder"):
+        hf_weights.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no config\.json there"):
+        hf_weights.load(tmp_path)
+    make_folder(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors and no model\.safetensors\.index"):
+        hf_weights.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
+        hf_weights.load(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"config\.json: holds no JSON object"):
+        hf_weights.load(tmp_path)
+
+
+def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch):
+    import huggingface_hub
+
+    def offline(name, **_):
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"'some/model' is neither .* \(no connection\)"):
+        hf_weights.resolve("some/model")
+
+
+def test_tokenizer_files_are_copied(tmp_path):
+    config, params = make_folder(tmp_path / "a")
+    (tmp_path / "a" / "tokenizer.json").write_text('{"x": 1}')
+    (tmp_path / "a" / "notes.txt").write_text("not copied")
+    hf_config = families.hf_config(config)
+    hf_weights.save(tmp_path / "b", config, params, hf_config, tmp_path / "a")
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert (tmp_path / "b" / "tokenizer.json").read_text() == '{"x": 1}'
+    assert (tmp_path / "b" / "model.safetensors").stat().st_mode & 0o044  # others may read it
+
+
+def test_large_models_are_saved_as_several_files(tmp_path, monkeypatch):
+    config, params = make_folder(tmp_path)
+    single = load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr(hf_weights, "_MAX_FILE_BYTES", 4000)
+    hf_config = hf_weights.load_config(tmp_path)
+    hf_weights.save(tmp_path, config, params, hf_config)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    count = len(files)
+    assert count >= 4
+    assert files[1] == f"model-00002-of-{count:05}.safetensors"
+    there = {p.name for p in tmp_path.iterdir()}
+    assert there == {*files, "config.json", "model.safetensors.index.json"}
+    whole = {}
+    for file in files:
+        tensors = load_file(tmp_path / file)
+        assert sum(x.nbytes for x in tensors.values()) <= 4000
+        assert {index["weight_map"][name] for name in tensors} == {file}
+        whole |= tensors
+    assert whole.keys() == single.keys()
+    assert_equal(whole, single)
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in single.values())
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+    # And back: nothing of the files is left to be mixed with the one.
+    monkeypatch.undo()
+    hf_weights.save(tmp_path, config, params, hf_config)
+    assert {p.name for p in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    assert_equal(load_file(tmp_path / "model.safetensors"), single)
+
+
+@pytest.mark.parametrize("limit", [4000, 10**9])
+def test_a_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch, limit):
+    config, params = make_folder(tmp_path)
+    before = sorted(p.name for p in tmp_path.iterdir())
+    monkeypatch.setattr(hf_weights, "_MAX_FILE_BYTES", limit)
+    written = []
+
+    def full_disk(path, header, arrays):
+        written.append(path)
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr(safetensors_file, "write", full_disk)
+    other = jax.tree.map(lambda x: x + 1, params)
+    with pytest.raises(OSError, match="no space left"):
+        hf_weights.save(tmp_path, config, other, hf_weights.load_config(tmp_path))
+    assert written
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert_equal(hf_weights.load(tmp_path)[1], params)
+
+
+def test_files_of_two_saves_are_never_mixed(tmp_path, monkeypatch):
+    config, params = make_folder(tmp_path)
+    monkeypatch.setattr(hf_weights, "_MAX_FILE_BYTES", 4000)
+    hf_config = hf_weights.load_config(tmp_path)
+    hf_weights.save(tmp_path, config, params, hf_config)
+    replace, calls = os.replace, []
+
+    def fail_at_second(source, target):
+        calls.append(target)
+        if len(calls) == 2:
+            raise OSError("stopped")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail_at_second)
+    other = jax.tree.map(lambda x: x + 1, params)
+    with pytest.raises(OSError, match="stopped"):
+        hf_weights.save(tmp_path, config, other, hf_config)
+    with pytest.raises(ValueError, match=r"no model\.safetensors and no"):
+        hf_weights.load(tmp_path)
+
+
+def test_sharded_parameters_are_gathered_one_tensor_at_a_time(tmp_path, monkeypatch):
+    config, params = make_folder(tmp_path / "a")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
+    placed = jax.device_put(params, shardings_of(config, mesh, {"embed": "fsdp", "mlp": "data"}))
+    sizes = []
+    on_host = hf_weights._on_host
+    monkeypatch.setattr(hf_weights, "_on_host", lambda x: sizes.append(x.size) or on_host(x))
+    hf_weights.save(tmp_path / "b", config, placed, hf_weights.load_config(tmp_path / "a"))
+    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
+    assert a == b
+    assert max(sizes) == 16 * 4 * 6  # the query matrix of one layer
+    assert sum(sizes) == transformer.num_params(config)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
+def test_saved_stories_weights_equal_the_original_files(tmp_path):
+    config, params, hf_config = hf_weights.load(STORIES)
+    hf_weights.save(tmp_path, config, params, hf_config, STORIES)
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, STORIES))
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name])
+    assert (tmp_path / "tokenizer.json").read_bytes() == (STORIES / "tokenizer.json").read_bytes()

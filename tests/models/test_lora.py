@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters: nothing at first, trained alone, sent alone, and merged into what was trained."""
+
+import functools
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fakes import random_params, tiny_config
+from jax.sharding import Mesh
+from test_shardings import CONFIG as DIVISIBLE
+from test_shardings import OPTIMIZER, SCHEDULE, make_mesh
+from test_shardings import SETTINGS as REMAT
+from test_step import CONFIG, SETTINGS, make_batch, slow
+
+from tba_jax.config.schema import default_config
+from tba_jax.decoding import lowering
+from tba_jax.devices import sharding
+from tba_jax.devices.sharding import MeshShape
+from tba_jax.models import lora
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf.families import hf_config
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
+from tba_jax.run import build as wiring
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
+from tba_jax.weights import transport as weight_sync
+from tba_jax.weights.transport import CheckpointTransport, MemoryTransport, MergingTransport
+
+ALL = ("q", "k", "v", "o", "gate", "up", "down")
+POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
+
+
+def trained_adapters(config, seed=7):
+    """Adapters as after training: B is not zero."""
+    fresh = lora.init_adapters(config, 0)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), jnp.float32), fresh
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits(params, config):
+    tokens = jnp.arange(12).reshape(2, 6)
+    positions = jnp.tile(jnp.arange(6), (2, 1))
+    hidden = apply(params, tokens, positions, tokens >= 0, config=config, compute_dtype=jnp.float32)
+    return unembed(params, hidden, config=config, compute_dtype=jnp.float32)
+
+
+def adapted(base, adapters, config):
+    """Logits of base and adapters, not merged."""
+    return logits(lora.combine(base, adapters), config)
+
+
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
+def test_a_base_with_fresh_adapters_computes_what_the_base_does(family):
+    config = tiny_config(family=family)
+    modules = ALL if family == "llama" else ("q", "k", "v", "o", "up", "down")
+    policy = lora.with_adapters(config, 4, 16.0, modules)
+    base, adapters = random_params(config), lora.init_adapters(policy, 0)
+    np.testing.assert_array_equal(adapted(base, adapters, policy), logits(base, config))
+    jax.tree.map(np.testing.assert_array_equal, lora.merge(base, adapters, config=policy), base)
+    after = adapted(base, trained_adapters(policy), policy)
+    assert np.abs(after - logits(base, config)).max() > 0.1
+
+
+@pytest.mark.parametrize("family", ["llama", slow("gpt2")])
+def test_merged_parameters_compute_what_base_and_adapters_do(family):
+    config = tiny_config(family=family)
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "o", "down"))
+    base, adapters = random_params(config), trained_adapters(policy)
+    merged = lora.merge(base, adapters, config=policy)
+    # Float32 products of a few terms of order 1, summed in another order.
+    np.testing.assert_allclose(
+        logits(merged, config), adapted(base, adapters, policy), rtol=0, atol=1e-5
+    )
+    assert merged["layers"]["k"] is base["layers"]["k"] and merged["embed"] is base["embed"]
+    # The decoder has layers apart and heads merged.
+    apart = lora.merge(unstack_layers(base, config), adapters, config=policy)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-6),
+        apart,
+        unstack_layers(merged, config),
+    )
+
+
+def test_a_base_in_bfloat16_is_rounded_once():
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(CONFIG))
+    adapters = trained_adapters(POLICY)
+    up, layers = base["layers"]["up"].astype(jnp.float32), adapters["layers"]
+    a, b = layers["up_lora_a"], layers["up_lora_b"]
+    exact = up + 2.0 * jnp.einsum("ldr,lrf->ldf", a, b)
+    merged = lora.merge(base, adapters, config=POLICY)["layers"]["up"]
+    assert merged.dtype == jnp.bfloat16
+    # Half a unit in the last of bfloat16's eight places, and the rounding of float32 sums.
+    np.testing.assert_allclose(merged.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+def test_matrices_that_a_model_lacks_are_refused():
+    with pytest.raises(
+        ValueError, match=r"names gate, .*\(gpt2\) have the matrices q, k, v, o, up"
+    ):
+        lora.with_adapters(tiny_config(family="gpt2"), 4, 16.0, ("q", "gate"))
+
+
+def test_every_axis_of_an_adapter_is_named_as_that_of_its_matrix():
+    axes = param_axes(POLICY)["layers"]
+    assert axes["q_lora_a"] == ("layers", "embed", "rank")
+    assert axes["q_lora_b"] == ("layers", "rank", "heads", "head_dim")
+    assert axes["o_lora_a"] == ("layers", "heads", "head_dim", "rank")
+    assert axes["o_lora_b"] == ("layers", "rank", "embed")
+    assert axes["down_lora_a"] == ("layers", "mlp", "rank")
+
+
+def test_adapters_begin_alike_on_any_devices():
+    policy = lora.with_adapters(DIVISIBLE, 4, 16.0, ("q", "up"))
+    _, shardings = lora.split(param_shardings(policy, make_mesh((1, 4, 2))))
+    divided = lora.init_adapters(policy, 5, shardings)
+    assert jax.tree.map(lambda x: x.sharding, divided) == shardings
+    jax.tree.map(np.testing.assert_array_equal, divided, lora.init_adapters(policy, 5))
+    a = lora.init_adapters(policy, 6)["layers"]["q_lora_a"]
+    assert not np.array_equal(a, divided["layers"]["q_lora_a"])
+    # Uniform within 1 / sqrt(16 inputs): its variance is a third of the square.
+    assert np.abs(a).max() <= 0.25
+    np.testing.assert_allclose(np.std(a), 0.25 / np.sqrt(3), rtol=0.15)
+
+
+def test_the_gradient_is_that_of_the_merged_matrices_by_the_chain_rule():
+    base, adapters = random_params(CONFIG), trained_adapters(POLICY)
+    optimizer = optax.sgd(0.1)
+    settings = SETTINGS._replace(micro_batch_rows=8)
+    whole = make_train_step(CONFIG, optimizer, SCHEDULE, SETTINGS)
+    merged = lora.merge(base, adapters, config=POLICY)
+    before = jax.device_get(merged)
+    after, wanted = whole(init_state(merged, optimizer, keep_reference=False), make_batch())
+    step = make_train_step(POLICY, optimizer, SCHEDULE, settings)
+    start = jax.device_get(adapters)
+    state = init_state(adapters, optimizer, keep_reference=False)
+    state, metrics = step(state, make_batch(), base)
+    # Sums of 96 float32 log-probs.
+    np.testing.assert_allclose(metrics["train/loss"], wanted["train/loss"], rtol=1e-4)
+    for name, spec_a, spec_b in (("up", "ldf,lrf->ldr", "ldr,ldf->lrf"), ("o", *O_SPECS)):
+        names = f"{name}_lora_a", f"{name}_lora_b"
+        change = np.asarray(after.params["layers"][name]) - before["layers"][name]
+        a, b = (start["layers"][leaf] for leaf in names)
+        for leaf, product in zip(
+            names, (np.einsum(spec_a, change, b), np.einsum(spec_b, a, change)), strict=True
+        ):
+            got = np.asarray(state.params["layers"][leaf]) - start["layers"][leaf]
+            # Differences of weights of order 1 in float32; changes are of order 0.01.
+            np.testing.assert_allclose(got, 2.0 * product, rtol=1e-3, atol=3e-6, err_msg=leaf)
+
+
+O_SPECS = ("lhed,lrd->lher", "lher,lhed->lrd")
+
+
+def test_only_adapters_are_trained_and_have_optimiser_state():
+    optimizer = make_optimizer(
+        "adamw", SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
+    )
+    base, adapters = random_params(CONFIG), lora.init_adapters(POLICY, 0)
+    before = jax.device_get(base)
+    num_bytes = sum(x.nbytes for x in jax.tree.leaves(adapters))
+    step = make_train_step(POLICY, optimizer, optax.constant_schedule(0.1), SETTINGS)
+    state = init_state(adapters, optimizer, keep_reference=True)
+    # The policy, its two moments and the reference's adapters; counters beside them.
+    held = sum(x.nbytes for x in jax.tree.leaves(state))
+    assert 4 * num_bytes < held < 4 * num_bytes + 100
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, make_batch(), base)
+        losses.append(float(metrics["train/loss"]))
+    jax.tree.map(np.testing.assert_array_equal, base, before)  # also: it was not donated
+    assert losses[-1] < 0.7 * losses[0], losses
+    # Scored with the adapters that the reference kept, which are still nothing.
+    assert abs(float(metrics["train/kl_reference"])) > 1e-2
+    assert not np.any(state.reference_params["layers"]["q_lora_b"])
+
+
+@pytest.mark.slow
+def test_a_learned_log_z_is_trained_beside_adapters():
+    schedule = optax.constant_schedule(0.05)
+    optimizer = optax.adam(schedule)
+    settings = SETTINGS._replace(log_z="learned", scale="paper")
+    base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
+    policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
+    shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, learn_log_z=True)
+    adapters = lora.init_adapters(policy, 0, shardings.state.params)
+    state = make_init_state(optimizer, shardings)(adapters)
+    step = make_train_step(policy, optimizer, schedule, settings, shardings)
+    base, batch = (
+        jax.device_put(base, shardings.base),
+        jax.device_put(make_batch(), shardings.batch),
+    )
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, batch, base)
+        losses.append(float(metrics["train/loss"]))
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert np.any(state.log_z_head.weight) and np.any(state.params["layers"]["q_lora_b"])
+
+
+@pytest.mark.slow
+def test_no_gradient_has_the_size_of_a_matrix():
+    config = tiny_config(hidden_size=64, mlp_size=512, num_layers=1)
+    policy = lora.with_adapters(config, 2, 2.0, ("up", "down"))
+    optimizer = optax.sgd(0.1)
+    adapters = lora.init_adapters(policy, 0)
+    state = init_state(adapters, optimizer, keep_reference=False)
+    step = make_train_step(policy, optimizer, SCHEDULE, REMAT)
+    batch = make_batch(p=1, k=2, prompt=1, t=2)
+    compiled = step.lower(state, batch, random_params(config)).compile()
+    whole_state = init_state(random_params(config), optimizer, keep_reference=False)
+    whole = make_train_step(config, optimizer, SCHEDULE, REMAT).lower(whole_state, batch).compile()
+    matrix = 4 * 64 * 512
+    temporary, wanted = (x.memory_analysis().temp_size_in_bytes for x in (compiled, whole))
+    assert wanted - temporary > 2 * matrix, (wanted, temporary)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 2), slow((1, 1, 8)), slow((1, 8, 1))])
+def test_the_step_on_a_mesh_equals_that_of_one_device(shape):
+    policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ALL)
+    base, start = random_params(DIVISIBLE), trained_adapters(policy)
+    one = make_train_step(policy, OPTIMIZER, SCHEDULE, REMAT)
+    # A copy, because the state is donated.
+    copy = jax.tree.map(jnp.copy, start)
+    wanted = init_state(copy, OPTIMIZER, keep_reference=True)
+    shardings = step_shardings(policy, OPTIMIZER, make_mesh(shape), keep_reference=True)
+    divided = jax.device_put(base, shardings.base)
+    state = make_init_state(OPTIMIZER, shardings)(jax.device_put(start, shardings.state.params))
+    step = make_train_step(policy, OPTIMIZER, SCHEDULE, REMAT, shardings)
+    for seed in (0, 1):
+        batch = make_batch(p=8, seed=seed)
+        wanted, wanted_metrics = one(wanted, batch, base)
+        state, metrics = step(state, jax.device_put(batch, shardings.batch), divided)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings.state
+    jax.tree.map(
+        # Float32 sums in another order.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=5e-6),
+        jax.device_get(state),
+        jax.device_get(wanted),
+    )
+    for name, value in wanted_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def fake_transport(kind, path, wanted):
+    if kind == "memory":
+        return MemoryTransport(jnp.dtype(jnp.bfloat16), wanted)
+    return CheckpointTransport(str(path), keep=2, dtype=jnp.dtype(jnp.bfloat16), shardings=wanted)
+
+
+@pytest.mark.parametrize("kind", ["memory", "checkpoint"])
+def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, monkeypatch):
+    policy = lora.with_adapters(DIVISIBLE, 2, 4.0, ("q", "v"))
+    base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(DIVISIBLE))
+    travelled = []
+    hand_over = weight_sync.hand_over
+    monkeypatch.setattr(
+        weight_sync, "hand_over", lambda x, where: travelled.append(x) or hand_over(x, where)
+    )
+    # Two searchers on one device, one on two that divide its weights.
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[1])
+    pair = Mesh(np.array(jax.devices()[2:4]), ("model",))
+    apart = unstack_layers(base, DIVISIBLE)
+    on_device = jax.device_put(apart, device)
+    on_pair = jax.device_put(apart, lowering.weight_shardings(DIVISIBLE, pair))
+    shapes = lora.abstract_adapters(policy)
+    wanted = [jax.tree.map(lambda _: device, shapes)] * 2
+    wanted.append(lora.split(param_shardings(policy, pair))[1])
+    first, second = (
+        functools.partial(lora.merge, weights, config=policy) for weights in (on_device, on_pair)
+    )
+    transport = MergingTransport(fake_transport(kind, tmp_path, wanted), [first, first, second])
+    assert transport.latest(0) is None
+    source = trained_adapters(policy)
+    for version in (4, 6):
+        transport.publish(version, source)
+        transport.poll()
+    num_bytes = 2 * sum(x.size for x in jax.tree.leaves(shapes))  # bfloat16
+    sent = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in travelled]
+    # To two sets of devices, twice.
+    assert sent == [num_bytes] * 4
+    got: list[Any] = [transport.latest(i) for i in range(3)]
+    assert [x.version for x in got] == [6, 6, 6]
+    assert got[0] is got[1] is transport.latest(0)
+    assert got[0].params["layers"][0]["up"] is on_device["layers"][0]["up"]
+    assert got[2].params["layers"][1]["q"].sharding == on_pair["layers"][1]["q"].sharding
+    rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), source)
+    expected = unstack_layers(lora.merge(base, rounded, config=policy), DIVISIBLE)
+    for published in (got[0], got[2]):
+        jax.tree.map(np.testing.assert_array_equal, published.params, expected)
+    if kind == "checkpoint":
+        transport.close()
+        assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [4, 6]
+
+
+@pytest.mark.parametrize("has_adapters", [True, False])
+def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapters):
+    placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
+    policy = POLICY if has_adapters else CONFIG
+    base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
+    found = wiring._references(default_config(), policy, (2,), placement, None, base)
+    (reference,) = found.values()
+
+    def pointers(tree):
+        return [x.addressable_data(0).unsafe_buffer_pointer() for x in jax.tree.leaves(tree)]
+
+    # What is trained is donated, so there a reference needs a copy.
+    shared = [a == b for a, b in zip(pointers(base), pointers(reference.params), strict=True)]
+    assert set(shared) == {has_adapters}
+
+
+def test_another_base_is_refused(tmp_path):
+    params = random_params(CONFIG)
+    hf_weights.save(tmp_path, CONFIG, params, hf_config(CONFIG))
+    found = hf_weights.fingerprint(tmp_path)
+    lora.check_base(tmp_path, found)
+    # One value of one matrix.
+    changed = params["layers"]["down"].at[1, 0, 0].add(1.0)
+    params = {**params, "layers": {**params["layers"], "down": changed}}
+    hf_weights.save(tmp_path, CONFIG, params, hf_config(CONFIG))
+    with pytest.raises(ValueError, match=f"fingerprint {found}, and those of {tmp_path} have"):
+        lora.check_base(tmp_path, found)

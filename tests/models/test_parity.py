@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live comparison with transformers, where torch is installed (the extra `parity`).
+
+Both directions for every family and option: its folder read by us, and ours read by it. How the
+random models are made, and ties between greedy tokens kept out, is in tests/golden/make_golden.py.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import transformers
+from fakes import random_params, tiny_config, write_word_tokenizer
+from golden import make_golden
+from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
+from test_lora import adapted, trained_adapters
+
+from tba_jax.models import classifier, lora, rope
+from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.reward_models import RewardModel
+
+MODELS = make_golden.MODELS | make_golden.MORE_MODELS
+torch.set_num_threads(1)
+
+
+def ours(config, params, tokens, mask):
+    """Logits, or scores of a classifier."""
+    tokens, mask = jnp.asarray(tokens), jnp.asarray(mask)
+    if not config.num_labels:
+        return logits_of(config, params, tokens, mask)
+    return classifier.classify(params, tokens, mask, config=config, compute_dtype=jnp.float32)
+
+
+def kl(want, got):
+    want, got = jax.nn.log_softmax(want), jax.nn.log_softmax(got)
+    return float(np.mean(np.sum(np.exp(want) * (want - got), axis=-1)))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_path):
+    model, found = make_golden.model_and_outputs(MODELS[name])
+    model.save_pretrained(tmp_path / "theirs")
+    config, params, _ = hf_weights.load(tmp_path / "theirs")
+    tokens = found["tokens"]
+    plain = ours(config, params, tokens, tokens >= 0)
+    assert_close(plain, found["logits"])
+    for side in ("left", "right"):
+        mask = found[f"{side}_mask"]
+        got, want = ours(config, params, found[f"{side}_tokens"], mask), found[f"{side}_logits"]
+        assert_close(*((got, want) if config.num_labels else (got[mask], want[mask])))
+    if not config.num_labels:
+        whole = np.concatenate([tokens, found["greedy"]], axis=1)
+        greedy = logits_of(config, params, whole, whole >= 0).argmax(-1)
+        np.testing.assert_array_equal(greedy[:, tokens.shape[1] - 1 : -1], found["greedy"])
+
+    # Our own config.json, not theirs: it must say the same architecture.
+    written = families.hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
+    hf_weights.save(tmp_path / "ours", config, params, written)
+    again, report = make_golden.model_class(MODELS[name]).from_pretrained(
+        tmp_path / "ours", output_loading_info=True, dtype=torch.float32
+    )
+    assert type(again) is type(model)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        logits = again.eval()(torch.tensor(tokens)).logits.numpy()
+    # The same code on the same weights; 1 ulp of slack for another order of threads.
+    np.testing.assert_allclose(logits, found["logits"], rtol=0, atol=1e-6 * np.abs(plain).max())
+    if not config.num_labels:
+        _bfloat16_is_as_near_as_that_of_transformers(again, config, params, found)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(family, tmp_path):
+    config = tiny_config(family=family)
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", "down"))
+    base, adapters = random_params(config), trained_adapters(policy)
+    merged = lora.merge(base, adapters, config=policy)
+    hf_weights.save(tmp_path, config, merged, families.hf_config(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.arange(12).reshape(2, 6)).logits.numpy()
+    got = adapted(base, adapters, policy)
+    assert np.abs(want).max() > 0.5
+    # Float32 products summed in another order, and merged before.
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def _bfloat16_is_as_near_as_that_of_transformers(model, config, params, found):
+    """The gate of test_families, and no worse than three times what torch loses."""
+    tokens = found["tokens"]
+    low = logits_of(config, params, tokens, tokens >= 0, jnp.bfloat16)
+    theirs = model.to(torch.bfloat16)(torch.tensor(tokens)).logits.float().numpy()
+    loss, their_loss = kl(found["logits"], low), kl(found["logits"], theirs)
+    assert loss < BFLOAT16_KL
+    assert loss < 3 * their_loss, (loss, their_loss)
+
+
+REWARD_MODELS = {
+    "gpt_neox": MODELS["gpt_neox_reward"],
+    "llama": make_golden._llama(num_labels=1, architectures=["LlamaForSequenceClassification"]),
+}
+
+
+@pytest.mark.parametrize("name", REWARD_MODELS)
+def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
+    """Prompts and responses of many lengths through the scorer; there row by row."""
+    model, _ = make_golden.model_and_outputs(REWARD_MODELS[name])
+    model.save_pretrained(tmp_path / "model")
+    config, params, _ = hf_weights.load(tmp_path / "model")
+    write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
+    tokenizer = Tokenizer.load(tmp_path)
+    scorer = RewardModel(config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=8)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, config.vocab_size, rng.integers(4, 100)) for _ in range(20)]
+    rows = [np.append(row, 1) for row in rows]
+    texts = [" ".join(f"<{i}>" for i in row) for row in rows]
+    got = scorer.score(
+        [text.split(" ", 3)[0] for text in texts],
+        [""] * len(rows),  # same vocabulary: the ids are scored
+        {},
+        completion_ids=[row[1:] for row in rows],
+        has_eos=[True] * len(rows),
+    )
+    with torch.no_grad():
+        want = [model.eval()(torch.tensor(row[None])).logits[0, 0].item() for row in rows]
+    assert np.std(want) > 0.01
+    np.testing.assert_allclose(got.rewards, want, atol=1e-4)
+
+
+# The rotary settings of Llama 3.1, Qwen2.5 with its extension, Llama 2 stretched, and Pythia.
+_LONG = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
+REAL_SCALINGS = {
+    "plain": {"rope_theta": 1000000.0, "rope_type": "default"},
+    "llama3": make_golden.LLAMA3
+    | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
+    "yarn": make_golden.YARN | {"rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
+    "linear": make_golden.LINEAR | {"rope_theta": 10000.0},
+}
+
+
+@pytest.mark.parametrize("name", REAL_SCALINGS)
+def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
+    """Short rows do not show them; at position 10^5 a relative error of 1e-6 is 0.1 radians."""
+    theirs = transformers.LlamaConfig(**_LONG, rope_parameters=dict(REAL_SCALINGS[name]))
+    embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
+    config = families.transformer_config(theirs.to_dict() | {"architectures": None})
+    found = rope.frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
+    # One unit in the last place of float32 (1.2e-7), or two after a scaling.
+    np.testing.assert_allclose(found, embedding.inv_freq.numpy(), rtol=2.5e-7)
+    if name == "yarn":
+        factor = config.rope_scaling.attention_factor
+        assert factor == pytest.approx(embedding.attention_scaling, rel=1e-12)
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
+def test_the_greedy_story_is_what_transformers_writes_now(tmp_path):
+    """Its own generate, with its cache, on the original and on our export of it."""
+    golden = json.loads((GOLDEN / "stories260k.json").read_text())
+    config, params, hf_config = hf_weights.load(STORIES)
+    hf_weights.save(tmp_path, config, params, hf_config, STORIES)
+    for folder in (STORIES, tmp_path):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        out = model.generate(
+            torch.tensor([golden["prompt_ids"]]),
+            max_new_tokens=len(golden["greedy_ids"]),
+            do_sample=False,
+        )
+        assert out[0, len(golden["prompt_ids"]) :].tolist() == golden["greedy_ids"]
+        assert Tokenizer.load(Path(folder)).decode(golden["greedy_ids"]) == golden["text"]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A train step on every mesh equals that of one device, and gathers no more than it should."""
+
+import functools
+import itertools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fakes import random_params, tiny_config
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from test_step import SETTINGS as PLAIN
+from test_step import make_batch, one_prompt_each, packed
+
+from tba_jax.devices.sharding import MESH_AXES, shardings_like
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.transformer import abstract_params
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
+
+# Every axis divides by 8, but for two key/value heads.
+CONFIG = tiny_config(
+    qkv_bias=True, num_heads=8, head_dim=4, mlp_size=24, vocab_size=64, tie_embeddings=False
+)
+SETTINGS = PLAIN._replace(remat="layers")
+SCHEDULE = optax.constant_schedule(0.1)
+# Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
+# magnifies rounding.
+OPTIMIZER = optax.sgd(SCHEDULE, momentum=0.9)
+
+
+def make_mesh(shape):
+    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), MESH_AXES)
+
+
+def sharded(shape, settings=SETTINGS, optimizer=OPTIMIZER, keep_reference=False):
+    """(shardings, initial state, train step) on a mesh."""
+    shardings = step_shardings(CONFIG, optimizer, make_mesh(shape), keep_reference=keep_reference)
+    params = jax.device_put(random_params(CONFIG), shardings.state.params)
+    state = make_init_state(optimizer, shardings)(params)
+    return shardings, state, make_train_step(CONFIG, optimizer, SCHEDULE, settings, shardings)
+
+
+@functools.cache
+def one_device():
+    state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
+    step = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)
+    for seed in (0, 1):
+        state, metrics = step(state, make_batch(p=8, seed=seed))
+    return jax.device_get((state, metrics))
+
+
+def shapes_of(*sizes):
+    return [s for s in itertools.product((1, 2, 4, 8), repeat=3) if np.prod(s) in sizes]
+
+
+DEFAULT = [(2, 2, 2), (1, 4, 2), (1, 2, 1), (1, 1, 8)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [s if s in DEFAULT else pytest.param(s, marks=pytest.mark.slow) for s in shapes_of(2, 4, 8)],
+)
+def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
+    shardings, state, step = sharded(shape)
+    for seed in (0, 1):
+        state, metrics = step(state, jax.device_put(make_batch(p=8, seed=seed), shardings.batch))
+    wanted, wanted_metrics = one_device()
+    jax.tree.map(
+        # Float32 sums in another order; two steps at rate 0.1 move weights of 0.3 by up to 0.5.
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),
+        jax.device_get(state),
+        wanted,
+    )
+    for name, value in wanted_metrics.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-4, err_msg=name)
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings.state
+    parts = shape[1] * shape[2]
+    shards = {s.data.size for s in state.opt_state[0].trace["layers"]["up"].addressable_shards}
+    assert shards == {CONFIG.num_layers * CONFIG.hidden_size * CONFIG.mlp_size // parts}
+
+
+# K = 4, over two parts of the batch: groups, one group over both parts, parts of groups, packed.
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "is_packed"),
+    [
+        pytest.param(8, False, marks=pytest.mark.slow),
+        pytest.param(4, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        (4, True),
+    ],
+)
+def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packed):
+    batch = one_prompt_each(make_batch(p=4))
+    state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
+    wanted, _ = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)(state, batch)
+    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows)
+    shardings, state, step = sharded((1, 2, 2), settings)
+    rows = jax.device_put(packed(batch) if is_packed else batch, shardings.batch)
+    program = step.lower(state, rows).compile()
+    got, _ = program(state, rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6),  # as above
+        jax.device_get(got.params),
+        jax.device_get(wanted.params),
+    )
+    # Rows stay where they are: activations of length s and width d are summed over model only.
+    s, d = rows.tokens.shape[-1], CONFIG.hidden_size
+    moved = [x for op, x in collectives(program.as_text()) if op != "all-reduce"]
+    assert moved and not any(s in shape and d in shape for shape in moved)
+
+
+def collectives(text):
+    """(operation, shape of its result) of a compiled program, in order."""
+    found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-gather|all-to-all|all-reduce)\(", text)
+    return [(op, tuple(int(n) for n in re.findall(r"\d+", x.split("[")[1]))) for x, op in found]
+
+
+def test_weights_are_gathered_by_layer_over_fsdp_and_never_over_model():
+    _, state, step = sharded((1, 2, 4))
+    batch = make_batch(p=8)
+    text = step.lower(state, batch).compile().as_text()
+    d, f, v = CONFIG.hidden_size, CONFIG.mlp_size, CONFIG.vocab_size
+    gathered = [shape for op, shape in collectives(text) if op == "all-gather"]
+    # One layer at a time, a quarter of its matrix; the tables in the same quarters, both once.
+    assert (1, d, f // 4) in gathered and (1, f // 4, d) in gathered
+    assert gathered.count((v // 4, d)) == 2
+    weights = CONFIG.num_layers * d * f // 4
+    assert max(np.prod(shape) for shape in gathered) <= max(weights, v // 4 * d)
+    assert not any(f in shape or v in shape for shape in gathered)
+
+
+def test_the_state_is_donated_whole():
+    _, state, step = sharded((2, 2, 2))
+    memory = step.lower(state, make_batch(p=8)).compile().memory_analysis()
+    held = sum(
+        np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state)
+    )
+    assert memory.alias_size_in_bytes == held
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_optimizer_state_lies_where_its_parameters_do(name):
+    optimizer = make_optimizer(
+        name, SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
+    )
+    mesh = make_mesh((1, 2, 4))
+    config = CONFIG if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
+    params = abstract_params(config)
+    state = jax.eval_shape(optimizer.init, params)
+    got = shardings_like(state, params, param_shardings(config, mesh), mesh)
+    by_path = {
+        jax.tree_util.keystr(path): (x.shape, sharding.spec)
+        for (path, x), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(got), strict=True
+        )
+    }
+    up = {v for k, v in by_path.items() if k.endswith("['layers']['up']")}
+    if name == "adamw":
+        assert up == {((2, 16, 24), P(None, "fsdp", "model"))}
+    else:  # factors of [l d f] without f and without d; and, factored, no second moment
+        assert up >= {((2, 128), P(None, "fsdp")), ((2, 256), P(None, "model")), ((1,), P())}
+
+
+def test_a_mesh_that_does_not_divide_the_model_is_refused():
+    with pytest.raises(ValueError, match=r"'heads' of size 4 .* 8 devices"):
+        step_shardings(
+            tiny_config(mlp_size=24), OPTIMIZER, make_mesh((1, 1, 8)), keep_reference=False
+        )
+
+
+def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
+    _, state, _ = sharded((2, 2, 2), keep_reference=True)
+    wanted = jax.device_get(state)
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(1, state, {"run": ({}, {})})
+    checkpoints.close()
+    for shape in ((1, 4, 1), (1, 1, 2), (1, 1, 1)):
+        shardings, *_ = sharded(shape, keep_reference=True)
+        target = jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, shardings.state
+        )
+        _, restored, _ = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), wanted)
+        assert restored.params["embed"].sharding == shardings.state.params["embed"]

@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer wrapper: tokenizers made here, that of stories260k, and that of Pythia."""
+
+import json
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import tokenizers
+
+from tba_jax.models.tokenizer import Tokenizer
+
+SHARED = Path(__file__).parents[2] / ".." / "shared"
+STORIES = SHARED / "models" / "stories260k"
+PYTHIA = SHARED / "tokenizers" / "pythia"
+GSM8K = SHARED / "data" / "gsm8k"
+needs_stories = pytest.mark.skipif(
+    not STORIES.is_dir(), reason="../shared/models/stories260k is absent"
+)
+needs_pythia = pytest.mark.skipif(
+    not PYTHIA.is_dir(), reason="../shared/tokenizers/pythia is absent"
+)
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    " {{ m['role'] }}: {{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %} assistant:{% endif %}"
+)
+
+
+def write_folder(
+    path, library, *, special=(), template=None, declared=None, model=None, settings=None
+):
+    """A model folder with this tokenizer: <NAME> is the NAME token for the names in `special`."""
+    library.save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or {})}
+    settings |= {f"{name}_token": f"<{name}>" for name in special}
+    if template:
+        settings["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if declared is not None:
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    if model is not None:
+        (path / "config.json").write_text(json.dumps(model))
+    return Tokenizer.load(path)
+
+
+def make_folder(path, *, special=("bos", "eos", "pad"), adds_bos=True, **kwargs):
+    """A word-level tokenizer: <bos> 0, <eos> 1, <pad> 2, a 3, b 4, . 5."""
+    words = ["<bos>", "<eos>", "<pad>", "a", "b", "."]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="b")
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(words[:3])
+    if adds_bos:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 0)]
+        )
+    return write_folder(path, library, special=special, **kwargs)
+
+
+def byte_level(*, adds_bos=False, adds_eos=False, added=()):
+    """Byte-level BPE as of GPT-2, Qwen and Llama 3: 256 bytes, a few merges, special tokens.
+
+    <bos>, <eos> and <pad> have the ids behind them, then come the `added` ones.
+    """
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [("a", "b"), ("Ġ", "a"), ("Ġ", "Ġ"), ("Ã", "©")]
+    vocab = {token: i for i, token in enumerate([*alphabet, *(x + y for x, y in merges)])}
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    library.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    library.add_tokens(list(added))
+    if adds_bos or adds_eos:
+        library.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{'<bos> ' * adds_bos}$A{' <eos>' * adds_eos}",
+            special_tokens=[(t, library.token_to_id(t)) for t in ("<bos>", "<eos>")],
+        )
+    return library
+
+
+BOS, EOS, PAD, ADDED = 260, 261, 262, 263
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer(tmp_path_factory):
+    library = byte_level(added=["<think>"])
+    return write_folder(tmp_path_factory.mktemp("bytes"), library, special=("bos", "eos"))
+
+
+def test_ids_of_text_with_and_without_bos(tmp_path):
+    tokenizer = make_folder(tmp_path)
+    ids = tokenizer.encode("a b .", add_bos=True)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, [0, 3, 4, 5])
+    np.testing.assert_array_equal(tokenizer.encode("a b .", add_bos=False), [3, 4, 5])
+    np.testing.assert_array_equal(tokenizer.encode("a <eos>", add_bos=False), [3, 1])
+    assert tokenizer.encode("", add_bos=False).shape == (0,)
+    np.testing.assert_array_equal(tokenizer.encode("", add_bos=True), [0])
+
+
+def test_text_of_ids_leaves_special_tokens_out_and_spaces_alone(tmp_path):
+    tokenizer = make_folder(tmp_path)
+    ids = np.array([0, 3, 5, 1], np.int32)
+    assert tokenizer.decode(ids) == "a ."  # a clean-up would write "a."
+    assert tokenizer.decode(ids, skip_special=False) == "<bos> a . <eos>"
+    assert tokenizer.batch_decode([ids, [4], []]) == ["a .", "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("special", "declared", "bos_id", "eos_ids", "pad_id"),
+    [
+        (("bos", "eos", "pad"), None, 0, (1,), 2),
+        (("eos",), None, None, (1,), 1),  # Llama: no pad token
+        ((), None, None, (), 0),
+        (("eos",), [2, 1, 5], None, (1, 2, 5), 1),
+        ((), 5, None, (5,), 5),  # Pythia's bare tokenizer.json beside a config.json
+        (("eos", "pad"), [1, 2], None, (1, 2), 2),  # Qwen2.5: the pad token also ends a response
+        (("eos",), -1, None, (1,), 1),  # old Llama files: -1 says none
+    ],
+)
+def test_special_ids(tmp_path, special, declared, bos_id, eos_ids, pad_id):
+    tokenizer = make_folder(
+        tmp_path, special=special, declared=declared, adds_bos=bos_id is not None
+    )
+    assert tokenizer.bos_id == bos_id
+    assert tokenizer.eos_ids == eos_ids
+    assert tokenizer.pad_id == pad_id
+    assert tokenizer.vocab_size == 6
+    first = tokenizer.encode("a", add_bos=True)
+    np.testing.assert_array_equal(first, [3] if bos_id is None else [bos_id, 3])
+
+
+def test_eos_of_config_json_counts(tmp_path):
+    assert make_folder(tmp_path, model={"eos_token_id": 4}).eos_ids == (1, 4)
+
+
+def test_one_token_for_bos_eos_and_pad_as_in_gpt2(tmp_path):
+    same = {f"{name}_token": "<eos>" for name in ("bos", "eos", "pad")}
+    tokenizer = write_folder(tmp_path, byte_level(), settings=same)
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (EOS, (EOS,), EOS)
+    # GPT-2's own tokenizer puts nothing in front of a text, so neither do we.
+    assert not tokenizer.adds_bos
+    want = tokenizer.encode("ab", add_bos=False)
+    np.testing.assert_array_equal(tokenizer.encode("ab", add_bos=True), want)
+    # The end of a sequence is a token like another, however it is used elsewhere.
+    ids = tokenizer.encode("ab<eos>ab<eos>", add_bos=False)
+    np.testing.assert_array_equal(ids, [*want, EOS, *want, EOS])
+    assert tokenizer.decode([*ids, EOS], skip_special=False) == "ab<eos>ab<eos><eos>"
+    assert tokenizer.decode(ids) == "abab"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
+    library = byte_level(adds_bos=adds_bos, adds_eos=True)
+    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"))
+    assert tokenizer.adds_bos == adds_bos
+    body = tokenizer.encode("ab a", add_bos=False)
+    # Its end-of-sequence token is not added: a prompt goes on.
+    want = [BOS, *body] if adds_bos else body
+    np.testing.assert_array_equal(tokenizer.encode("ab a", add_bos=True), want)
+    # A text that begins with it gets no second one.
+    want = [BOS, *body]
+    np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), want)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_chat_with_bos_in_the_template_has_one(tmp_path, add_bos):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    library = byte_level(adds_bos=True, added=["<think>"])
+    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATE)
+    text = tokenizer.format_chat([{"role": "user", "content": "a <think> b"}])
+    assert text == "<bos> user: a <think> b assistant:"
+    ids = tokenizer.encode(text, add_bos=add_bos)
+    assert (ids == BOS).sum() == 1 and ids[0] == BOS
+    assert (ids == ADDED).sum() == 1
+    assert tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_chat_template_file_and_named_templates_are_read(tmp_path):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
+    user = [{"role": "user", "content": "a"}]
+    assert make_folder(tmp_path, template=named).format_chat(user) == "<bos> user: a assistant:"
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    assert Tokenizer.load(tmp_path).format_chat(user) == "a!"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "system", "content": "a"}], r"refuses the messages \(no system role here\)"),
+        ([{"role": "user", "text": "a"}], r"'text': 'a'.*each with 'role' and 'content'"),
+        ([], "wanted at least one"),
+    ],
+)
+def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path, messages, message):
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    with pytest.raises(ValueError, match=message):
+        make_folder(tmp_path, template=TEMPLATE).format_chat(messages)
+
+
+def test_missing_chat_template_is_one_clear_error(tmp_path):
+    with pytest.raises(ValueError, match="no chat template; use plain prompts"):
+        make_folder(tmp_path).format_chat([{"role": "user", "content": "a"}])
+
+
+def test_complete_texts_are_cut_inside_their_special_tokens(tmp_path):
+    library = byte_level(adds_bos=True, adds_eos=True)
+    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"))
+    text = "ab a<eos>x"
+    body = tokenizer.encode(text, add_bos=False)
+    assert EOS in body[:-1]  # one written in the text counts as text
+    np.testing.assert_array_equal(tokenizer.encode_complete(text), [BOS, *body, EOS])
+    np.testing.assert_array_equal(tokenizer.encode_complete(text, len(body) + 2)[1:-1], body)
+    np.testing.assert_array_equal(tokenizer.encode_complete(text, 4), [BOS, *body[:2], EOS])
+    np.testing.assert_array_equal(tokenizer.encode_complete(text, 2), [BOS, EOS])
+    with pytest.raises(ValueError, match="max_tokens = 1 is less than the 2 special tokens"):
+        tokenizer.encode_complete(text, 1)
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
+    """Sentence encoders ship a tokenizer.json that cuts and pads everything to 128 tokens."""
+    library = byte_level()
+    library.enable_truncation(max_length=4)
+    library.enable_padding(length=6, pad_id=PAD, pad_token="<pad>")
+    tokenizer = write_folder(tmp_path, library, special=("eos", "pad"))
+    for text in ("x" * 9, "xy"):
+        for ids in (tokenizer.encode(text, add_bos=True), tokenizer.encode_complete(text)):
+            assert tokenizer.decode(ids, skip_special=False) == text
+
+
+def test_special_tokens_that_the_model_lacks(tmp_path):
+    # A pad token added without a new row: padding falls back on a row that exists.
+    tokenizer = write_folder(
+        tmp_path, byte_level(), special=("eos", "pad"), model={"vocab_size": PAD}
+    )
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((EOS,), EOS, PAD + 1)
+    np.testing.assert_array_equal(tokenizer.encode("<eos>", add_bos=False), [EOS])
+    with pytest.raises(ValueError, match=r"token '<pad>' has id 262, but.*vocab_size = 262"):
+        tokenizer.encode("a<pad>b", add_bos=False)
+    with pytest.raises(ValueError, match=r"token '<pad>' has id 262"):
+        tokenizer.encode_complete("a<pad>b")
+
+
+def test_unreachable_eos_is_dropped_and_an_error_when_it_is_the_only_one(tmp_path):
+    kwargs = {"special": ("eos",), "declared": [EOS, 9999]}
+    assert write_folder(tmp_path, byte_level(), model={"vocab_size": 300}, **kwargs).eos_ids == (
+        EOS,
+    )
+    with pytest.raises(ValueError, match=r"end-of-sequence token .* has id 9999.*vocab_size = 50"):
+        write_folder(tmp_path, byte_level(), model={"vocab_size": 50}, **kwargs)
+
+
+def test_bos_that_the_model_lacks_is_an_error_when_it_would_be_added(tmp_path):
+    settings = {"bos_token": "<pad>"}
+    library = byte_level()
+    assert write_folder(tmp_path, library, settings=settings, model={"vocab_size": 262}).bos_id
+    library.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<pad> $A", special_tokens=[("<pad>", PAD)]
+    )
+    with pytest.raises(ValueError, match=r"beginning-of-sequence token '<pad>' has id 262"):
+        write_folder(tmp_path, library, settings=settings, model={"vocab_size": 262})
+
+
+def test_ids_that_the_model_has_and_the_tokenizer_lacks_add_no_text(tmp_path):
+    """Models pad their embedding to a round number of rows, and may sample such a row."""
+    tokenizer = write_folder(tmp_path, byte_level(), model={"vocab_size": 512})
+    ids = tokenizer.encode("ab é", add_bos=False)
+    assert tokenizer.decode([400, *ids[:2], 511, *ids[2:]]) == "ab é"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " leading space",
+        "trailing space ",
+        "  two  and   three   ",
+        "\n\nlines\r\n\ttabs\t\n",
+        "def f(x):\n    return {'a': [x**2, \"b\"]}  # ok?\n",
+        "don't , . ! ?  n't 's",
+        "日本語 🎉👩\u200d👩\u200d👧 e\u0301 é \u2028 \x00\x7f\ufeff",
+        "<think>a</think> <bos>a<eos> <pad>",
+        "",
+    ],
+)
+def test_byte_level_text_round_trips(bytes_tokenizer, text):
+    ids = bytes_tokenizer.encode(text, add_bos=False)
+    assert bytes_tokenizer.decode(ids, skip_special=False) == text
+
+
+# Without surrogates, which are no text. Derandomised: the same examples in every run.
+ANY_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40)
+EXAMPLES = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
+
+
+@EXAMPLES
+@hypothesis.given(text=ANY_TEXT)
+def test_any_text_round_trips(bytes_tokenizer, text):
+    ids = bytes_tokenizer.encode(text, add_bos=False)
+    assert bytes_tokenizer.decode(ids, skip_special=False) == text
+    assert bytes_tokenizer.decode(ids) == text  # no special token can come out of plain text
+
+
+def test_folder_without_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json and no tokenizer\.model there"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_damaged_file_is_named(tmp_path, name):
+    make_folder(tmp_path, model={"vocab_size": 6})
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"{name}: not valid JSON.*Download the file again"):
+        Tokenizer.load(tmp_path)
+
+
+def test_tokenizer_that_is_code_is_refused(tmp_path):
+    make_folder(tmp_path)
+    (tmp_path / "mine.py").write_text("raise SystemExit('this code was run')\n")
+    settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="the tokenizer cannot be read"):
+        Tokenizer.load(tmp_path)
+
+
+def test_the_library_is_not_imported_before_a_tokenizer_is_loaded():
+    code = "import sys, tba_jax.models.tokenizer; print('transformers' in sys.modules)"
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert out.stdout == "False\n"
+
+
+@needs_stories
+def test_stories_tokenizer_round_trips():
+    tokenizer = Tokenizer.load(STORIES)
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "stories260k.json").read_text())
+    np.testing.assert_array_equal(
+        tokenizer.encode(golden["prompt"], add_bos=True), golden["prompt_ids"]
+    )
+    assert tokenizer.decode(golden["greedy_ids"]) == golden["text"]
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), 0)
+    assert tokenizer.adds_bos
+    assert tokenizer.vocab_size == 512
+
+
+@pytest.fixture(scope="module")
+def pythia(tmp_path_factory):
+    """Pythia's tokenizer.json beside what matters of its config.json."""
+    path = tmp_path_factory.mktemp("pythia")
+    shutil.copy(PYTHIA / "tokenizer.json", path)
+    config = {"model_type": "gpt_neox", "vocab_size": 50304, "bos_token_id": 0, "eos_token_id": 0}
+    (path / "config.json").write_text(json.dumps(config))
+    return Tokenizer.load(path)
+
+
+@needs_pythia
+def test_pythia_special_ids(pythia):
+    assert (pythia.bos_id, pythia.eos_ids, pythia.vocab_size) == (0, (0,), 50277)
+    assert not pythia.adds_bos
+    # Ids of GPT-NeoX's published vocabulary: no space and a space before the same word differ.
+    np.testing.assert_array_equal(pythia.encode(" lead<|endoftext|>", add_bos=True), [1421, 0])
+    assert pythia.decode([0, 1421, 0]) == " lead"
+
+
+@needs_pythia
+def test_pythia_without_config_is_the_same_and_has_no_special_ids(pythia):
+    bare = Tokenizer.load(PYTHIA)
+    assert (bare.bos_id, bare.eos_ids, bare.pad_id) == (None, (), 0)
+    text = "def f(x):\n        return  x\t# é 日本 🎉"
+    np.testing.assert_array_equal(bare.encode(text, True), pythia.encode(text, True))
+
+
+@needs_pythia
+@EXAMPLES
+@hypothesis.given(text=ANY_TEXT)
+@hypothesis.example(text="    four spaces\n\n" + " " * 60 + "\t\tx = {1: [2]}\r\n")
+@hypothesis.example(text="e\u0301")
+def test_pythia_round_trips_any_text_up_to_its_own_normalisation(pythia, text):
+    """It composes characters (NFC) before it reads them: e + accent comes back as one é."""
+    ids = pythia.encode(text, add_bos=False)
+    assert pythia.decode(ids, skip_special=False) == unicodedata.normalize("NFC", text)
+
+
+@needs_pythia
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="../shared/data/gsm8k is absent")
+def test_pythia_round_trips_gsm8k(pythia):
+    files = [(GSM8K / f"{name}.jsonl").read_text() for name in ("train", "test")]
+    lines = [line for file in files for line in file.split("\n") if line]
+    texts = [json.loads(line)[key] for line in lines for key in ("question", "answer")]
+    assert len(texts) == 2 * 8792
+    back = pythia.batch_decode([pythia.encode(text, add_bos=True) for text in texts])
+    assert [(a, b) for a, b in zip(back, texts, strict=True) if a != b] == []

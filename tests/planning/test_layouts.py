@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Slices by name, and for each a placement that the chips accept and config fields can say."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import get_field, validate
+from tba_jax.devices.sharding import PlacementError
+from tba_jax.models.hf import families
+from tba_jax.planning import chips, layouts
+from tba_jax.planning.model_shapes import PUBLISHED
+
+PRESETS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "math.py"))
+RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("v5e", "wanted CHIP:AxB"),
+        ("v9:2x2", "no chip 'v9'"),
+        ("v5p:2x2", "another number of axes"),
+        ("v5e:2x4@3", "hosts have 1, 4 or 8 chips"),
+        ("v5p:2x2x4@8", "hosts of v5p have 4 chips"),
+    ],
+)
+def test_a_slice_that_does_not_exist_is_refused_by_name(text, message):
+    with pytest.raises(ValueError, match=message):
+        chips.parse_topology(text)
+
+
+def test_hosts_have_four_chips_unless_told_eight():
+    pytest.importorskip("libtpu")
+    for text, hosts in (("v5e:2x4", 2), ("v5e:2x4@8", 1), ("v5p:2x2x4", 4)):
+        devices = chips.parse_topology(text).devices()
+        assert len({d.process_index for d in devices}) == hosts, text
+
+
+def choose(preset, model, text):
+    topology = chips.parse_topology(text)
+    config = PRESETS["get_config"](preset)
+    shape = families.transformer_config(PUBLISHED[model])
+    return config, layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
+
+
+@pytest.mark.parametrize(
+    ("preset", "model", "text", "name", "trainer", "groups", "group"),
+    [
+        # Hosts of v5e or v6e train all together or not at all.
+        ("gsm8k", RHO, "v5e:2x4", "interleaved", 8, 8, 1),
+        ("gsm8k", RHO, "v5e:2x4@8", "split", 4, 4, 1),
+        ("gsm8k", RHO, "v5e:1x1", "shared", 1, 1, 1),
+        ("math", QWEN, "v5p:2x2x4", "per_host", 8, 8, 1),
+        ("math", QWEN, "v6e:4x4", "interleaved", 16, 4, 4),
+        # One host or all of them; and weights fit on no single chip.
+        ("math", QWEN, "v5e:8x8", "interleaved", 64, 16, 4),
+    ],
+)
+def test_every_slice_gets_a_placement_that_it_accepts(
+    preset, model, text, name, trainer, groups, group
+):
+    pytest.importorskip("libtpu")
+    config, choice = choose(preset, model, text)
+    assert choice.name == name
+    assert choice.placement.trainer_mesh.devices.size == trainer
+    assert choice.num_groups == groups
+    assert choice.placement.searcher_meshes[0].devices.size == group
+    assert choice.takes_turns == (name in ("shared", "interleaved"))
+    # The fields say it: a config with them is placed alike.
+    validate(config)
+    devices = chips.parse_topology(text).devices()
+    assert layouts.place(config, devices).name == name
+    for field, value in choice.fields.items():
+        assert get_field(config, field) == value
+    # No host of a pod may search alone, and its rows are padded.
+    if config.placement == "pod":
+        hosts = {d.process_index for d in devices}
+        assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
+        assert not config.batch.packed_length
+
+
+def test_judges_that_one_chip_cannot_hold_make_groups_larger():
+    pytest.importorskip("libtpu")
+    topology = chips.parse_topology("v5e:2x4")
+    shape = families.transformer_config(PUBLISHED[RHO])
+    for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
+        config = PRESETS["get_config"]("gsm8k")
+        devices, hbm = topology.devices(), topology.chip.hbm_bytes
+        choice = layouts.choose(config, shape, devices, hbm, held)
+        assert choice.placement.searcher_meshes[0].devices.size == group
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+def test_main_accepts_the_printed_flags():
+    pytest.importorskip("libtpu")
+    for preset, model, text in (("gsm8k", RHO, "v5e:2x4"), ("math", QWEN, "v5p:2x2x4")):
+        config, choice = choose(preset, model, text)
+        flags = [f"--config.{name}={value}" for name, value in choice.fields.items()]
+        file = Path(__file__).parents[2] / "configs" / "math.py"
+        read = override(None, [f"--config={file}:{preset}", *flags])
+        validate(read)
+        assert read.to_dict() == config.to_dict()
+
+
+def test_the_configs_own_placement_is_kept_on_several_hosts():
+    pytest.importorskip("libtpu")
+    config = PRESETS["get_config"]("math")
+    config.placement = "pod"  # with mesh.fsdp=4, one device of each host
+    devices = chips.parse_topology("v5p:2x2x4").devices()
+    choice = layouts.place(config, devices)
+    assert (choice.name, choice.num_groups, choice.fields) == ("per_host", 4, {})
+    assert choice.placement.trainer_mesh.shape["fsdp"] == 4
+    # On v5e four of eight chips are one whole host: the other one would search alone.
+    with pytest.raises(PlacementError, match="gets 1 whole hosts of 2 on these chips"):
+        layouts.place(config, chips.parse_topology("v5e:2x4").devices())
+
+
+def test_a_slice_of_several_hosts_wants_a_pod():
+    pytest.importorskip("libtpu")
+    config = PRESETS["get_config"]("gsm8k")
+    with pytest.raises(PlacementError, match="--config.placement=pod"):
+        layouts.place(config, chips.parse_topology("v5e:2x4").devices())
+
+
+def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
+    pytest.importorskip("libtpu")
+    config, choice = choose("gsm8k", RHO, "v5e:2x4")
+    assert config.batch.num_prompts == choice.fields["batch.num_prompts"] == 8
+    assert any("8 instead of 7" in note for note in choice.notes)
+    assert any("packed" in note for note in choice.notes)
+    _, choice = choose("math", QWEN, "v6e:4x4")
+    assert not choice.notes
+
+
+def test_a_model_that_no_mesh_divides_is_named():
+    pytest.importorskip("libtpu")
+    config = PRESETS["get_config"]("gsm8k")
+    shape = families.transformer_config(PUBLISHED[RHO])
+    shape = dataclasses.replace(shape, num_heads=3, num_kv_heads=3, hidden_size=195)
+    topology = chips.parse_topology("v5e:2x4")
+    with pytest.raises(PlacementError, match="divides a model of hidden size 195 with 3 heads"):
+        layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)

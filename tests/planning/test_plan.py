@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan command: figures of the real run's programs, a verdict, a remedy, an exit code."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tba_jax.config.schema import validate
+from tba_jax.models.transformer import num_params
+from tba_jax.planning import command as plan
+from tba_jax.planning import compile_one
+from tba_jax.planning.children import Answer
+from tba_jax.planning.model_shapes import PUBLISHED, published_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+ROOT = Path(__file__).parents[2]
+START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
+PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
+
+
+def in_process(request, *, timeout_s):
+    del timeout_s
+    return Answer(json.loads(json.dumps(compile_one.answer(request))))
+
+
+def planner(topology=""):
+    model, _ = published_config(str(START_MODEL))
+    return plan.Planner(
+        {"topology": topology, "model": model, "judges": {}, "cache": ""}, 60.0, in_process
+    )
+
+
+def start_config(**fields):
+    config = PRESETS["get_config"]("arithmetic")
+    config.num_cpu_devices = 1  # the devices of this process are there already
+    config.update_from_flattened_dict({"placement": "split", **fields})
+    validate(config)
+    return config.to_dict()
+
+
+@pytest.fixture(scope="module")
+def facts():
+    return planner().describe(start_config(), chooses=False)
+
+
+def test_residents_are_those_of_the_run(facts):
+    size = 4 * facts["num_params"]
+    trainer = facts["groups"]["trainer"]["residents"]
+    assert trainer["parameters"] == size
+    assert trainer["optimiser state"] == pytest.approx(2 * size, abs=64)  # and two counters
+    searcher = facts["groups"]["searcher"]["residents"]
+    assert searcher["weights in use"] == searcher["reference parameters"] == size
+
+
+@pytest.mark.slow
+def test_a_run_that_trains_adapters_holds_and_moves_them_alone():
+    size = {"lora.rank": 4, "lora.modules": ("q", "v")}
+    facts = planner().describe(start_config(**size), chooses=False)
+    whole = 4 * facts["num_params"]
+    trainer = facts["groups"]["trainer"]["residents"]
+    searcher = facts["groups"]["searcher"]["residents"]
+    assert trainer["frozen parameters"] == searcher["frozen parameters"] == whole
+    assert trainer["parameters"] < whole / 20
+    assert trainer["optimiser state"] == pytest.approx(2 * trainer["parameters"], abs=64)
+    assert searcher["weights in use"] == searcher["next weights"] < whole / 4
+    names = ["train_step", "publish", "merge"]
+    programs, *_ = plan.plan(planner(), facts, names, lambda _: None)
+    by_name = {p.name: p for p in programs}
+    assert by_name["merge"].hbm["next weights"] >= searcher["next weights"]
+    assert by_name["publish"].hbm["parameters"] == trainer["parameters"]
+    assert by_name["train_step"].hbm["frozen parameters"] == whole
+
+
+def test_every_program_compiles_and_the_verdict_is_their_sum(facts):
+    names = [p["name"] for p in facts["programs"]]
+    assert names == [
+        "train_step", "publish", "prefill", "admit", "decode_chunk", "score_reference",
+    ]  # fmt: skip
+    programs, found, weighed, lines, fits = plan.plan(planner(), facts, names, lambda _: None)
+    assert fits and weighed is not None and lines
+    by_name = {p.name: p for p in programs}
+    step = by_name["train_step"]
+    assert step.hbm["parameters"] == 4 * facts["num_params"]
+    # Arguments beyond the state are the batch: seven arrays of 256 rows and 28 positions.
+    assert step.hbm["inputs"] == pytest.approx(4 * 256 * (28 + 16 + 5), rel=0.01)
+    # Forward, again for the backward pass, and twice that: 2 FLOPs a weight and token at least.
+    assert step.flops > 6 * 0.8 * facts["num_params"] * 256 * 28
+    out = json.loads(json.dumps(plan.table.as_json(facts, programs, found, weighed, lines, fits)))
+    for name in names:
+        figures = out["programs"][name]
+        assert {"hbm_gib", "flops", "bytes", "compile_s", "roofline_s"} <= figures.keys()
+        assert figures["compile_s"] > 0 and figures["bytes"] > 0
+    assert {"fits", "chip", "placement", "programs", "advice"} <= out.keys()
+
+
+def test_a_run_that_does_not_fit_is_reported_with_a_remedy(facts):
+    small = json.loads(json.dumps(facts))
+    small["chip"]["hbm_bytes"] = 16 * 2**20
+    programs, found, weighed, lines, fits = plan.plan(
+        planner(), small, ["train_step"], lambda _: None
+    )
+    assert not fits
+    assert "over by" in plan.table.occupancy_table(found)
+    assert "train_step wants" in lines[0]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 5, 8, 100])
+def test_bisection_finds_the_largest_that_fits(limit):
+    asked = []
+    candidates = [1, 2, 4, 8, 16, 32]
+    found = plan.largest(candidates, lambda n: asked.append(n) or n <= limit)
+    assert found == max((n for n in candidates if n <= limit), default=None)
+    assert len(asked) <= 3
+
+
+def test_published_shapes_are_the_models_they_name():
+    from tba_jax.models.hf import families
+
+    sizes = {
+        "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
+        "Qwen/Qwen2.5-7B": 7_615_616_512,
+        "EleutherAI/pythia-410m": 405_334_016,
+        "EleutherAI/pythia-1b": 1_011_781_632,
+        "EleutherAI/pythia-2.8b": 2_775_208_960,
+        "openai-community/gpt2": 124_439_808,
+        "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    }
+    for name, size in sizes.items():
+        assert num_params(families.transformer_config(PUBLISHED[name])) == size, name
+
+
+def test_a_model_that_nobody_knows_is_refused(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="Give a folder that holds its config"):
+        published_config("nobody/nothing")
+    _, source = published_config("Qwen/Qwen2.5-7B")
+    assert "the hub was not reached" in source
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "tba_jax.plan", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_the_command_plans_the_attached_devices():
+    done = run("--config=configs/math.py", "--programs=publish", "--json")
+    assert done.returncode == 0, done.stderr
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert out["fits"] and out["programs"]["publish"]["hbm_gib"]["parameters"] > 0
+    assert "publish" in done.stdout and "fits" in done.stdout
+
+
+def test_a_senseless_slice_is_one_line_and_exit_code_2():
+    done = run("--config=configs/math.py", "--topology=v5e:3")
+    assert done.returncode == 2
+    assert "wanted CHIP:AxB" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--programs=nothing", "no program 'nothing'; there are train_step, publish"),
+        ("--config.model.path=/nowhere", "Give a folder that holds its config.json"),
+        ("--config.num_step=3", "did you mean num_steps"),
+    ],
+)
+def test_a_senseless_command_is_refused(monkeypatch, capsys, argument, message):
+    ready = planner()
+    monkeypatch.setattr(plan, "Planner", lambda *_: ready)
+    config = f"--config={ROOT / 'configs' / 'math.py'}"
+    assert plan.main([config, "--config.num_cpu_devices=1", argument]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_billion_parameters_on_a_tpu_slice():
+    pytest.importorskip("libtpu")
+    done = run(
+        "--config=configs/math.py:gsm8k",
+        "--topology=v5e:2x4",
+        "--programs=train_step,publish",
+        "--json",
+    )
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert out["placement"]["layout"] == "interleaved"
+    assert out["placement"]["fields"]["batch.num_prompts"] == 8  # 7 divide over no two hosts
+    # bfloat16, an eighth on each device.
+    held = out["programs"]["publish"]["hbm_gib"]["parameters"]
+    assert held == pytest.approx(1_100_048_384 * 2 / 8 / 2**30, rel=0.01)
+    assert done.returncode == (0 if out["fits"] else 1)
+    if not out["fits"]:
+        assert out["advice"]
+
+
+@pytest.mark.slow
+def test_a_run_finds_every_program_of_its_plan_in_the_cache(tmp_path):
+    """The keys of the cache are those of the programs: a plan lowers what the run executes."""
+    cache = tmp_path / "cache"
+    fields = [
+        "--config=configs/math.py",
+        "--config.num_steps=2",
+        "--config.task.num_eval_prompts=8",
+    ]
+    assert run(*fields, f"--write_cache={cache}").returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *fields, f"--workdir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
+        check=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_LOGGING_LEVEL": "DEBUG"},
+    )
+    hits = set(re.findall(r"Persistent compilation cache hit for '(\w+)'", done.stderr))
+    programs = {"train_step", "program", "prefill", "admit", "run_chunk", "_score"}
+    assert {f"jit_{name}" for name in programs} <= hits

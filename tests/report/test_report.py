@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+import dataclasses
+import html.parser
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+from fakes import fake_workdir
+
+from tba_jax.report import build as report
+from tba_jax.report import page as report_page
+from tba_jax.report import plots
+
+VOID = {"meta", "img", "source", "br", "hr"}
+NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"}
+
+
+class Page(html.parser.HTMLParser):
+    """Checks nesting and collects the tags and the visible text of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).replace("\N{NO-BREAK SPACE}", " ").split())
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("full")
+    fake_workdir(workdir, num_steps=40)
+    page = report.build_report(workdir)
+    return workdir, page.read_text(encoding="utf-8")
+
+
+def built(tmp_path, **options):
+    fake_workdir(tmp_path, num_steps=40, **options)
+    return Page(report.build_report(tmp_path).read_text(encoding="utf-8"))
+
+
+def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    told = json.loads((tmp_path / "report.json").read_text())
+    assert "skipped as" not in Page(report.build_report(tmp_path).read_text()).text
+    told["skipped_prompts"] = {"train": 3, "eval": 6}
+    told["samples"][0]["answer"] = "3 + 6 = <<3+6=9>>9 eggs\n#### 9"
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    page = report.build_report(tmp_path).read_text()
+    assert "Prompts skipped as too long: train 3, eval 6." in Page(page).text
+    assert (
+        "<details><summary>answer: #### 9</summary>"
+        "<pre>3 + 6 = &lt;&lt;3+6=9&gt;&gt;9 eggs\n#### 9</pre></details>" in page
+    )
+    assert page.count("<summary>answer") == 1 and "<small>answer: 16</small>" in page
+
+
+def test_several_responses_to_the_only_problem_are_told_as_such(tmp_path):
+    fake_workdir(tmp_path, num_steps=40)
+    told = json.loads((tmp_path / "report.json").read_text())
+    for when in told["eval"].values():
+        when["n"] = 1
+    for sample in told["samples"]:
+        sample["prompt"] = told["samples"][0]["prompt"]
+    (tmp_path / "report.json").write_text(json.dumps(told))
+    text = Page(report.build_report(tmp_path).read_text()).text
+    assert "points on 1 held-out problem, greedy decoding" in text
+    assert f"{len(told['samples'])} responses to the one held-out problem" in text
+
+
+def test_habits_without_a_watched_kind_are_lengths_alone():
+    metrics = [
+        {"step": i, "search/kind_share": 0.0, "search/response_length_mean": 5.0 + i}
+        for i in range(4)
+    ]
+    panels = {kind: len(plots.habits(metrics, kind, plots.LIGHT).axes) for kind in ("", "worked")}
+    assert panels == {"": 1, "worked": 2}
+
+
+def test_page_is_one_valid_file_that_fetches_nothing(full):
+    _, text = full
+    page = Page(text)
+    assert text.startswith("<!DOCTYPE html>\n<html lang=")
+    assert "://" not in text and "@import" not in text and "url(" not in text
+    tags = {tag for tag, _ in page.tags}
+    assert not tags & {"script", "link", "iframe", "object", "base"}
+    for tag, attributes in page.tags:
+        for name in ("src", "srcset", "href"):
+            assert attributes.get(name, "data:image/png;base64,").startswith("data:image/png")
+        if tag == "img":
+            assert attributes["alt"]
+    assert sum(tag == "img" for tag, _ in page.tags) == len(NAMES)
+    assert text.count('prefers-color-scheme: dark)" srcset=') == len(NAMES)
+
+
+def test_headline_and_key_figures(full):
+    workdir, text = full
+    page, told = Page(text), json.loads((workdir / "report.json").read_text())
+    before, after = (100 * told["eval"][when]["pass_at_1"] for when in ("before", "after"))
+    assert f"pass@1 {before:.1f} % → {after:.1f} % in 5" in page.text
+    assert f"{after - before:+.1f} points on 512 held-out problems" in page.text
+    assert "40 steps of asynchronous training" in page.text and "2 CPU cores" in page.text
+    assert "to the first training step 10 s" in page.text
+    assert "objective.beta 0.1 → 0.05" in page.text
+    assert "not finished" not in page.text
+
+
+def test_model_texts_are_escaped_and_control_characters_shown(full):
+    _, text = full
+    assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &lt;b&gt;11" in text
+    assert "\x1b" not in text and "The answer" not in text and "is 8.\\x1b[0m" in text
+    assert report_page._e("naïve 👩‍🔬 \ud800\x00\n<") == "naïve 👩‍🔬 \\ud800\\x00\n&lt;"
+
+
+def test_samples_are_marked_right_and_wrong(full):
+    marks = re.findall(r'class="mark (\w+)"', full[1])
+    assert marks == ["wrong", "right", "right", "right", "wrong", "wrong", "none", "right"]
+    assert "1 right before training, 3 after" in Page(full[1]).text
+    assert "reward 0.50" in report_page._mark(0.5, is_graded=True)
+    assert "reward 1.00" in report_page._mark(1.0, is_graded=False)
+
+
+def test_another_headline_is_named_and_decoding_told(tmp_path):
+    sampled = {"eval.temperature": 0.7, "eval.num_samples": 4}
+    page = built(tmp_path / "win", metric="win_rate", changes=sampled).text
+    told = json.loads((tmp_path / "win" / "report.json").read_text())["eval"]
+    before, after = (100 * told[when]["win_rate"] for when in ("before", "after"))
+    assert f"win rate {before:.1f} % → {after:.1f} % in" in page
+    assert "4 responses each at temperature 0.7. 40 steps" in page
+    assert re.search(r"mean reward 0\.\d\d before training, 0\.\d\d after\.", page)
+    assert "pass@1" not in page and "✓" not in page and "Accuracy" not in page
+    page = built(tmp_path / "reward", metric="reward_mean").text
+    assert "reward mean 0.4" in page and "greedy decoding" in page and "points" not in page
+
+
+def test_config_of_a_run_is_read(tmp_path):
+    fake_workdir(tmp_path, num_steps=40, made_steps=25)
+    run = report.load_run(tmp_path)
+    assert (run.num_steps, run.is_finished, run.versions["jax"]) == (40, False, "0.12.0")
+
+
+def test_ledger_adds_up_or_says_so(full, tmp_path):
+    assert "Every sampled response is accounted for." in Page(full[1]).text
+    assert "rejected: reward timeout 14" in Page(full[1]).text
+    run = report.load_run(full[0])
+    ledger = {"generated": 100, "stored": 60, "duplicate": 30, "rejected": {"reward_nan": 5}}
+    broken = dataclasses.replace(run, report={**run.report, "ledger": ledger})
+    assert "add up to 95, +5 short" in report_page._ledger(broken)
+
+
+def test_plots_are_png_files(full):
+    for name in NAMES:
+        assert (full[0] / "plots" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.stem for path in (full[0] / "plots").iterdir()} == NAMES
+
+
+def test_interrupted_run_says_so_and_shows_what_there_is(tmp_path):
+    page = built(tmp_path, made_steps=25, schedule=False, report=False)
+    assert "This run is not finished: 25 of 40 steps." in page.text
+    assert "after 20 of 40 steps" in page.text
+    assert "No schedule has been logged yet" in page.text
+    assert "answers appear when" in page.text
+    assert not (tmp_path / "plots" / "timeline.png").exists()
+    assert (tmp_path / "plots" / "accuracy.png").exists()
+
+
+def test_run_without_evaluations(tmp_path):
+    page = built(tmp_path, evals=False)
+    assert "40 steps, no evaluation yet" in page.text
+    assert "No evaluation has been logged yet." in page.text
+
+
+def test_run_that_made_no_step(tmp_path):
+    page = built(tmp_path, made_steps=0, evals=False, schedule=False, report=False)
+    assert "No step made yet" in page.text and "0 of 40 steps" in page.text
+
+
+def test_all_steps_but_no_closing_figures(tmp_path):
+    page = built(tmp_path, report=False)
+    assert "the run ended before its closing figures were written" in page.text
+
+
+@pytest.mark.slow
+def test_a_figure_that_can_no_longer_be_drawn_is_removed(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    report.build_report(tmp_path)
+    (tmp_path / "schedule.jsonl").unlink()
+    report.build_report(tmp_path)
+    assert not (tmp_path / "plots" / "timeline.png").exists()
+
+
+def test_command_reports_and_refuses(tmp_path, capsys):
+    fake_workdir(tmp_path / "run", num_steps=4)
+    assert report.main([str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "run" / "report.html")
+    assert report.main([str(tmp_path / "nothing")]) == 1
+    assert "wanted the work directory of a run" in capsys.readouterr().err
+    (tmp_path / "run" / "report.json").write_text("{")
+    assert report.main([str(tmp_path / "run")]) == 1
+    assert "report.json: not JSON" in capsys.readouterr().err
+
+
+SCHEDULE = [
+    {
+        "event": "round",
+        "searcher": 0,
+        "start_s": 0.0,
+        "end_s": 4.0,
+        "decode_s": 2.0,
+        "reference_s": 1.0,
+        "reward_s": 0.5,
+    },
+    {"event": "step", "step": 1, "start_s": 2.0, "end_s": 5.0, "wait_s": 1.0},
+    {"event": "sync", "step": 1, "start_s": 5.0, "end_s": 5.5, "version": 1},
+    {
+        "event": "round",
+        "searcher": 1,
+        "start_s": 5.0,
+        "end_s": 9.0,
+        "decode_s": 4.0,
+        "reference_s": None,
+        "reward_s": 0.0,
+    },
+    {"event": "step", "step": 2, "start_s": 5.5, "end_s": 10.0, "wait_s": 0.0},
+]
+
+
+def test_timeline_lanes_lay_phases_end_to_end():
+    lanes = plots.timeline_lanes(SCHEDULE)
+    assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
+    assert lanes["searcher 0"] == {
+        "decode": [(0.0, 2.5)],
+        "reward": [(2.5, 3.0)],
+        "reference": [(3.0, 4.0)],
+    }
+    assert lanes["trainer"]["wait"] == [(2.0, 3.0), (5.5, 5.5)]
+    assert lanes["trainer"]["step"] == [(3.0, 5.0), (5.5, 10.0)]
+
+
+def test_busy_shares_count_overlap():
+    # Window [0, 10]. Searchers 4 s each; trainer [3, 10]; both at once [3, 4] and [5, 9].
+    shares = plots.busy_shares(SCHEDULE)
+    assert shares == pytest.approx(
+        {"searcher 0": 0.4, "searcher 1": 0.4, "trainer": 0.7, "both": 0.5}
+    )
+    assert plots.busy_shares(SCHEDULE[:1]) == {}
+
+
+def test_overlap_of_unions():
+    assert plots.merge_intervals([(3, 4), (0, 2), (1, 3), (6, 6)]) == [(0, 4)]
+    assert plots.overlap([(0, 4), (2, 5)], [(1, 2), (4, 9), (20, 21)]) == 2
+    assert plots.overlap([], [(0, 1)]) == 0
+
+
+def test_smooth_is_a_centred_mean():
+    np.testing.assert_allclose(plots.smooth(np.array([0.0, 3, 6, 3]), 3), [1.5, 3, 4, 4.5])
+
+
+def test_share_interval_solves_the_score_equation():
+    # Wilson's bounds are the shares p whose score (observed - p) / sd(p) is z; z(0.95) = 1.6449.
+    for observed in (0.05, 0.5, 410 / 512):
+        for p in plots.share_interval(observed, 512):
+            score = abs(observed - p) / np.sqrt(p * (1 - p) / 512)
+            assert score == pytest.approx(1.6449, rel=1e-9)
+    low, high = plots.share_interval(1.0, 512)
+    assert 0.99 < low < high == pytest.approx(1.0)
+
+
+def test_column_skips_nulls_and_staleness_sums_up():
+    records = [{"step": 1, "a": 2.0}, {"step": 2, "a": None}, {"step": 3}]
+    x, y = plots.column(records, "step", "a")
+    assert x.tolist() == [1.0] and y.tolist() == [2.0]
+    rows = [{"buffer/staleness_histogram": [[1, 3], [0, 2]]}, {"buffer/staleness_histogram": None}]
+    assert plots.staleness_counts(rows * 2) == {0: 4, 1: 6}
+
+
+def test_no_global_matplotlib_state(full):
+    assert "matplotlib.figure" in sys.modules
+    assert "matplotlib.pyplot" not in sys.modules

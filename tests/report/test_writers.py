@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+import io
+import json
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+import types
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tba_jax.report import writers as metrics
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_writes_numbers_lists_and_null_for_nan(tmp_path):
+    writer = metrics.JsonlWriter(tmp_path / "deep" / "m.jsonl")
+    writer.write(3, {"a": np.float32(0.5), "b": math.nan, "c": [[1, np.int64(2)]], "d": math.inf})
+    writer.close()
+    expected = {"step": 3, "a": 0.5, "b": None, "c": [[1, 2]], "d": None}
+    assert lines_of(tmp_path / "deep" / "m.jsonl") == [expected]
+
+
+def test_jsonl_truncate_after_drops_later_steps_and_goes_on(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = metrics.JsonlWriter(path)
+    for step in range(5):
+        writer.write(step, {"a": step})
+    writer.truncate_after(2)
+    writer.write(3, {"a": 30})
+    writer.close()
+    assert [(r["step"], r["a"]) for r in lines_of(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_jsonl_cuts_a_line_torn_by_a_kill(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert metrics.read_jsonl(path) == [{"step": 1}]
+    writer = metrics.JsonlWriter(path)
+    writer.write(2, {})
+    writer.close()
+    assert lines_of(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert metrics.read_jsonl(path) == []
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not JSON .*nonsense"):
+        metrics.read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1: .*wanted a JSON object"):
+        metrics.read_jsonl(path)
+
+
+@pytest.mark.timeout(20)
+def test_jsonl_of_many_threads_has_whole_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = metrics.JsonlWriter(path)
+
+    def work(i):
+        for j in range(50):
+            writer.append({"i": i, "j": j, "text": "x" * 500})
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    writer.close()
+    found = sorted((r["i"], r["j"]) for r in lines_of(path))
+    assert found == [(i, j) for i in range(4) for j in range(50)]
+
+
+class FakeWriter:
+    def __init__(self, error=None):
+        self.written, self.closed, self.error = [], 0, error
+
+    def write(self, step, values):
+        self.written.append((step, dict(values)))
+
+    def close(self):
+        self.closed += 1
+        if self.error:
+            raise self.error
+
+
+def test_multi_writer_closes_all_even_if_one_raises():
+    first, second = FakeWriter(OSError("full")), FakeWriter(OSError("gone"))
+    writer = metrics.MultiWriter([first, second])
+    writer.write(1, {"a": 2})
+    with pytest.raises(OSError):
+        writer.close()
+    assert first.written == second.written == [(1, {"a": 2})]
+    assert first.closed == second.closed == 1
+
+
+def test_missing_tracker_packages_name_the_extra(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError, match=r"tba_jax\[tensorboard\]"):
+        metrics.TensorBoardWriter(tmp_path)
+    with pytest.raises(ValueError, match=r"tba_jax\[wandb\]"):
+        metrics.WandbWriter("p", name="n", workdir=tmp_path, config={})
+
+
+def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
+    calls = []
+    board = types.SimpleNamespace(
+        add_scalar=lambda *args: calls.append(args), close=lambda: calls.append("closed")
+    )
+    module = types.SimpleNamespace(SummaryWriter=lambda folder: board)
+    monkeypatch.setitem(sys.modules, "tensorboardX", module)
+    values = {"a": np.float32(0.5), "b": math.nan, "c": [[1, 2]], "d": "text", "e": 3}
+    writer = metrics.TensorBoardWriter(tmp_path)
+    writer.write(7, values)
+    writer.close()
+    assert calls == [("a", 0.5, 7), ("e", 3.0, 7), "closed"]
+
+    logged = []
+    run = types.SimpleNamespace(
+        log=lambda numbers, step: logged.append((step, numbers)),
+        finish=lambda: logged.append("finished"),
+    )
+    fake = types.SimpleNamespace(init=lambda **settings: logged.append(settings) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    tracker = metrics.WandbWriter("p", name="n", workdir=tmp_path, config={"seed": 1})
+    tracker.write(7, values)
+    tracker.close()
+    assert logged[0]["project"] == "p" and logged[0]["config"] == {"seed": 1}
+    assert logged[1:] == [(7, {"a": 0.5, "e": 3.0}), "finished"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(7.4, "0:07"), (191.6, "3:12"), (3725, "1:02:05"), (-1, "0:00")]
+)
+def test_format_duration(seconds, text):
+    assert metrics.format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (845.4, "845"), (999.7, "1.0k"), (8123, "8.1k"), (12034, "12k"), (1.34e6, "1.3M")],
+)
+def test_format_count(number, text):
+    assert metrics.format_count(number) == text
+
+
+def test_sparkline_shows_the_course():
+    assert metrics.sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert metrics.sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert metrics.sparkline([5], 8) == ""
+    assert metrics.sparkline([2, 2], 8) == "▁▁"
+
+
+class FakeClock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def plain_display(clock, **options):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=False, width=300)
+    display = metrics.ProgressDisplay(
+        100, title="t", kind="worked", console=console, clock=clock, **options
+    )
+    return display, stream
+
+
+def test_plain_lines_come_at_most_every_period_and_count_down():
+    clock = FakeClock()
+    display, stream = plain_display(clock)
+    for step in range(1, 26):
+        clock.now = float(step)
+        display.write(step, {"search/reward_mean": 0.5, "buffer/staleness_mean": 1.25})
+    display.close()
+    lines = stream.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == [
+        "[0:01] step 1/100",
+        "[0:11] step 11/100",
+        "[0:21] step 21/100",
+        "[0:25] step 25/100",
+    ]
+    assert lines[1] == "[0:11] step 11/100  reward 0.500  staleness 1.2  left 1:29"
+
+
+def test_evaluations_notes_and_phases_are_printed_at_once():
+    clock = FakeClock()
+    display, stream = plain_display(clock)
+    display.phase("compiling")
+    display.phase("compiling")
+    display.write(0, {"eval/pass_at_1": 0.41})
+    display.write(1, {"search/tokens_per_s": 8123.0, "search/kind_share": 0.4})
+    display.write(2, {"eval/pass_at_1": 0.523})
+    display.note("saved [bold]x[/bold]")
+    display.close()
+    display.close()
+    assert stream.getvalue().splitlines() == [
+        "[0:00] compiling",
+        "[0:00] step 0/100  pass@1 41.0%",
+        "[0:00] step 1/100  pass@1 41.0%  worked 40%  decoded 8.1k tok/s",
+        "[0:00] step 2/100  pass@1 41.0% -> 52.3%  worked 40%  decoded 8.1k tok/s  left 0:00",
+        "[0:00] saved [bold]x[/bold]",
+    ]
+
+
+def test_another_headline_is_labelled_and_formatted():
+    clock = FakeClock()
+    display, stream = plain_display(clock, metric="win_rate")
+    display.write(0, {"eval/win_rate": 0.5, "eval/pass_at_1": 0.1})
+    display, other = plain_display(clock, metric="reward_mean")
+    display.write(0, {"eval/reward_mean": -1.25})
+    assert stream.getvalue() == "[0:00] step 0/100  win rate 50.0%\n"
+    assert other.getvalue() == "[0:00] step 0/100  reward mean -1.250\n"
+
+
+def test_resumed_display_remembers_where_it_started():
+    clock = FakeClock()
+    display, stream = plain_display(clock)
+    display.resume([{"step": 0, "eval/pass_at_1": 0.4, "time_s": 5.0}, {"step": 9, "time_s": 60.0}])
+    display.write(10, {"eval/pass_at_1": 0.5})
+    assert stream.getvalue() == "[1:00] step 10/100  pass@1 40.0% -> 50.0%\n"
+
+
+TTY_SCRIPT = """
+from tba_jax.metrics import ProgressDisplay
+display = ProgressDisplay(4, title="math/[x]", kind="worked")
+display.phase("compiling")
+display.write(0, {"eval/pass_at_1": 0.41})
+for step in range(1, 5):
+    display.write(step, {"search/reward_mean": step / 8, "buffer/staleness_mean": 1.5,
+                         "buffer/staleness_max": 4, "search/tokens_per_s": 8123.0})
+    display.note(f"note {step}")
+display.write(4, {"eval/pass_at_1": 0.875})
+display.close()
+"""
+
+
+@pytest.mark.timeout(60)
+def test_terminal_gets_a_panel_and_is_given_back():
+    master, slave = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
+    process = subprocess.Popen([sys.executable, "-c", TTY_SCRIPT], stdout=slave, env=env)
+    os.close(slave)
+    seen = b""
+    while True:
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the terminal is closed when the process ends
+            break
+        if not chunk:
+            break
+        seen += chunk
+    assert process.wait(30) == 0
+    os.close(master)
+    raw = seen.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw)
+    final = text[text.rindex("╭") :]
+    assert "tba_jax · math/[x]" in final
+    assert "step 4/4" in final and "done" in final
+    assert "pass@1 41.0% → 87.5%" in final
+    assert "reward 0.500 ▁▃▆█" in final
+    assert "staleness 1.5 (max 4)" in final and "decoded 8.1k tok/s" in final
+    assert all(len(line) <= 80 for line in final.splitlines())
+    assert "note 1" in text and raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+
+
+def test_importing_metrics_and_report_is_light():
+    script = (
+        "import sys, tba_jax.report.writers, tba_jax.report;"
+        "print([m for m in ('matplotlib', 'rich', 'jax', 'wandb') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The three judges: what they say, and that a text's verdict does not depend on its neighbours."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
+
+from tba_jax.models import encoder, transformer
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
+
+DEVICE = jax.local_devices()[0]
+TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
+
+
+def encoder_classifier(path, target="hate"):
+    settings = ClassifierSettings("encoder", path, target, "float32", max_tokens=20, batch_rows=2)
+    return make_classifier(settings, DEVICE)
+
+
+def guard(path, target="unsafe"):
+    settings = ClassifierSettings("guard", path, target, "float32", max_tokens=100, batch_rows=2)
+    return make_classifier(settings, DEVICE)
+
+
+def test_a_pattern_is_certain_or_nearly_impossible():
+    logprobs = PatternClassifier(r"-\d+$").target_logprob(["x"] * 3, ["=-4", "=4", ":3,-1,2"])
+    np.testing.assert_allclose(np.exp(logprobs), [1.0, 0.01, 0.01])
+    with pytest.raises(ValueError, match="is not a regular expression"):
+        PatternClassifier("(")
+
+
+def test_encoder_says_the_softmax_of_its_label_alone_or_among_others(tmp_path):
+    path = write_roberta(tmp_path / "roberta")
+    got = encoder_classifier(path).target_logprob([""] * 5, TEXTS)
+    config, params = encoder.load(path)
+    tokenizer = Tokenizer.load(path)
+    for text, logprob in zip(TEXTS, got, strict=True):
+        row = tokenizer.encode_complete(text)[None]
+        logits = encoder.classify(
+            params, row, np.ones_like(row, bool), config=config, compute_dtype=jnp.float32
+        )
+        # Padding changes the order of float32 sums.
+        np.testing.assert_allclose(logprob, jax.nn.log_softmax(logits)[0, 1], atol=1e-5)
+    assert np.ptp(got) > 0.01
+    # A text that is too long is cut, not refused.
+    assert encoder_classifier(path).target_logprob([""], ["a" * 50])[0] < 0
+
+
+def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
+    path = write_llama(tmp_path / "guard")
+    prompts = ["one", "two words", "x", "y", "z"]
+    got = guard(path).target_logprob(prompts, TEXTS)
+    config, params, _ = hf_weights.load(path)
+    tokenizer = Tokenizer.load(path)
+    for prompt, text, logprob in zip(prompts, TEXTS, got, strict=True):
+        conversation = f"user: {prompt}\nassistant: {text}\nassistant:"
+        before = tokenizer.encode(conversation, add_bos=True)
+        row = np.concatenate([before, tokenizer.encode("unsafe", add_bos=False)])[None]
+        hidden = transformer.apply(
+            params,
+            row,
+            np.arange(row.shape[1])[None],
+            np.ones_like(row, bool),
+            config=config,
+            compute_dtype=jnp.float32,
+        )
+        logits = transformer.unembed(params, hidden, config=config, compute_dtype=jnp.float32)
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[0]
+        at = np.arange(len(before), row.shape[1])
+        expected = logprobs[at - 1, row[0, at]].sum()
+        np.testing.assert_allclose(logprob, expected, atol=1e-4)  # a sum of six of size 4
+
+
+def test_models_that_do_not_fit_are_refused_with_a_reason(tmp_path):
+    roberta = write_roberta(tmp_path / "roberta")
+    with pytest.raises(ValueError, match=r"is not a label of the model .*nothate, hate, unsure"):
+        encoder_classifier(roberta, "toxic")
+    with pytest.raises(ValueError, match="no classification head"):
+        encoder_classifier(write_minilm(tmp_path / "minilm"))
+    with pytest.raises(ValueError, match="no chat template"):
+        guard(write_gpt2(tmp_path / "gpt2"))
+    with pytest.raises(ValueError, match="/no/such/model"):
+        guard("/no/such/model")

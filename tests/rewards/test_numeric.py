@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Number extraction and the rewards made of it."""
+
+import json
+import os
+
+import pytest
+
+from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_gold, gsm8k_reward, last_number
+
+GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 42", 42.0),
+        ("first 3, then 4", 4.0),
+        ("so $1,234.50 in all.", 1234.5),
+        ("the answer is -7", -7.0),
+        ("+7", 7.0),
+        (".5 of it", 0.5),
+        ("it costs 12.", 12.0),
+        ("2.5e3 grams", 2500.0),
+        ("3E-2", 0.03),
+        ("48/2=24", 24.0),
+        ("1,000,000", 1000000.0),
+        ("9" * 5000, float("inf")),
+        ("no number", None),
+        ("", None),
+        ("\N{ARABIC-INDIC DIGIT FOUR}", None),  # not an ASCII digit
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("text", "gold"),
+    [("a\n#### 42", "42"), ("#### 1,234", "1234"), ("#### 1\n####  -2 ", "-2"), ("42", None)],
+)
+def test_gsm8k_gold(text, gold):
+    assert gsm8k_gold(text) == gold
+
+
+def test_arithmetic_reward():
+    completions = [
+        ":12,9,17,11,13",
+        "=13",
+        "=-13",
+        "=12",
+        "",
+        "13 or 12",
+        "=013",
+        "=1" + "3" * 5000,
+    ]
+    rewards = arithmetic_reward(
+        prompts=["7+5-3+8-6+2"] * len(completions),
+        completions=completions,
+        answer=["13"] * len(completions),
+    )
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    assert arithmetic_reward(prompts=[""], completions=["2-5=-3"], answer=["-3"]) == [1.0]
+
+
+def test_gsm8k_reward_needs_no_mark_and_no_exact_text():
+    gold = "She sold 48+24 = <<48+24=1072>>1,072 clips.\n#### 1,072"
+    completions = ["#### 1072", "so 1,072.0 clips", "1072 of 2000", "", "#### 1071"]
+    rewards = gsm8k_reward(
+        prompts=[""] * 5, completions=completions, answer=[gold] * 5, question=[""] * 5
+    )
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
+
+
+def test_chat_messages_are_graded_as_their_text():
+    replies = [[{"role": "assistant", "content": text}] for text in ("so 4", "so 5")]
+    prompts = [[{"role": "user", "content": "2+2?"}]] * 2
+    for reward, answer in ((gsm8k_reward, "#### 4"), (arithmetic_reward, "4")):
+        assert reward(prompts=prompts, completions=replies, answer=[answer] * 2) == [1.0, 0.0]
+
+
+def test_gsm8k_gold_without_a_number_is_refused():
+    with pytest.raises(ValueError, match="gold solution 'none' holds no number"):
+        gsm8k_reward(prompts=[""], completions=["4"], answer=["none"])
+
+
+@pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
+def test_every_gsm8k_gold_answer_grades_as_itself_and_as_no_other():
+    golds = []
+    for split in ("train", "test"):
+        with open(os.path.join(GSM8K, f"{split}.jsonl"), encoding="utf-8") as file:
+            golds += [json.loads(line)["answer"] for line in file]
+    n = len(golds)
+    assert n == 8792
+    marked = [gsm8k_gold(gold) for gold in golds]
+    # The whole solution, and the marked number alone, both grade as correct.
+    assert gsm8k_reward(prompts=[""] * n, completions=golds, answer=golds) == [1.0] * n
+    assert gsm8k_reward(prompts=[""] * n, completions=marked, answer=golds) == [1.0] * n
+    following = golds[1:] + golds[:1]
+    is_equal = [float(a) == float(b) for a, b in zip(marked, marked[1:] + marked[:1], strict=True)]
+    rewards = gsm8k_reward(prompts=[""] * n, completions=following, answer=golds)
+    assert rewards == [float(equal) for equal in is_equal]
+    # Counted with grep and awk over the files: neighbours that happen to be equal.
+    assert sum(is_equal) == 90

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learned rewards: scores equal transformers', whatever the batch, the length or the tokenizer."""
+
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fakes import write_word_tokenizer
+from jax.sharding import Mesh
+
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.reward_models import RewardModel
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# A golden classifier with one label, by tests/golden/make_golden.py; other families are compared
+# live in tests/models/test_parity.py.
+NAME = "gpt_neox_reward"
+# float32, two implementations: 4e-6 of the largest score, which is near 1
+# (tests/models/test_families).
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A golden reward model with a tokenizer whose words are <0>, <1>, ...; eos is <1>."""
+    path = tmp_path_factory.mktemp("models") / NAME
+    shutil.copytree(GOLDEN / NAME, path)
+    size = hf_weights.load_config(path)["vocab_size"]
+    write_word_tokenizer(path, size, eos=1, pad=0)
+    return path
+
+
+def load(folder, policy=None, **options):
+    tokenizer = Tokenizer.load(policy or folder)
+    options = {"batch_size": 4, "mesh": one(jax.devices()[0]), **options}
+    return RewardModel.load(str(folder), policy_tokenizer=tokenizer, **options)
+
+
+def one(device):
+    return Mesh([device], ("model",))
+
+
+def words(ids):
+    return " ".join(f"<{i}>" for i in ids)
+
+
+def score(model, rows, num_prompt_tokens=5, **changes):
+    prompts = [words(row[:num_prompt_tokens]) for row in rows]
+    responses = [np.asarray(row[num_prompt_tokens:], np.int32) for row in rows]
+    texts = [words(r) for r in responses]
+    arguments = {"completion_ids": responses, "has_eos": [True] * len(rows), **changes}
+    return model.score(prompts, texts, {}, **arguments)
+
+
+def test_scores_equal_those_of_transformers_in_any_batch(folder):
+    golden = np.load(GOLDEN / f"{NAME}.npz")
+    model = load(folder)
+    rows = list(golden["tokens"])
+    # Five rows in batches of four, of several lengths and in an order that packing changes.
+    mixed = [rows[0], rows[1][:7], rows[1], rows[0][:6], rows[0]]
+    got = score(model, mixed).rewards
+    want = golden["logits"][:, 0]
+    np.testing.assert_allclose([got[0], got[2], got[4]], want[[0, 1, 0]], atol=TOLERANCE)
+    alone = [score(model, [row]).rewards[0] for row in mixed]
+    np.testing.assert_allclose(got, alone, atol=1e-6)  # float32 rounding of other batch rows
+    assert got[1] != got[2]
+
+
+def test_missing_eos_replaces_the_score_and_the_offset_leaves_it(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    plain = score(load(folder), rows).rewards
+    model = load(folder, missing_eos=-1.0, offset=0.5)
+    got = score(model, rows, has_eos=[True, False])
+    np.testing.assert_allclose(got.rewards, [plain[0] - 0.5, -1.0], atol=1e-6)
+    assert got.reasons == [None, None]
+
+
+def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
+    """The policy's ids mean other words; the scores are those of the words, eos set anew."""
+    rows = [row.copy() for row in np.load(GOLDEN / f"{NAME}.npz")["tokens"]]
+    size = hf_weights.load_config(folder)["vocab_size"]
+    shift = 7
+    write_word_tokenizer(tmp_path, size, eos=1, pad=0, shift=shift)
+    complete = [np.append(row[row != 1], 1) for row in rows]
+    expected = score(load(folder), complete).rewards
+    model = load(folder, policy=tmp_path)
+    prompts = [words(row[:5]) for row in complete]
+    texts = [words(row[5:-1]) for row in complete]
+    theirs = [(np.asarray(row[5:]) + shift).astype(np.int32) % size for row in complete]
+    got = model.score(prompts, texts, {}, completion_ids=theirs, has_eos=[True, True])
+    np.testing.assert_allclose(got.rewards, expected, atol=1e-6)
+
+
+def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_path):
+    row = np.load(GOLDEN / f"{NAME}.npz")["tokens"][0]
+    shutil.copytree(folder, tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
+    response = row[5:].astype(np.int32)
+    columns = {"prompt": [[{"role": "user", "content": words(row[:5])}]]}
+    chat = ([words(row[:3])], [words(response)], columns)
+    arguments = {"completion_ids": [response], "has_eos": [True]}
+    plain = load(folder)
+    got = load(tmp_path / "chat").score(*chat, **arguments).rewards
+    own = np.concatenate([[7], row[:5], [9], response])
+    np.testing.assert_allclose(got, score(plain, [own], 7).rewards, atol=1e-6)
+    # Without a template of its own it reads what the policy does.
+    got = plain.score(*chat, **arguments).rewards
+    others = np.concatenate([row[:3], response])
+    np.testing.assert_allclose(got, score(plain, [others], 3).rewards, atol=1e-6)
+
+
+def test_a_copy_on_another_device_scores_there_and_alike(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    model = load(folder)
+    there = model.on(one(jax.devices()[3]))
+    assert model.on(one(jax.devices()[0])) is model
+    assert {d for x in jax.tree.leaves(there._params) for d in x.devices()} == {jax.devices()[3]}
+    np.testing.assert_array_equal(score(there, rows).rewards, score(model, rows).rewards)
+
+
+def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    model = load(folder)
+    pair = Mesh(jax.devices()[4:6], ("model",))
+    want = score(model, rows).rewards
+    turns = []
+
+    def in_turn(program):
+        return lambda *args: turns.append(pair) or program(*args)
+
+    for there in (load(folder, mesh=pair, in_turn=in_turn), model.on(pair, in_turn)):
+        turns.clear()
+        # Sums over two devices: float32 rounding in another order.
+        np.testing.assert_allclose(score(there, rows).rewards, want, atol=TOLERANCE)
+        assert turns == [pair]  # a program of several devices waits for its turn
+        leaves = jax.tree.leaves(there._params)
+        assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
+        held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+        assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
+    back = there.on(one(jax.devices()[0]))
+    np.testing.assert_array_equal(score(back, rows).rewards, want)
+
+
+def test_a_model_that_the_searchers_devices_do_not_divide_is_refused(folder):
+    trio = Mesh(jax.devices()[:3], ("model",))
+    with pytest.raises(ValueError, match=r"search.num_devices = 3 .* make that axis one of"):
+        load(folder, mesh=trio)
+
+
+def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    whole, half = load(folder), load(folder, param_dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(half._params)} == {jnp.dtype(jnp.bfloat16)}
+    want = np.array(score(whole, rows).rewards)
+    got = np.array(score(half, rows).rewards)
+    # Eight bits of a number near 1, some roundings in a row.
+    np.testing.assert_allclose(got, want, atol=0.03)
+    assert not np.array_equal(got, want)
+
+
+def test_a_score_that_is_not_finite_is_a_named_failure(folder):
+    config, params, _ = hf_weights.load(folder)
+    params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
+    tokenizer = Tokenizer.load(folder)
+    model = RewardModel(
+        config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=2, missing_eos=-1.0
+    )
+    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
+    got = score(model, rows, has_eos=[True, False])
+    assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])
+
+
+def test_what_is_no_reward_model_or_too_long_is_refused(folder, tmp_path):
+    shutil.copytree(GOLDEN / "gpt2_classifier", tmp_path / "two")
+    size = hf_weights.load_config(tmp_path / "two")["vocab_size"]
+    write_word_tokenizer(tmp_path / "two", size, eos=1, pad=0)
+    with pytest.raises(ValueError, match="labels; a reward model is a .* with one label"):
+        load(tmp_path / "two")
+    shutil.copytree(GOLDEN / "gpt_neox", tmp_path / "lm")
+    write_word_tokenizer(tmp_path / "lm", size, eos=1, pad=0)
+    with pytest.raises(ValueError, match="has a language model's head; a reward model is"):
+        load(tmp_path / "lm")
+    limit = hf_weights.load(folder)[0].max_positions
+    with pytest.raises(ValueError, match=f"was made for {limit} tokens; a prompt and response"):
+        score(load(folder), [np.full(limit + 1, 3, np.int32)])

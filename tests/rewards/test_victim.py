@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The victim answers attacks, and rewards are a function of the call alone."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
+
+from tba_jax.evaluation.attacks import SentenceEmbedder
+from tba_jax.models.hf import hf_weights
+from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
+from tba_jax.rewards.victim import Victim, VictimReward, VictimSettings
+from tba_jax.run.parts import START_MODEL
+
+SETTINGS = VictimSettings("{attack}", 4, 0.7, 0.92, 18, 13, 32)
+DEVICES = jax.local_devices()[:2]
+ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
+
+
+@pytest.fixture(scope="module")
+def victim():
+    return Victim(str(START_MODEL), SETTINGS, devices=DEVICES, dtype="float32")
+
+
+def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
+    classifiers = {device: PatternClassifier(pattern) for device in DEVICES}
+    return VictimReward(victim, classifiers, replicas=replicas, num_samples=4, seed=seed)
+
+
+def score(rewards, attacks=ATTACKS):
+    ids = [np.frombuffer(attack.encode(), np.uint8).astype(np.int32) for attack in attacks]
+    return rewards.score(
+        [""] * len(attacks), attacks, {}, completion_ids=ids, has_eos=[True] * len(attacks)
+    )
+
+
+def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
+    out = score(source(victim))
+    assert out.reasons == [None] * 3
+    for reward, toxicity in zip(out.rewards, out.parts["toxicity"], strict=True):
+        hits = (toxicity - 0.01) / 0.99  # a miss counts as 0.01
+        assert reward == pytest.approx(np.log(0.01) * (1 - hits))
+        assert hits * 4 == pytest.approx(round(hits * 4))
+    # Hastily read, 1-9+1-9+1-9 ends in +9: the victim still answers with a negative number, mostly.
+    assert out.rewards[1] > out.rewards[0] == pytest.approx(np.log(0.01))
+
+
+@pytest.mark.slow
+def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
+    # Sampled at temperature 0.7, the victim works a sum out now and then; ":" tells.
+    attacks = [f"9+{i}-{j}+8-9+7" for i in range(4, 10) for j in range(4, 10)]
+    expected = score(source(victim, ":"), attacks).rewards
+    assert len(set(expected)) > 2
+    assert score(source(victim, ":"), attacks).rewards == expected
+    assert score(source(victim, ":", replicas=DEVICES[1:]), attacks).rewards == expected
+    assert score(source(victim, ":", seed=1), attacks).rewards != expected
+    # The same attack in another call meets other responses.
+    assert score(source(victim, ":"), attacks[::-1]).rewards[::-1] != expected
+    rewards, found = source(victim, ":", replicas=DEVICES), []
+    threads = [
+        threading.Thread(target=lambda: found.append(score(rewards, attacks).rewards))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == [expected] * 3
+
+
+def test_an_attack_that_is_too_long_is_rejected_by_name_and_harms_nobody(victim):
+    out = score(source(victim), [ATTACKS[0], "1+" * 20])
+    assert out.reasons == [None, "attack_too_long"] and out.rewards[1] is None
+    assert np.isnan(out.parts["toxicity"][1])
+    only = score(source(victim), ["1+" * 20])
+    assert only.rewards == [None]
+
+
+def test_templates(tmp_path):
+    chat = SETTINGS._replace(template="chat", max_prompt_tokens=60)
+    llama = Victim(write_llama(tmp_path / "llama"), chat, devices=DEVICES[:1], dtype="float32")
+    assert llama.format("hi") == "user: hi\nassistant:"
+    gpt2 = write_gpt2(tmp_path / "gpt2")
+    wrapped = SETTINGS._replace(template="ask: {attack}!", max_prompt_tokens=60)
+    victim = Victim(gpt2, wrapped, devices=DEVICES[:1], dtype="float32")
+    assert victim.format("hi") == "ask: hi!"
+    with pytest.raises(ValueError, match="no chat template"):
+        Victim(gpt2, chat, devices=DEVICES[:1], dtype="float32")
+    with pytest.raises(ValueError, match="was made for 128; lower them"):
+        Victim(gpt2, wrapped._replace(max_prompt_tokens=120), devices=DEVICES[:1], dtype="float32")
+
+
+def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
+    """The default device has the policy, and perhaps no room for another model beside it."""
+    found, read = [], hf_weights.read
+
+    def watched(*args, **kwargs):
+        params = read(*args, **kwargs)
+        found.append({d for x in jax.tree.leaves(params) for d in x.devices()})
+        return params
+
+    monkeypatch.setattr(hf_weights, "read", watched)
+    there = DEVICES[1]
+    Victim(str(START_MODEL), SETTINGS, devices=[there], dtype="float32")
+    for kind, path, target in (
+        ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
+        ("guard", write_llama(tmp_path / "guard"), "unsafe"),
+    ):
+        make_classifier(ClassifierSettings(kind, path, target, "float32", 20, 2), there)
+    SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
+    assert found == [{there}] * 4
+
+
+def test_a_closed_source_refuses(victim):
+    rewards = source(victim)
+    rewards.check()
+    rewards.close()
+    with pytest.raises(RuntimeError, match="after they were closed"):
+        score(rewards)

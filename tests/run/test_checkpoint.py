@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints: exact, atomic, placed where asked, and clear when damaged."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.run.checkpoint import (
+    CheckpointError,
+    Checkpoints,
+    load_host_states,
+    pack_host_state,
+    unpack_host_state,
+)
+
+HOST = {
+    "buffer": (
+        {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))},
+        {"k": [1, "ü"]},
+    ),
+    "run": ({}, {"elapsed_s": 1.5, "before": None}),
+}
+
+
+def test_host_state_round_trip_is_exact():
+    got = unpack_host_state(pack_host_state(HOST))
+    assert {name: meta for name, (_, meta) in got.items()} == {
+        "buffer": {"k": [1, "ü"]},
+        "run": {"elapsed_s": 1.5, "before": None},
+    }
+    np.testing.assert_array_equal(got["buffer"][0]["tokens"], np.arange(7))
+    assert got["buffer"][0]["tokens"].dtype == np.int32
+    assert got["buffer"][0]["empty"].shape == (0, 3)
+
+
+def test_objects_are_not_pickled():
+    with pytest.raises(ValueError, match="allow_pickle=False"):
+        pack_host_state({"x": ({"bad": np.array([{"a": 1}], object)}, {})})
+
+
+def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
+    devices = jax.local_devices()
+    assert len(devices) == 8
+
+    def placed(n):
+        return NamedSharding(Mesh(np.array(devices[:n]), ("data",)), PartitionSpec("data"))
+
+    value = jnp.arange(32.0).reshape(16, 2)
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(3, {"w": jax.device_put(value, placed(8))}, HOST)
+    checkpoints.close()
+    for n in (4, 1):
+        target = {"w": jax.ShapeDtypeStruct((16, 2), jnp.float32, sharding=placed(n))}
+        step, state, [host] = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
+        assert step == 3
+        np.testing.assert_array_equal(state["w"], value)
+        assert state["w"].sharding == placed(n)
+        assert host["run"][1]["elapsed_s"] == 1.5
+
+
+def test_host_state_is_copied_before_save_returns(tmp_path):
+    tokens = np.arange(4)
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(1, {"w": jnp.zeros(2)}, {"buffer": ({"tokens": tokens}, {})})
+    tokens[:] = -1
+    checkpoints.close()
+    _, [host] = load_host_states(str(tmp_path))
+    assert host["buffer"][0]["tokens"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_train_state_may_be_donated_once_save_has_returned(tmp_path, is_divided):
+    mesh = Mesh(np.array(jax.local_devices()), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp" if is_divided else None))
+    # Large enough for the write to be under way while the steps below run.
+    want = np.arange(2**22, dtype=np.float32).reshape(8, -1)
+    state = {"w": jax.device_put(want, sharding), "step": jnp.int32(0)}
+    step = jax.jit(lambda s: {"w": -s["w"] - 1, "step": s["step"] + 1}, donate_argnums=0)
+    target = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(0, state, HOST)
+    for _ in range(3):
+        state = jax.block_until_ready(step(state))
+    checkpoints.wait()
+    _, restored, _ = checkpoints.restore(target)
+    np.testing.assert_array_equal(restored["w"], want)
+    assert restored["w"].sharding == sharding and restored["step"] == 0
+    checkpoints.close()
+
+
+def test_a_relative_folder_works(tmp_path, monkeypatch):
+    # The default work directory, runs/NAME-seedN, is one; Orbax refuses relative paths.
+    monkeypatch.chdir(tmp_path)
+    checkpoints = Checkpoints("run/checkpoints")
+    checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
+    checkpoints.close()
+    step, [host] = load_host_states("run")
+    assert (step, host["run"][1]["elapsed_s"]) == (1, 1.5)
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
+def test_no_run_and_no_checkpoint_are_said(tmp_path):
+    with pytest.raises(CheckpointError, match="holds no run"):
+        load_host_states(str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        load_host_states(str(tmp_path))
+
+
+def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=2)
+    for step in (10, 20):
+        checkpoints.save(step, {"w": jnp.zeros(2)}, HOST)
+    checkpoints.close()
+    file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
+    file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(CheckpointError, match="checkpoints/20 cannot be read.*checkpoint 10"):
+        load_host_states(str(tmp_path))
+    assert file.exists()
+
+
+def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=2, timeout_s=1)
+    checkpoints.save(10, {"w": jnp.zeros(2)}, HOST)
+    checkpoints.wait()
+    may_end = threading.Event()
+
+    class HangingFile:
+        def write_bytes(self, data):
+            assert may_end.wait(60.0)
+
+    monkeypatch.setattr("tba_jax.run.checkpoint._host_file", lambda *_: HangingFile())
+    checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # returns: written in the background
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.wait()
+    assert time.monotonic() - start < 20
+    assert "checkpoints/20 failed: not complete after 1 s" in str(caught.value)
+    assert "config.checkpoint.timeout_s" in str(caught.value)
+    assert "Complete checkpoints kept: [10]" in str(caught.value)
+    monkeypatch.undo()
+    assert load_host_states(str(tmp_path))[0] == 10  # what did not complete is invisible
+    may_end.set()
+    checkpoints.abandon(timeout_s=30.0)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts follow the config: how searchers draw, and which mesh a command reads a model on."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+from fakes import random_params, tiny_config
+
+from tba_jax.config.schema import default_config
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.run.parts import make_decoder, place_run, reading_mesh, sampling_settings
+
+CONFIG = tiny_config()
+
+
+def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution():
+    config = default_config()
+    config.task.max_prompt_tokens = 4
+    config.search.update(max_new_tokens=6, top_p=0.6, min_new_tokens=3, sampling_temperature=0.8)
+    config.eval.max_new_tokens = 6
+    # Half of the vocabulary ends a response: without the least length most would have one token.
+    tokenizer = SimpleNamespace(eos_ids=tuple(range(11)), pad_id=0)
+    decoder = make_decoder(config, CONFIG, tokenizer)
+    params = random_params(CONFIG)
+    prompt = np.array([5, 6, 7, 8], np.int32)
+    out = decoder.decode(
+        params,
+        [prompt],
+        num_samples=16,
+        key=jax.random.key(0),
+        settings=sampling_settings(config),
+    )
+    assert out.lengths.min() == 4  # three tokens, and the one that ends it
+    full = token_logprobs(
+        params,
+        np.concatenate([np.broadcast_to(prompt, (1, 16, 4)), out.tokens], axis=-1),
+        np.full((1, 16), 4, np.int32),
+        out.lengths,
+        response_bucket=6,
+        config=CONFIG,
+        temperature=0.8,
+    )
+    # Beyond the least length every token is allowed that top-p keeps: its probability is divided
+    # by what was kept, at least 0.6 and less than 1.
+    at = np.arange(6)[None, None]
+    free = (at >= 3) & (at < out.lengths[..., None])
+    gain = (out.token_logprobs - full)[free]
+    assert len(gain) and gain.min() > -1e-5 and gain.max() < -np.log(0.6) + 1e-5
+    assert gain.max() > 0.1  # something was cut off
+
+
+def test_the_mesh_and_the_searchers_of_a_config():
+    config = default_config()
+    config.mesh.update(data=1, fsdp=2, model=2)
+    config.num_searchers, config.search.num_devices = 2, 2
+    got = place_run(config, jax.devices())
+    assert got.trainer_mesh.shape == {"data": 1, "fsdp": 2, "model": 2}
+    assert [m.devices.tolist() for m in got.searcher_meshes] == [
+        jax.devices()[4:6],
+        jax.devices()[6:8],
+    ]
+
+
+def test_a_model_is_read_on_as_many_devices_as_divide_it():
+    assert reading_mesh(CONFIG, jax.devices()).shape["fsdp"] == 8
+    assert reading_mesh(CONFIG, jax.devices()[:7]).shape["fsdp"] == 4

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host states divided anew: nothing lost, nothing double, every ledger adds up."""
+
+import json
+
+import numpy as np
+from fake_rounds import distinct_responses, make_buffer, make_commit
+
+from tba_jax.replay.outbox import Outbox
+from tba_jax.run.repartition import on_one_host, owner_of, repartition
+
+
+def make_state(host, num_hosts, num_searchers=2, step=5):
+    """What one host saves: old and fresh responses, one use of some, a pending round."""
+    buffer = make_buffer(fresh_window=2, seed=host)
+    share = num_searchers // num_hosts
+    mine = range(host * share, (host + 1) * share)
+    outboxes = {s: Outbox(10**9) for s in mine}
+    for searcher, outbox in outboxes.items():
+        for number in range(4):
+            prompt_id = searcher + num_searchers * number
+            outbox.put(
+                make_commit(
+                    # The last one comes twice and is a duplicate.
+                    {prompt_id: [*distinct_responses(3, start=10 * number), [99, 7], [99, 7]]},
+                    round=number,
+                    version=number,
+                    searcher=searcher,
+                    rejected={prompt_id: {"reward_error": 1}},
+                    rewards={prompt_id: [0.1 * number] * 5},
+                )
+            )
+            if number < 3:
+                buffer.merge(outbox.take(), step + number)
+    buffer.sample(1, 2, step + 2)
+    run = {
+        "seed": 0,
+        "num_processes": num_hosts,
+        "num_searchers": num_searchers,
+        "elapsed_s": 3.0,
+        "before": {"pass_at_1": 0.5} if host == 0 else None,
+        "after": None,
+        "wait_s": 1.0,
+        "sync_s": [0.1],
+        "staleness_counts": [[0, 4]],
+        "decoded_tokens": [[s, 100 + s] for s in mine],
+        "searcher_idle_s": [[s, float(s)] for s in mine],
+    }
+    state = {"buffer": buffer.snapshot(), "run": ({}, run)}
+    state |= {f"outbox_{s}": outbox.snapshot() for s, outbox in outboxes.items()}
+    return as_saved(state)
+
+
+def as_saved(state):
+    """Through JSON, as a checkpoint has it."""
+    return {name: (arrays, json.loads(json.dumps(meta))) for name, (arrays, meta) in state.items()}
+
+
+def divide(states, num_hosts, num_searchers=2):
+    return [
+        as_saved(
+            repartition(
+                states,
+                host=host,
+                num_hosts=num_hosts,
+                num_searchers=num_searchers,
+                make_buffer=lambda: make_buffer(fresh_window=2),
+            )
+        )
+        for host in range(num_hosts)
+    ]
+
+
+def restored(state):
+    """(buffer, outboxes) of a state, after the check that a merge makes."""
+    buffer = make_buffer(fresh_window=2)
+    buffer.restore(*state["buffer"])
+    outboxes = {}
+    for name in state:
+        if name.startswith("outbox_"):
+            outboxes[name] = Outbox(10**9)
+            outboxes[name].restore(*state[name])
+    counts = [outbox.counts for outbox in outboxes.values()]
+    buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
+    return buffer, outboxes
+
+
+def content(states):
+    """Everything stored or pending, as comparable values: prompt, tokens, reward, uses."""
+    found = []
+    for state in states:
+        arrays, _ = state["buffer"]
+        ends = np.cumsum(arrays["tokens_sizes"])
+        for i, end in enumerate(ends):
+            tokens = arrays["tokens"][end - arrays["tokens_sizes"][i] : end].tobytes()
+            columns = ("prompt_id", "reward", "version_min", "uses")
+            found.append((*(arrays[f"row_{name}"][i].item() for name in columns), tokens))
+    return sorted(found)
+
+
+def fresh_of(meta):
+    """(step of the sync, prompt, unused responses) of everything fresh."""
+    return {(e["step"], i, unused) for e in meta["fresh"] for i, unused, _ in e["prompts"]}
+
+
+def ledger(states):
+    buffers = [restored(state)[0].ledger() for state in states]
+    rejected = sum(sum(b["rejected"].values()) for b in buffers)
+    names = ("generated", "stored", "duplicate", "used", "fresh_short")
+    return {**{name: sum(b[name] for b in buffers) for name in names}, "rejected": rejected}
+
+
+def test_two_hosts_to_one_and_back():
+    two = [make_state(host, 2) for host in range(2)]
+    one = divide(two, 1)
+    again = divide(one, 2)
+    assert content(one) == content(two) == content(again)
+    assert ledger(one) == ledger(two) == ledger(again)
+    for host, state in enumerate(again):
+        assert {i % 2 for i in state["buffer"][0]["prompt_ids"].tolist()} == {host}
+        # Rounds, prompt streams and what waits move with their searcher.
+        _, before = restored(two[host])
+        _, after = restored(state)
+        assert list(after) == [f"outbox_{host}"] == list(before)
+        name = f"outbox_{host}"
+        assert after[name].committed == before[name].committed
+        assert after[name].num_rounds == before[name].num_rounds == 1
+    assert [state["run"][1]["decoded_tokens"] for state in again] == [[[0, 100]], [[1, 101]]]
+    assert one[0]["run"][1]["staleness_counts"] == [[0, 8]]
+    assert again[1]["run"][1]["before"] is None and one[0]["run"][1]["before"]
+
+
+def test_fresh_prompts_stay_fresh_and_drawn_ones_do_not_come_back():
+    two = [make_state(host, 2) for host in range(2)]
+    fresh = [fresh_of(state["buffer"][1]) for state in two]
+    buffer, _ = restored(divide(two, 1)[0])
+    merged = fresh_of(buffer.snapshot()[1])
+    assert merged == fresh[0] | fresh[1] and merged
+    ready, num_fresh = buffer.supply(4, 2, 7)
+    assert ready and num_fresh == len(merged)
+    assert all(d.is_fresh for d in buffer.sample(num_fresh, 2, 7, num_fresh=num_fresh))
+
+
+def test_another_number_of_searchers_merges_what_waits_and_repeats_no_round():
+    one = divide([make_state(host, 2) for host in range(2)], 1, num_searchers=3)[0]
+    buffer, outboxes = restored(one)
+    # The fourth round of both searchers, 4 distinct responses each, was waiting.
+    assert buffer.num_trajectories == 2 * 4 * 4
+    assert [o.committed for o in outboxes.values()] == [(4, None)] * 3
+    assert all(o.num_rounds == 0 for o in outboxes.values())
+    assert one["run"][1]["decoded_tokens"] == [[0, 100], [1, 101], [2, 0]]
+
+
+def test_one_response_on_two_hosts_is_kept_once_and_counted():
+    # search.ownership=any: the same prompt and response on both.
+    states = [make_state(0, 2), make_state(0, 2)]
+    states[1]["outbox_1"] = states[1].pop("outbox_0")
+    merged = divide(states, 1)[0]
+    restored(merged)  # the ledger adds up
+    assert len(content([merged])) == len(content(states)) // 2
+    assert ledger([merged])["duplicate"] == ledger(states)["duplicate"] + len(content(states)) // 2
+
+
+def test_owner_is_the_host_of_the_searcher_that_owns_the_prompt():
+    assert [owner_of(i, num_searchers=4, num_hosts=2) for i in range(6)] == [0, 0, 1, 1, 0, 0]
+    assert {owner_of(i, num_searchers=1, num_hosts=1) for i in range(6)} == {0}
+
+
+def test_on_one_host_leaves_a_single_state_alone():
+    state = make_state(0, 1, num_searchers=2)
+    assert on_one_host([state]) is state
+    assert content([on_one_host([make_state(host, 2) for host in range(2)])])

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sources of rewards follow the config; one that cannot be used is refused in one line."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tba_jax.config.schema import default_config
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.run.parts import make_task
+from tba_jax.run.reward_parts import make_gold, make_rewards, rewards_on
+
+POST = "abcabcabcabcabcabcabcabc:"
+REWARD_MODEL = "embedded:tldr_toy_reward"
+MESHES = [Mesh([device], ("model",)) for device in jax.devices()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
+
+
+def of_task(name, data_path="", **changes):
+    config = default_config()
+    config.task.update(name=name, data_path=data_path, **changes)
+    return config, make_task(config)
+
+
+def score(source, tokenizer, completion, has_eos=True):
+    ids = tokenizer.encode(completion, add_bos=False)
+    if has_eos:
+        ids = np.append(ids, np.int32(tokenizer.eos_ids[0]))
+    result = source.score([POST], [completion], {}, completion_ids=[ids], has_eos=[has_eos])
+    return result.rewards[0]
+
+
+def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
+    config, task = of_task("arithmetic")
+    for path, columns, wanted in (
+        ("tba_jax.rewards.digests:gold_reward", {}, 1 - 3 * 0.06),
+        ("", {"answer": [7]}, 0.0),  # "abc" is no number
+    ):
+        config.task.reward = path
+        with contextlib.closing(make_rewards(config, task, tokenizer, MESHES)) as source:
+            source.check()
+            got = source.score(
+                [POST], ["abc"], columns, completion_ids=[np.zeros(1, np.int32)], has_eos=[True]
+            )
+        np.testing.assert_allclose(got.rewards, [wanted], atol=1e-9)
+
+
+def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
+    config, task = of_task("tldr_toy")
+    config.reward.model_path = REWARD_MODEL
+    plain = make_rewards(config, task, tokenizer, MESHES)
+    config.reward.update(missing_eos=-1.0, offset=0.25)
+    set_up = make_rewards(config, task, tokenizer, MESHES)
+    own = score(plain, tokenizer, "abc")
+    # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
+    assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
+    assert score(set_up, tokenizer, "abc", has_eos=False) == -1.0
+    assert score(set_up, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
+    assert rewards_on(set_up, MESHES[0]) is set_up
+    copy = rewards_on(set_up, MESHES[3])
+    assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
+    assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
+
+
+def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
+    config, task = of_task("tldr", str(tmp_path))
+    with pytest.raises(ValueError, match=r"task tldr has no reward of its own; set --config"):
+        make_rewards(config, task, tokenizer, MESHES)
+    with pytest.raises(ValueError, match=r"judged by its win rate, and nothing judges; set --conf"):
+        make_gold(config, task, tokenizer, MESHES[0])
+    assert make_gold(*of_task("arithmetic"), tokenizer, MESHES[0]) is None
+
+
+def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
+    config, task = of_task("tldr_toy")
+    config.reward.update(missing_eos=-1.0, offset=0.25)
+    config.eval.gold_model = REWARD_MODEL
+    gold = make_gold(config, task, tokenizer, MESHES[0])
+    config.reward.model_path, config.reward.offset = REWARD_MODEL, 0.0
+    trains = make_rewards(config, task, tokenizer, MESHES)
+    assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
+    assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
+
+
+def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path):
+    (tmp_path / "data.jsonl").write_text(
+        "".join(f'{{"prompt": "{i}", "target": "b"}}\n' for i in range(8))
+    )
+    config, task = of_task("custom", str(tmp_path / "data.jsonl"), num_eval_prompts=4)
+    for field, judge in (("gold_reward", "a.b:c"), ("gold_model", REWARD_MODEL)):
+        config.eval.update(gold_reward="", gold_model="")
+        config.eval[field] = judge
+        with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
+            make_gold(config, task, tokenizer, MESHES[0])
+
+
+def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
+    config, task = of_task("tldr_toy")
+    config.model.rollout_dtype = "bfloat16"
+    config.reward.model_path = config.eval.gold_model = REWARD_MODEL
+    config.eval.gold_dtype = "bfloat16"
+    for source, dtype in (
+        (make_rewards(config, task, tokenizer, MESHES), "float32"),
+        (make_gold(config, task, tokenizer, MESHES[0]), "bfloat16"),
+    ):
+        assert {x.dtype.name for x in jax.tree.leaves(source._params)} == {dtype}

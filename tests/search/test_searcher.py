@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A searcher's rounds: given responses come first, scored like drawn ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.config.schema import default_config
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import unstack_layers
+from tba_jax.replay.outbox import Outbox
+from tba_jax.rewards.source import ScoreResult
+from tba_jax.run.parts import START_MODEL, make_decoder, sampling_settings
+from tba_jax.search.prompts import PromptStream
+from tba_jax.search.searcher import Searcher
+from tba_jax.search.start_data import GivenGroup, StartData, make_start_program
+from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.weights.transport import Published
+
+
+class Weights:
+    """A transport that has version 0."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def latest(self, reader):
+        return Published(0, self.params)
+
+
+class LengthReward:
+    """The number of characters; none for the response "9"."""
+
+    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+        assert len(prompts) == len(completions) == len(columns["answer"]) == len(has_eos)
+        rewards = [None if text == "9" else float(len(text)) for text in completions]
+        return ScoreResult(rewards, ["nine" if r is None else None for r in rewards], "")
+
+
+class LengthReference:
+    """Minus the prompt's length and a tenth of the response's."""
+
+    def __init__(self):
+        self.shapes = []
+
+    def __call__(self, tokens, prompt_lengths, response_lengths, response_bucket):
+        self.shapes.append(tokens.shape)
+        return jnp.asarray(-prompt_lengths - response_lengths / 10)
+
+
+@pytest.fixture(scope="module")
+def model():
+    config, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    return config, unstack_layers(params, config), Tokenizer.load(str(START_MODEL))
+
+
+def make_searcher(model, given_texts):
+    """(searcher of rounds of 2 prompts with 3 responses, its outbox, stream and reference)."""
+    model_config, params, tokenizer = model
+    config = default_config()
+    config.update_from_flattened_dict(
+        {
+            "task.max_prompt_tokens": 12,
+            "search.max_new_tokens": 8,
+            "eval.max_new_tokens": 8,
+            "batch.num_length_buckets": 1,
+        }
+    )
+    groups = []
+    for index, texts in given_texts:
+        text, columns = Arithmetic().train_problem(index)
+        prompt = Prompt(index, text, tokenizer.encode(text, add_bos=True), columns)
+        ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
+        groups.append(GivenGroup(prompt, tuple(ids)))
+    program = make_start_program(
+        model_config,
+        temperature=1.0,
+        compute_dtype="float32",
+        chunk_tokens=64,
+        eos_ids=tokenizer.eos_ids,
+        min_new_tokens=0,
+        max_new_tokens=8,
+    )
+    sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
+    given = StartData(
+        groups, program, **sizes, prompt_length=12, max_new_tokens=8, pad_id=tokenizer.pad_id
+    )
+    stream = PromptStream(
+        Arithmetic(),
+        tokenizer,
+        searcher=0,
+        num_searchers=1,
+        ownership="any",
+        seed=0,
+        max_prompt_tokens=12,
+        long_prompts="refuse",
+    )
+    outbox, reference = Outbox(2**20), LengthReference()
+    searcher = Searcher(
+        index=0,
+        reader=0,
+        stream=stream,
+        decoder=make_decoder(config, model_config, tokenizer),
+        transport=Weights(params),
+        outbox=outbox,
+        rewards=LengthReward(),
+        reference=reference,
+        decode_text=tokenizer.batch_decode,
+        response_kind=lambda text: None,
+        first_kind="",
+        key=jax.random.key(0),
+        **sizes,
+        settings=sampling_settings(config),
+        num_slots=None,
+        in_flight=False,
+        prompt_buckets=(12,),
+        response_buckets=(8,),
+        pad_id=tokenizer.pad_id,
+        clock=lambda: 0.0,
+        given=given,
+    )
+    return searcher, outbox, stream, reference
+
+
+def test_given_responses_are_scored_in_the_first_rounds_and_then_it_draws(model):
+    given = [(5, ("1", "22", "9")), (2, ("333",)), (5, ("4444",))]
+    searcher, outbox, stream, reference = make_searcher(model, given)
+    decode = model[2].decode
+    assert (searcher.num_given, searcher.num_given_rounds_left) == (5, 2)
+    before = stream.state()
+    searcher.step()
+    searcher.step()
+    assert searcher.num_given_rounds_left == 0
+    assert stream.state() == before and searcher.decoded_tokens == 0
+    first, second = outbox.take()
+    assert [(c.round, c.generated, c.prompt_state) for c in (first, second)] == [
+        (0, 4, before),
+        (1, 1, before),
+    ]
+    a, b = first.groups
+    (c,) = second.groups
+    assert [[(decode(y.response_tokens), y.reward) for y in g.trajectories] for g in (a, b, c)] == [
+        [("1", 1.0), ("22", 2.0)],
+        [("333", 3.0)],
+        [("4444", 4.0)],
+    ]
+    assert [g.rejected for g in (a, b, c)] == [{"nine": 1}, {}, {}]
+    assert [g.prompt.prompt_id for g in (a, b, c)] == [5, 2, 5]
+    for y in (*a.trajectories, *b.trajectories, *c.trajectories):
+        prompt = {5: a, 2: b}[y.prompt_id].prompt
+        length = len(y.response_tokens)
+        assert y.finish_reason == "eos" and y.sampling_temperature == 1.0
+        assert (
+            y.behavior_token_logprobs.shape == (length,) and (y.behavior_token_logprobs < 0).all()
+        )
+        assert y.reference_logprob == pytest.approx(-len(prompt.tokens) - length / 10)
+        assert (y.version_min, y.version_max, y.searcher) == (0, 0, 0)
+
+    searcher.step()
+    (drawn,) = outbox.take()
+    assert (drawn.round, drawn.generated) == (2, 6)
+    assert stream.state() == drawn.prompt_state != before and searcher.decoded_tokens > 0
+    # Full and partial rounds of given responses compile no program of their own.
+    assert reference.shapes == [(2, 3, 20)] * 3

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Start data: rows become groups, bad ones are named, and log-probs are those of drawing."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.config.schema import default_config
+from tba_jax.decoding.engine import SamplingSettings
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import unstack_layers
+from tba_jax.run.parts import START_MODEL, make_decoder
+from tba_jax.search.start_data import GivenGroup, StartData, load_start_groups, make_start_program
+from tba_jax.tasks.arithmetic import Arithmetic
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(str(START_MODEL))
+
+
+def write(tmp_path, *rows):
+    path = tmp_path / "start.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(path, tokenizer, **changes):
+    limits = {
+        "max_prompt_tokens": 12,
+        "min_new_tokens": 0,
+        "max_new_tokens": 6,
+        "samples_per_prompt": 2,
+    }
+    return load_start_groups(path, Arithmetic(), tokenizer, **(limits | changes))
+
+
+def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer):
+    rows = [(7, "1"), (3, "22"), (7, "3"), (7, "4"), (3, "22222")]
+    path = write(tmp_path, *({"prompt_id": i, "response": text} for i, text in rows))
+    groups = load(path, tokenizer)
+    assert [(g.prompt.prompt_id, [tokenizer.decode(r) for r in g.responses]) for g in groups] == [
+        (7, ["1", "3"]),
+        (7, ["4"]),
+        (3, ["22", "22222"]),
+    ]
+    assert all(r[-1] == tokenizer.eos_ids[0] for g in groups for r in g.responses)
+    assert groups[0].prompt.text == Arithmetic().train_problem(7)[0]
+    assert groups[0].prompt.columns == Arithmetic().train_problem(7)[1]
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "message"),
+    [
+        ({"prompt_id": 0, "text": "1"}, {}, "want an object with text under 'response'"),
+        ({"response": "1"}, {}, "prompt_id = None, want the index of a training problem"),
+        ({"prompt_id": -1, "response": "1"}, {}, "prompt_id = -1, want the index"),
+        ({"prompt_id": True, "response": "1"}, {}, "prompt_id = True, want the index"),
+        ({"prompt_id": 0, "response": "123456"}, {}, "6 tokens, and the policy could draw .* 5 "),
+        ({"prompt_id": 0, "response": "1"}, {"min_new_tokens": 2}, "1 tokens, .*min_new_tokens"),
+        ({"prompt_id": 0, "response": "1"}, {"max_prompt_tokens": 1}, "max_prompt_tokens = 1"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path, tokenizer, row, changes, message):
+    path = write(tmp_path, {"prompt_id": 0, "response": "12"}, row)
+    line = 1 if "max_prompt_tokens" in changes else 2
+    with pytest.raises(ValueError, match=f"start.jsonl, line {line}: .*{message}"):
+        load(path, tokenizer, **changes)
+
+
+def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
+    eos = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
+    path = write(tmp_path, {"prompt_id": 0, "response": f"1{eos}"})
+    with pytest.raises(ValueError, match="line 1: the response holds an end-of-sequence token"):
+        load(path, tokenizer)
+
+
+def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
+    model, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    params = unstack_layers(params, model)
+    config = default_config()
+    config.task.max_prompt_tokens, config.search.max_new_tokens = 12, 12
+    config.eval.max_new_tokens = 12
+    prompts = []
+    for i in range(3):
+        text, columns = Arithmetic().train_problem(i)
+        prompts.append(Prompt(i, text, tokenizer.encode(text, add_bos=True), columns))
+    drawn = make_decoder(config, model, tokenizer).decode(
+        params,
+        [p.tokens for p in prompts],
+        num_samples=4,
+        key=jax.random.key(0),
+        settings=SamplingSettings(12, temperature=0.8, top_p=1.0, min_new_tokens=2),
+        temperatures=np.full((3, 4), 0.8),
+        num_slots=None,
+        version=5,
+        newest=None,
+    )
+    given = [
+        GivenGroup(p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
+        for i, p in enumerate(prompts)
+    ]
+    program = make_start_program(
+        model,
+        temperature=0.8,
+        compute_dtype="float32",
+        chunk_tokens=64,
+        eos_ids=tokenizer.eos_ids,
+        min_new_tokens=2,
+        max_new_tokens=12,
+    )
+    start = StartData(
+        given,
+        program,
+        prompts_per_round=2,
+        samples_per_prompt=4,
+        prompt_length=12,
+        max_new_tokens=12,
+        pad_id=tokenizer.pad_id,
+    )
+    assert (start.num_rounds, start.num_responses) == (2, 4 + 3 + 2)
+    for number, (first, count) in enumerate([(0, 2), (2, 1)]):
+        _, decoded = start.decoded(params, number, version=5)
+        is_given = np.arange(4)[None] < 4 - np.arange(first, first + count)[:, None]
+        expected = np.where(is_given, drawn.lengths[first : first + count], 0)
+        np.testing.assert_array_equal(decoded.lengths[:count], expected)
+        assert not decoded.lengths[count:].any()
+        # Float32: one forward pass over whole sequences against a cache, token by token.
+        np.testing.assert_allclose(
+            decoded.token_logprobs[:count][is_given],
+            drawn.token_logprobs[first : first + count][is_given],
+            atol=2e-4,
+        )
+        assert (decoded.version_min == 5).all() and (decoded.version_max == 5).all()

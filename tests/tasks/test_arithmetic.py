@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic task and the files of the embedded start model."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba_jax.assets import make_start_model
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.numeric import arithmetic_reward
+from tba_jax.tasks import arithmetic
+
+TASK = arithmetic.Arithmetic()
+START_MODEL = Path(make_start_model.__file__).parent / "start_model"
+TRAIN_0 = ("8+7-8+4-4+7", 14)
+EVAL_0 = ("5+9+2-7-9+9", 9)
+TRAIN_BILLION = ("4-2+4-3+8+1", 12)
+
+
+def eval_expressions() -> list[str]:
+    return [TASK.eval_problem(i)[0] for i in range(TASK.eval_size())]
+
+
+def test_problems_are_the_published_ones():
+    # Made by this module when the start model was pretrained. They may never change: the start
+    # model and every published figure belong to these problems.
+    assert arithmetic.problem(0, "train") == TRAIN_0
+    assert arithmetic.problem(0, "eval") == EVAL_0
+    assert arithmetic.problem(10**9, "train") == TRAIN_BILLION
+    assert TASK.train_problem(0) == (TRAIN_0[0], {"answer": str(TRAIN_0[1])})
+    assert TASK.eval_problem(0) == (EVAL_0[0], {"answer": str(EVAL_0[1])})
+
+
+def test_problems_do_not_depend_on_the_process():
+    """Python's own `hash` of a text differs per process; ours must not."""
+    code = (
+        "from tba_jax.tasks import arithmetic as a;"
+        "print([a.problem(i, s) for i in (0, 7, 99) for s in ('train', 'eval')]);"
+        "import sys; print([m for m in ('jax', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "1"},
+        timeout=60,
+    ).stdout.splitlines()
+    here = [arithmetic.problem(i, s) for i in (0, 7, 99) for s in ("train", "eval")]
+    assert out == [str(here), "[]"]  # and the task imports nothing heavy
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer(split):
+    for i in range(500):
+        expression, answer = arithmetic.problem(i, split)
+        assert len(expression) == arithmetic.MAX_PROMPT_CHARS
+        assert all(c in "123456789" for c in expression[::2])
+        assert all(c in "+-" for c in expression[1::2])
+        totals = arithmetic.running_totals(expression)
+        # eval of a text that the two lines above have checked.
+        assert totals == [eval(expression[: 2 * n + 1]) for n in range(1, 6)]
+        assert answer == totals[-1]
+        assert all(0 <= t <= 20 for t in totals)
+
+
+def test_evaluation_expressions_are_distinct_and_never_in_training():
+    held_out = set(eval_expressions())
+    assert len(held_out) == TASK.eval_size() >= 512
+    assert all(arithmetic.split_of(e) == "eval" for e in held_out)
+    train = {arithmetic.problem(i, "train")[0] for i in range(20_000)}
+    assert len(train) > 19_800  # repeats are possible and rare
+    assert not held_out & train
+
+
+def test_answers_are_spread():
+    """No constant answer is right for more than one evaluation problem in ten."""
+    answers = [TASK.eval_problem(i)[1]["answer"] for i in range(TASK.eval_size())]
+    counts = {a: answers.count(a) for a in answers}
+    assert len(counts) == 21
+    assert max(counts.values()) < 0.1 * len(answers)
+
+
+def test_problem_refuses_a_negative_index_and_an_unknown_split():
+    with pytest.raises(ValueError, match="want an index >= 0 of 'train' or 'eval'"):
+        arithmetic.problem(-1, "train")
+    with pytest.raises(ValueError, match="'test'"):
+        arithmetic.problem(0, "test")  # pyright: ignore[reportArgumentType]: the mistake tested
+
+
+def test_worked_responses_are_the_running_totals_and_grade_right():
+    assert arithmetic.worked_response("7+5-3+8-6+2") == ":12,9,17,11,13"
+    for i in range(200):
+        expression, answer = arithmetic.problem(i, "train")
+        text = arithmetic.worked_response(expression)
+        assert len(text) <= arithmetic.MAX_WORKED_CHARS
+        assert TASK.response_kind(text) == "worked"
+        assert arithmetic_reward([expression], [text], [str(answer)]) == [1.0]
+
+
+def test_hasty_responses_repeat_the_sign_before_the_last():
+    rng = np.random.default_rng(0)
+    assert arithmetic.hasty_response("7+5-3+8-6+2", rng, slip_prob=0.0) == "=9"
+    assert arithmetic.hasty_response("7+5-3+8+6+2", rng, slip_prob=0.0) == "=25"
+    assert arithmetic.hasty_response("1+1+1+1-4-9", rng, slip_prob=0.0) == "=-9"
+
+
+def test_hasty_responses_are_right_two_times_in_five():
+    """2,000 problems, standard error 0.011: a false alarm is a five-sigma event."""
+    rng = np.random.default_rng(0)
+    num_right = num_slips = 0
+    for i in range(2000):
+        expression, answer = arithmetic.problem(i, "train")
+        text = arithmetic.hasty_response(expression, rng, slip_prob=0.0)
+        slipped = arithmetic.hasty_response(expression, rng, slip_prob=0.2)
+        num_right += arithmetic_reward([expression], [text], [str(answer)])[0]
+        num_slips += slipped != text
+        assert TASK.response_kind(text) == TASK.response_kind(slipped) == "hasty"
+        assert max(len(text), len(slipped)) <= arithmetic.MAX_HASTY_CHARS
+        assert 0 < abs(int(slipped[1:]) - int(text[1:])) <= 3 or slipped == text
+    assert 0.33 < num_right / 2000 < 0.44
+    assert 0.155 < num_slips / 2000 < 0.245
+
+
+@pytest.mark.parametrize(
+    "text, kind",
+    [
+        (":12,9,17,11,13", "worked"),
+        (":1,1,1,1,1", "worked"),  # the kind is the form, right or wrong
+        ("=13", "hasty"),
+        ("=-3", "hasty"),
+        (":12,9,17,11", None),
+        (":12,9,17,11,13,5", None),
+        (":13", None),
+        ("13", None),
+        ("=13 ", None),
+        ("", None),
+    ],
+)
+def test_response_kind(text, kind):
+    assert TASK.response_kind(text) == kind
+    assert arithmetic.is_worked(text) == (kind == "worked")
+    assert kind is None or kind in TASK.response_kinds
+
+
+def test_start_model_is_a_small_complete_folder():
+    names = {p.name for p in START_MODEL.iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert sum(p.stat().st_size for p in START_MODEL.iterdir()) <= 4 * 10**6
+    config, params, hf_config = hf_weights.load(START_MODEL)
+    assert config == make_start_model.CONFIG
+    assert hf_config["architectures"] == ["LlamaForCausalLM"]
+    assert params["embed"].shape == (config.vocab_size, config.hidden_size)
+
+
+def test_start_model_tokenizer_is_one_token_per_character_and_exact():
+    tokenizer = Tokenizer.load(START_MODEL)
+    assert tokenizer.vocab_size == make_start_model.CONFIG.vocab_size
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_ids) == (0, 1, (2,))
+    odd_spaces = "  Two  spaces .\n\n 'n't , stay!"  # what a decoder's clean-up would change
+    for text in ("7+5-3+8-6+2:12,9,17,11,13", odd_spaces, make_start_model.CHARACTERS):
+        ids = tokenizer.encode(text, add_bos=True)
+        assert len(ids) == 1 + len(text)
+        assert ids[0] == 1 and 2 not in ids and 3 not in ids
+        assert tokenizer.decode(ids) == text
+    assert tokenizer.encode("é", add_bos=False).tolist() == [3]  # not ASCII: <unk>
+
+
+def test_written_tokenizer_is_the_shipped_one(tmp_path):
+    make_start_model.write_tokenizer(tmp_path)
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (START_MODEL / path.name).read_bytes(), path.name
+
+
+def test_pretraining_text_is_tokenized_as_the_tokenizer_does():
+    tokenizer = Tokenizer.load(START_MODEL)
+    worked, hasty = next(make_start_model.text_batches(0))
+    assert worked.shape[0] == make_start_model.NUM_WORKED
+    assert hasty.shape[0] == make_start_model.NUM_HASTY
+    for rows, kind in ((worked, "worked"), (hasty, "hasty")):
+        for row in rows:
+            text = tokenizer.decode(row)
+            prompt, response = text[:11], text[11:]
+            assert arithmetic.split_of(prompt) == "train"
+            assert TASK.response_kind(response) == kind
+            if kind == "worked":
+                assert response == arithmetic.worked_response(prompt)
+            ids = [*tokenizer.encode(text, add_bos=True).tolist(), 2]
+            assert row.tolist() == ids + [0] * (len(row) - len(ids))
+
+
+def test_pretraining_text_repeats_no_problem_and_has_the_stated_share_of_work():
+    """20,000 problems, standard error of the share 0.003; rows of both kinds keep their ratio."""
+    batches = make_start_model.text_batches(0)
+    prompts = [r[:12].tobytes() for _ in range(20) for part in next(batches) for r in part]
+    assert len(set(prompts)) > 0.99 * len(prompts) == 0.99 * 20 * 256
+    shares = [arithmetic.worked_share(arithmetic.problem(i, "train")[0]) for i in range(20_000)]
+    assert abs(np.mean(shares) - 0.25) < 0.002
+    assert 0.1 <= min(shares) < 0.12 and 0.38 < max(shares) <= 0.4
+    assert arithmetic.worked_share("1+1+1+1+1+1") == 0.1
+    assert arithmetic.worked_share("5+5-5+5-5+5") == 0.25
+
+
+@pytest.mark.slow
+def test_start_model_works_reliably_and_is_hasty_by_habit():
+    """The figures of the command's docstring, within what another machine may change."""
+    figures = make_start_model.measure(START_MODEL, num_samples=1, seed=0)
+    assert figures["n"] >= 512
+    assert 0.35 <= figures["greedy/pass_at_1"] <= 0.45
+    assert figures["greedy/hasty_share"] == 1.0
+    assert 0.2 <= figures["sampled/worked_share"] <= 0.35
+    assert figures["sampled/worked_right"] >= 0.9
+    assert 0.25 <= figures["sampled/hasty_right"] <= 0.4
+    assert figures["sampled/max_tokens"] <= 32

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The custom task: columns, chats, the held-out split, and rows that cannot be used."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tba_jax.search.prompts import PromptStream, eval_prompts
+from tba_jax.tasks.registry import get_task
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def problems(task):
+    return (
+        [task.train_problem(i) for i in range(task.train_size())],
+        [task.eval_problem(i) for i in range(task.eval_size())],
+    )
+
+
+def test_folder_with_both_splits(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "p", "gold": [1, {"k": None}], "completion": "c"}])
+    write(tmp_path / "test.jsonl", [{"prompt": "q", "gold": 2.5}])
+    task = get_task("custom", str(tmp_path))
+    # `completion` is dropped: TRL does not pass it on either.
+    assert problems(task) == ([("p", {"gold": [1, {"k": None}]})], [("q", {"gold": 2.5})])
+    assert (task.name, task.metric, task.response_kinds) == ("custom", "reward_mean", ())
+
+
+def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
+    rows = [{"prompt": f"p{i % 80}", "i": i} for i in range(100)]  # twenty prompts occur twice
+    train, held_out = problems(get_task("custom", write(tmp_path / "a.jsonl", rows), 10))
+    assert len(train) + len(held_out) == 100 and 10 <= len(held_out) <= 11
+    assert not {p for p, _ in train} & {p for p, _ in held_out}
+    assert [c["i"] for _, c in train] == sorted(c["i"] for _, c in train)
+    # Another order of the file, and more held out: the same prompts, and others.
+    path = write(tmp_path / "b.jsonl", rows[::-1])
+    assert {p for p, _ in problems(get_task("custom", path, 10))[1]} == {p for p, _ in held_out}
+    assert {p for p, _ in problems(get_task("custom", path, 30))[1]} > {p for p, _ in held_out}
+
+
+@pytest.mark.parametrize(
+    ("num_held_out", "message"),
+    [
+        (0, "has no test split, and task.num_eval_prompts = 0 asks for all of it"),
+        (3, "has 3 rows and no test split; holding out task.num_eval_prompts = 3 of them leaves"),
+    ],
+)
+def test_a_split_that_cannot_be_made(tmp_path, num_held_out, message):
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
+    with pytest.raises(ValueError, match=message):
+        get_task("custom", path, num_held_out).train_size()
+
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
+    rows = [{"prompt": f"p{i}", "i": i} for i in range(30)]
+    path = write(tmp_path / "a.jsonl", rows)
+    texts = problems(get_task("custom", path, 10))
+    asked = problems(get_task("custom", path, 10, chat=True))
+    # The same rows are held out, and a prompt differs in its form alone.
+    for plain, chats in zip(texts, asked, strict=True):
+        for (text, columns), (messages, more) in zip(plain, chats, strict=True):
+            assert messages == [{"role": "user", "content": text}]
+            assert more == {**columns, "prompt": messages}
+    path = write(tmp_path / "b.jsonl", [{"prompt": [*CHAT, *CHAT]}, {"prompt": CHAT}])
+    assert problems(get_task("custom", path, 1, chat=True)) == problems(get_task("custom", path, 1))
+
+
+class ChatTokenizer:
+    """One id per character; the template writes role and content in brackets."""
+
+    def encode(self, text, add_bos):
+        return np.array([1] * add_bos + [ord(c) for c in text], np.int32)
+
+    def format_chat(self, messages):
+        if messages[0]["role"] == "system":
+            raise ValueError("this template knows no system role")
+        return "".join(f"[{m['role']}|{m['content']}]" for m in messages)
+
+
+def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
+    rows = [{"prompt": CHAT, "target": "2"}, {"prompt": [{**CHAT[0], "content": "1+2?"}]}]
+    rows[1]["target"] = "3"
+    task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
+    stream = PromptStream(
+        task,
+        ChatTokenizer(),
+        searcher=0,
+        num_searchers=1,
+        ownership="any",
+        seed=0,
+        max_prompt_tokens=40,
+        long_prompts="refuse",
+    )
+    (prompt,) = stream.take(1)
+    (message,) = prompt.columns["prompt"]
+    assert prompt.text == f"[user|{message['content']}]"
+    assert prompt.tokens.tolist() == [1, *map(ord, prompt.text)]
+    assert prompt.columns["target"] == {"1+1?": "2", "1+2?": "3"}[message["content"]]
+
+
+def test_a_chat_that_the_template_refuses_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": CHAT}])
+    write(tmp_path / "test.jsonl", [{"prompt": [{"role": "system", "content": "Be brief."}]}])
+    task = get_task("custom", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^eval problem 0 of task custom is a chat, .*no system"):
+        eval_prompts(task, ChatTokenizer(), 1, 40, "refuse")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, question"),
+        ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has; write null"),
+        ({"prompt": "q", "gold": "1", "x": 1}, "line 1: no column 'x', which .*line 2 has"),
+        ({"prompt": "", "gold": "1"}, "line 2: want text or a list of chat messages .* got ''"),
+        ({"prompt": 7, "gold": "1"}, "line 2: want text or a list of chat messages .* got 7"),
+        (
+            {"prompt": CHAT, "gold": "1"},
+            "line 2: prompts are chat messages here, in .*line 1 they are texts",
+        ),
+        ({"prompt": [], "gold": "1"}, "line 2: chat messages .* want 'role' and 'content'"),
+        ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat messages .* got {'role': 'us"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "gold": "1"},
+            "line 2: chat messages .* both text",
+        ),
+        ({"prompt": "q", "gold": float("nan")}, "line 2: column 'gold' holds nan, a float; want"),
+        ({"prompt": "q", "gold": "1", "prompts": 1}, "line 2: a column 'prompts' would hide"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(tmp_path, row, message):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "p", "gold": "1"}, row])
+    with pytest.raises(ValueError, match=message):
+        get_task("custom", path, 1).train_size()
+
+
+def test_splits_of_different_form_are_refused(tmp_path):
+    write(tmp_path / "train.jsonl", [{"prompt": "p", "gold": "1"}])
+    write(tmp_path / "test.jsonl", [{"prompt": "q"}])
+    with pytest.raises(ValueError, match=r"columns of the train split are \['gold'\], those of"):
+        get_task("custom", str(tmp_path)).train_size()
+    write(tmp_path / "test.jsonl", [{"prompt": CHAT, "gold": "1"}])
+    with pytest.raises(ValueError, match="prompts of the train split are texts, .* chat messages"):
+        get_task("custom", str(tmp_path)).train_size()
+
+
+def test_no_source_is_an_error():
+    with pytest.raises(ValueError, match="task custom needs task.data_path"):
+        get_task("custom", "")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tasks that read question-and-answer files, and the registry."""
+
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from tba_jax.config import schema as config
+from tba_jax.tasks.registry import get_task
+
+GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
+needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
+
+
+def write(folder, split, *lines):
+    (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def test_registry_is_what_the_config_allows():
+    sources = {"custom": "rows.jsonl"}
+    names = [get_task(name, sources.get(name, "")).name for name in config.TASKS]
+    assert names == list(config.TASKS)
+    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, custom, gsm8k"):
+        get_task("gsm9k", "")
+    with pytest.raises(ValueError, match="task arithmetic makes its own problems"):
+        get_task("arithmetic", "/data")
+
+
+@needs_gsm8k
+def test_gsm8k_is_the_published_data():
+    task = get_task("gsm8k", GSM8K)
+    assert (task.train_size(), task.eval_size()) == (7473, 1319)
+    prompt, columns = task.train_problem(0)
+    assert prompt == (
+        "[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends in April, and then she sold "
+        "half as many clips in May. How many clips did Natalia sell altogether in April and May?"
+        "\n\nSolution:"
+    )
+    assert columns["answer"].endswith("in April and May.\n#### 72")
+    prompt, columns = task.eval_problem(1318)
+    assert prompt.startswith("[MATH_TASK] Problem:\nHenry and 3 of his friends order 7 pizzas")
+    assert columns["answer"].endswith("#### 14")
+
+
+def test_gsm8k_response_kinds():
+    task = get_task("gsm8k", "")
+    texts = ["48+24=72\n#### 72", "so 72.", "I do not know", "#### none", "12 ####"]
+    kinds = [task.response_kind(text) for text in texts]
+    assert kinds == ["marked", "unmarked", "no_number", "no_number", "unmarked"]
+    assert set(kinds) == set(task.response_kinds)
+
+
+def test_math_rows(tmp_path):
+    write(tmp_path, "train", r'{"problem": "1+1?", "solution": "$\\boxed{2}$", "level": 1}')
+    task = get_task("math", str(tmp_path))
+    assert task.train_size() == 1
+    prompt, columns = task.train_problem(0)
+    assert prompt == (
+        "Problem:\n1+1?\n\nReason step by step, and put the final answer within \\boxed{}.\n\n"
+        "Solution:"
+    )
+    assert columns == {"answer": r"$\boxed{2}$"}
+    assert task.response_kind(r"so \boxed{2}") == task.response_kinds[0] == "boxed"
+    assert task.response_kind("so 2") == "unboxed"
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def test_questions_as_a_users_messages(tmp_path):
+    write(tmp_path, "train", '{"question": "{1}+1?", "answer": "so 2\\n#### 2"}')
+    prompt, columns = get_task("gsm8k", str(tmp_path), chat=True).train_problem(0)
+    assert prompt == user(
+        "{1}+1?\n\nReason step by step, and write the final answer on a line of its own, as "
+        "#### NUMBER."
+    )
+    # As in the custom task: reward functions find the messages in the column `prompt`.
+    assert columns == {"answer": "so 2\n#### 2", "prompt": prompt}
+    write(tmp_path, "test", r'{"problem": "1+1?", "solution": "$\\boxed{2}$"}')
+    prompt, columns = get_task("math", str(tmp_path), chat=True).eval_problem(0)
+    assert prompt == user("1+1?\n\nReason step by step, and put the final answer within \\boxed{}.")
+    assert columns["prompt"] == prompt
+
+
+def test_problems_of_math_500_are_never_trained_on(monkeypatch):
+    rows = {
+        "nlile/hendrycks-MATH-benchmark": ["a", "b", "c"],
+        "HuggingFaceH4/MATH-500": ["b", "d"],
+    }
+
+    def load_dataset(name, configuration, split):
+        return [{"problem": problem, "solution": "s", "level": 1} for problem in rows[name]]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    task = get_task("math", "")
+    assert (task.train_size(), task.eval_size()) == (2, 2)
+    assert ["\na\n" in task.train_problem(0)[0], "\nc\n" in task.train_problem(1)[0]] == [True] * 2
+
+
+GOOD = '{"question": "q", "answer": "#### 1"}'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("not json", r"train\.jsonl, line 3: not JSON \(.*\); got 'not json'"),
+        ('["q", "a"]', r"line 3: want an object with named columns; got \['q', 'a'\]"),
+        ('{"question": "q"}', r"line 3: want text under 'answer'; got keys \['question'\]"),
+        ('{"question": "q", "answer": 1}', "line 3: want text under 'answer'; got answer = 1"),
+    ],
+)
+def test_bad_row_is_named(tmp_path, line, message):
+    write(tmp_path, "train", GOOD, "", line)
+    task = get_task("gsm8k", str(tmp_path))
+    with pytest.raises(ValueError, match=message):
+        task.train_size()
+
+
+def test_missing_or_empty_file_is_named(tmp_path):
+    task = get_task("gsm8k", str(tmp_path))
+    with pytest.raises(ValueError, match=r"train\.jsonl cannot be read \(No such file"):
+        task.train_size()
+    write(tmp_path, "test", "")
+    with pytest.raises(ValueError, match=r"test\.jsonl holds no rows"):
+        task.eval_size()
+
+
+def test_hub_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[hub\]'"):
+        get_task("gsm8k", "").train_size()
+
+
+def test_tasks_and_rewards_import_nothing_heavy():
+    script = (
+        "import sys, tba_jax.search.prompts, tba_jax.rewards.pool, tba_jax.tasks;"
+        "heavy = {'jax', 'flax', 'grain', 'transformers', 'datasets', 'math_verify', 'sympy'};"
+        "print(sorted(heavy & set(sys.modules)))"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert out.stdout == "[]\n"

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The procedural tasks of reasoning-gym and their reward (extra `reasoning-gym`)."""
+
+import sys
+
+import pytest
+
+from tba_jax.rewards.pool import RewardPool
+from tba_jax.tasks.registry import get_task
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning-gym\]'"):
+        get_task("reasoning_gym:chain_sum", "")
+
+
+@pytest.fixture(scope="module")
+def chain_sum():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    return get_task("reasoning_gym:chain_sum", "")
+
+
+def test_problems_depend_on_split_and_index_alone(chain_sum):
+    again = get_task("reasoning_gym:chain_sum", "")
+    assert [again.train_problem(i) for i in (9999, 0)] == [
+        chain_sum.train_problem(i) for i in (9999, 0)
+    ]
+    prompt, columns = chain_sum.eval_problem(0)
+    assert columns["dataset"] == "chain_sum" and prompt != chain_sum.train_problem(0)[0]
+    assert prompt.endswith("write the final answer between <answer> and </answer>.\n\n")
+    assert (chain_sum.train_size(), chain_sum.eval_size()) == (10_000, 1_000)
+    kinds = [chain_sum.response_kind(text) for text in ("<answer>1</answer>", "1")]
+    assert kinds == list(chain_sum.response_kinds)
+
+
+def test_answers_are_scored_by_the_data_set(chain_sum):
+    pool = RewardPool(chain_sum.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
+    prompt, columns = chain_sum.eval_problem(3)
+    right = columns["answer"]
+    texts = [
+        f"so <answer>0</answer>, no: <answer> {right} </answer>",
+        f"<answer>{int(right) + 1}</answer>",
+        right,
+        "",
+    ]
+    repeated = {name: [value] * 4 for name, value in columns.items()}
+    result = pool.score([prompt] * 4, texts, repeated)
+    assert result.reasons == [None] * 4, result.first_traceback
+    assert result.rewards[0] == 1.0
+    assert max(result.rewards[1:]) < 1.0 and result.rewards[2:] == [0.0, 0.0]
+    # Another question than the one asked is never graded.
+    result = pool.score(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
+    assert result.reasons == ["reward_error"]
+    assert "makes another question of seed" in result.first_traceback
+    pool.close()
+
+
+def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
+    task = get_task("reasoning_gym:chain_sum", "", chat=True)
+    messages, columns = task.eval_problem(3)
+    text, plain = chain_sum.eval_problem(3)
+    assert messages == [{"role": "user", "content": text.rstrip()}]
+    assert columns == {**plain, "prompt": messages}
+    pool = RewardPool(task.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
+    texts = [f"<answer>{columns['answer']}</answer>", "<answer></answer>"]
+    result = pool.score(["a text"] * 2, texts, {k: [v] * 2 for k, v in columns.items()})
+    pool.close()
+    assert result.rewards[0] == 1.0 and result.rewards[1] < 1.0, result.first_traceback
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [
+        ("no_such", "reasoning-gym has no data set 'no_such'; it has .*chain_sum"),
+        ("composite", "cannot make 1,000 problems of 'composite' .Must specify at least one"),
+        ("list_functions", "makes other problems each time, whatever the seed"),
+    ],
+)
+def test_data_sets_that_cannot_be_used(chain_sum, dataset, message):
+    with pytest.raises(ValueError, match=message):
+        get_task(f"reasoning_gym:{dataset}", "")
+
+
+def test_it_has_no_data_path():
+    with pytest.raises(ValueError, match="makes its own problems; leave it empty"):
+        get_task("reasoning_gym:chain_sum", "/data")

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TL;DR: the real task's rows, the miniature's posts and gold reward, and its embedded models."""
+
+import itertools
+import json
+from collections import Counter
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.digests import gold_reward, gold_score
+from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.tasks import tldr_toy
+from tba_jax.tasks.registry import get_task
+
+
+def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
+    row = {"prompt": "SUBREDDIT: r/x\n\nPOST: long\n\nTL;DR:", "completion": " short"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps({**row, "completion": " other"}) + "\n")
+    task = get_task("tldr", str(tmp_path))
+    assert (task.train_size(), task.eval_size(), task.metric) == (1, 1, "win_rate")
+    assert task.train_problem(0) == (row["prompt"], {"answer": " short"})
+    assert task.eval_problem(0)[1] == {"answer": " other"}
+    assert task.response_kind(" one\ntwo") == "several_paragraphs"
+    messages, columns = get_task("tldr", str(tmp_path), chat=True).train_problem(0)
+    assert messages == [
+        {
+            "role": "user",
+            "content": "Write the TL;DR of this Reddit post, as its author would: one short "
+            "paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long",
+        }
+    ]
+    assert columns == {"answer": " short", "prompt": messages}
+    (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="train.jsonl, line 1: want text under 'completion'"):
+        get_task("tldr", str(tmp_path)).train_size()
+
+
+def test_posts_are_the_same_on_every_machine():
+    # Written down when the task was made: Python's random() never changes for a seed.
+    assert tldr_toy.problem(0, "eval") == ("bmhmbmlhbbihibhhhmhhmihi", "hbhmgi")
+    assert tldr_toy.problem(1, "train") == ("piiipcpcibbpiccpipaiaaii", "iocp")
+    posts = [tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)]
+    assert len(set(posts)) == 1000
+    assert {len(post) for post in posts} == {tldr_toy.POST_CHARS}
+
+
+def test_the_best_digest_names_what_occurs_twice_once():
+    """Against every digest of up to four letters."""
+    post = "aaaaaaaaaaaabbbbbbbbccdn"
+    best = "".join(letter for letter, count in Counter(post).items() if count >= 2)
+    assert best == "abc"
+    digests = ("".join(d) for n in range(5) for d in itertools.product("abcdnz", repeat=n))
+    scores = {d: gold_score(post, d) for d in digests}
+    winners = {d for d, score in scores.items() if score >= scores["abc"] - 1e-12}
+    assert winners == {"".join(d) for d in itertools.permutations("abc")}
+    assert gold_reward([f"{post}:"], ["abc"]) == [pytest.approx(22 / 24 - 0.18)]
+
+
+def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
+    policy = Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
+    model = RewardModel.load(
+        "embedded:tldr_toy_reward",
+        mesh=Mesh(jax.devices()[:1], ("model",)),
+        policy_tokenizer=policy,
+        batch_size=128,
+    )
+    posts = [tldr_toy.problem(i, "eval") for i in range(256)]
+    eos = policy.eos_ids[0]
+    scores = model.score(
+        [f"{post}:" for post, _ in posts],
+        [digest for _, digest in posts],
+        {},
+        completion_ids=[np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
+        has_eos=[True] * len(posts),
+    ).rewards
+    gold = [gold_score(*post) for post in posts]
+    # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
+    assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8
+
+
+def test_unknown_embedded_models_are_refused_with_the_names_there_are():
+    with pytest.raises(ValueError, match="no model embedded:x; .* embedded:tldr_toy_reward"):
+        hf_weights.resolve("embedded:x")

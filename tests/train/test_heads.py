@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learned log Z reads the prompt and nothing else, and learns the right number."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fakes import random_params, tiny_config
+from test_step import SETTINGS, make_batch
+
+from tba_jax.train.heads import LogZHead, init_head, log_z
+from tba_jax.train.step import init_state, make_train_step
+
+CONFIG = tiny_config()
+
+
+def estimate(head, params, batch):
+    return log_z(
+        head,
+        params,
+        batch.tokens,
+        batch.prompt_lengths,
+        response_bucket=batch.behavior_token_logprobs.shape[-1],
+        config=CONFIG,
+        compute_dtype=jnp.float32,
+        remat="none",
+    )
+
+
+def random_head():
+    return LogZHead(jax.random.normal(jax.random.key(5), CONFIG.hidden_size), jnp.float32(0.3))
+
+
+def test_a_new_head_says_zero():
+    head = init_head(CONFIG.hidden_size)
+    np.testing.assert_array_equal(estimate(head, random_params(CONFIG), make_batch()), 0.0)
+
+
+def test_neither_responses_nor_padding_change_the_estimate():
+    batch, params, head = make_batch(), random_params(CONFIG), random_head()
+    expected = estimate(head, params, batch)
+    assert np.ptp(expected) > 0.01  # four prompts, four numbers
+    tokens = np.array(batch.tokens)
+    tokens[..., 4:] = 3
+    other = batch._replace(tokens=tokens)
+    np.testing.assert_array_equal(estimate(head, params, other), expected)
+    padded = np.concatenate([np.full((4, 4, 3), 7, np.int32), batch.tokens], axis=-1)
+    # float32 sums over a longer row
+    np.testing.assert_allclose(
+        estimate(head, params, batch._replace(tokens=padded)), expected, atol=1e-5
+    )
+
+
+@functools.cache
+def learned_step():
+    schedule = optax.constant_schedule(0.05)
+    optimizer = optax.multi_transform(
+        {"frozen": optax.set_to_zero(), "head": optax.adam(schedule)}, ("frozen", "head")
+    )
+    settings = SETTINGS._replace(log_z="learned", scale="paper")
+    return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
+
+
+@pytest.mark.slow
+def test_with_the_policy_fixed_the_head_learns_what_vargrad_computes():
+    # The best constant of a least-squares loss is the mean, which is the VarGrad estimate.
+    batch = make_batch(p=1)
+    optimizer, step = learned_step()
+    state = init_state(
+        random_params(CONFIG), optimizer, keep_reference=False, log_z_size=CONFIG.hidden_size
+    )
+    for _ in range(200):
+        state, metrics = step(state, batch)
+    vargrad = make_train_step(CONFIG, optax.sgd(0.0), optax.constant_schedule(0.0), SETTINGS)
+    plain = init_state(random_params(CONFIG), optax.sgd(0.0), keep_reference=False)
+    _, expected = vargrad(plain, batch)
+    assert abs(float(expected["train/log_z"])) > 0.5
+    np.testing.assert_allclose(metrics["train/log_z"], expected["train/log_z"], atol=0.05)
+
+
+def test_the_head_and_the_policy_both_move():
+    batch = make_batch()
+    schedule = optax.constant_schedule(0.1)
+    step = make_train_step(
+        CONFIG, optax.sgd(schedule), schedule, SETTINGS._replace(log_z="learned")
+    )
+    state = init_state(
+        random_params(CONFIG),
+        optax.sgd(schedule),
+        keep_reference=False,
+        log_z_size=CONFIG.hidden_size,
+    )
+    before = jax.device_get(state.params["embed"])
+    state, _ = step(state, batch)
+    assert np.abs(state.log_z_head.weight).max() > 0
+    assert np.abs(state.params["embed"] - before).max() > 0

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules, weight decay, clipping, and what the optimisers keep."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fakes import random_params, tiny_config
+
+from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.models.transformer import abstract_params
+from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+
+CONFIG = tiny_config()
+
+
+def test_learning_rate_schedules():
+    def at(step, **changes):
+        arguments = {
+            "schedule": "constant",
+            "learning_rate": 1.0,
+            "warmup_steps": 0,
+            "stable_steps": 0,
+            "decay_steps": 0,
+            "num_steps": 100,
+        }
+        return float(learning_rate_schedule(**(arguments | changes))(step))
+
+    assert at(99) == 1.0
+    np.testing.assert_allclose([at(s, schedule="linear") for s in (0, 50, 100)], [1, 0.5, 0])
+    np.testing.assert_allclose(at(50, schedule="cosine"), 0.5, rtol=1e-6)
+    np.testing.assert_allclose(
+        [at(s, schedule="linear", warmup_steps=4) for s in (0, 3, 4, 52)], [0.25, 1, 1, 0.5]
+    )
+
+
+def test_gsm8k_schedule_ends_at_half_the_peak():
+    # paper.md 3.1, Figure 1: 50 warm-up, 350 stable, cosine over 600, stopped at 700
+    schedule = learning_rate_schedule(
+        schedule="wsd",
+        learning_rate=1e-5,
+        warmup_steps=50,
+        stable_steps=350,
+        decay_steps=600,
+        num_steps=700,
+    )
+    got = [float(schedule(step)) for step in (49, 399, 700)]
+    np.testing.assert_allclose(got, [1e-5, 1e-5, 5e-6], rtol=1e-5)
+
+
+def test_weight_decay_spares_norms_and_clipping_bounds_the_norm():
+    params = random_params(CONFIG)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    optimizer = make_optimizer(
+        "adamw",
+        optax.constant_schedule(1.0),
+        b1=0.9,
+        b2=0.999,
+        eps=1e-8,
+        weight_decay=0.1,
+        clip_norm=0.0,
+    )
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
+    assert float(jnp.abs(updates["final_norm"]).max()) == 0.0
+    np.testing.assert_allclose(updates["layers"]["q"], -0.1 * params["layers"]["q"], rtol=1e-6)
+
+
+def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
+    # Adam forgets a gradient's scale within a step, so compare second steps: the first moment
+    # mixes both, and unclipped it would be dominated by the larger gradient.
+    params = {"w": jnp.ones((2, 2))}
+
+    def second_update(first, second, clip_norm):
+        optimizer = make_optimizer(
+            "adamw",
+            optax.constant_schedule(1.0),
+            b1=0.9,
+            b2=0.999,
+            eps=1e-8,
+            weight_decay=0.0,
+            clip_norm=clip_norm,
+        )
+        state = optimizer.init(params)
+        for gradient in (first, second):
+            updates, state = optimizer.update({"w": gradient}, state, params)
+        return updates["w"]
+
+    one = jnp.ones((2, 2))  # norm 2
+    np.testing.assert_allclose(
+        second_update(one, -1000 * one, 0.5), second_update(one, -one, 0.5), rtol=1e-5
+    )
+    assert not np.allclose(second_update(one, -1000 * one, 0.0), second_update(one, -one, 0.0))
+    np.testing.assert_allclose(
+        second_update(0.1 * one, -0.2 * one, 0.5), second_update(0.1 * one, -0.2 * one, 0.0)
+    )
+
+
+def numbers(name, **changes):
+    values = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_norm": 0.0}
+    return make_optimizer(
+        name, changes.pop("schedule", optax.constant_schedule(1.0)), **(values | changes)
+    )
+
+
+def test_adafactor_keeps_a_small_part_of_what_adamw_keeps():
+    params = abstract_params(SHAPES["39m"])
+
+    def num_bytes(tree):
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+    adamw, adafactor = (
+        num_bytes(jax.eval_shape(numbers(name).init, params)) for name in ("adamw", "adafactor")
+    )
+    assert adamw == 2 * num_bytes(params) + 2 * 4  # moments and two counts
+    # Of matrices a row and a column, of norms and biases everything: 0.9 of 297 MiB.
+    assert adafactor < num_bytes(params) / 100
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_every_optimizer_decays_matrices_by_the_learning_rate_and_nothing_else(name):
+    params = random_params(CONFIG)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    optimizer = numbers(name, schedule=optax.constant_schedule(0.5), weight_decay=0.1)
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
+    assert float(jnp.abs(updates["final_norm"]).max()) == 0.0
+    for matrix in ("q", "down"):
+        expected = -0.5 * 0.1 * params["layers"][matrix]
+        np.testing.assert_allclose(updates["layers"][matrix], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+def test_updates_follow_the_schedule(name):
+    params = {"w": jnp.ones((64, 64))}
+    gradient = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
+    optimizer = numbers(name, schedule=optax.linear_schedule(1.0, 0.0, 4))
+    state, sizes = optimizer.init(params), []
+    for _ in range(5):
+        updates, state = optimizer.update(gradient, state, params)
+        sizes.append(float(jnp.sqrt(jnp.mean(updates["w"] ** 2))))
+    # The gradient does not change, so the update is the learning rate times about one: adafactor's
+    # rows and columns know a matrix of noise less well than its entries.
+    np.testing.assert_allclose(sizes, np.array([1, 0.75, 0.5, 0.25, 0]) * sizes[0], rtol=1e-3)
+    assert 0.9 < sizes[0] < 1.3

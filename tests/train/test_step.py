@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train step: schedules, equivalences and sharding."""
+
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fakes import random_params, tiny_config
+
+from tba_jax.flow.trajectory import Batch, pack_rows
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.step import StepSettings, init_state, make_train_step
+
+CONFIG = tiny_config()
+SETTINGS = StepSettings(
+    objective="tb",
+    scale="advantage",
+    beta=0.1,
+    beta_schedule="constant",
+    beta_final=0.1,
+    beta_steps=0,
+    beta_jump_step=0,
+    mask_eos=False,
+    eos_ids=(2,),
+    temperature=1.0,
+    reference_reset_period=0,
+    compute_dtype="float32",
+    logprob_chunk_tokens=64,
+    micro_batch_rows=0,
+    remat="none",
+)
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def make_batch(p=4, k=4, prompt=4, t=6, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, t + 1, (p, k)).astype(np.int32)
+    return Batch(
+        tokens=rng.integers(3, CONFIG.vocab_size, (p, k, prompt + t)).astype(np.int32),
+        prompt_lengths=np.full((p, k), prompt, np.int32),
+        response_lengths=lengths,
+        rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
+        reference_logprob=rng.normal(-8, 1, (p, k)).astype(np.float32),
+        behavior_token_logprobs=np.where(
+            np.arange(t)[None, None] < lengths[..., None], -2.0, 0.0
+        ).astype(np.float32),
+        versions=np.zeros((p, k), np.int32),
+    )
+
+
+@functools.cache
+def sgd_step(settings):
+    """(optimizer, train step) with SGD: Adam's first update is the gradient's sign, which magnifies
+    rounding."""
+    schedule = optax.constant_schedule(0.1)
+    optimizer = optax.sgd(schedule)
+    return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
+
+
+def run_step(batch, settings=SETTINGS, *, params=None):
+    optimizer, step = sgd_step(settings)
+    params = random_params(CONFIG) if params is None else params
+    state = init_state(params, optimizer, keep_reference=False)
+    return step(state, batch)
+
+
+def assert_close_states(got, expected):
+    jax.tree.map(
+        # float32 sums in another order
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        jax.device_get(got.params),
+        jax.device_get(expected.params),
+    )
+
+
+def assert_close_metrics(got, expected):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        # Sums of 96 float32 log-probs of order 1; the sampler gap is a difference of two.
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+# K = 4: whole groups, parts of groups, single rows, parts of several groups.
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_rows"),
+    [
+        ("tb", 8),
+        ("tb", 2),
+        ("rloo", 6),
+        slow("tb", 4),
+        slow("tb", 1),
+        slow("tb", 6),
+        slow("rloo", 8),
+        slow("rloo", 2),
+    ],
+)
+def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
+    batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
+    settings = SETTINGS._replace(objective=objective)
+    expected, expected_metrics = run_step(batch, settings)
+    got, metrics = run_step(batch, settings._replace(micro_batch_rows=micro_batch_rows))
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+@pytest.mark.parametrize("micro_batch_rows", [2, slow(8)])
+def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
+    def two_steps(settings):
+        optimizer, step = sgd_step(settings)
+        state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
+        state, _ = step(state, make_batch())
+        return step(state, make_batch(seed=1))
+
+    expected, expected_metrics = two_steps(SETTINGS)
+    got, metrics = two_steps(SETTINGS._replace(micro_batch_rows=micro_batch_rows))
+    assert abs(float(expected_metrics["train/kl_reference"])) > 1e-4
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+def test_rows_that_micro_batches_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="16 rows cannot be cut into micro-batches of 3"):
+        run_step(make_batch(), SETTINGS._replace(micro_batch_rows=3))
+
+
+def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
+    batch = make_batch(p=2)
+    params = random_params(CONFIG)
+    before = jax.device_get(params)
+
+    def change(rows):
+        state, _ = run_step(Batch(*(x[rows] for x in batch)), params=jax.tree.map(jnp.copy, params))
+        return jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
+
+    both, first, second = change([0, 1]), change([0]), change([1])
+    jax.tree.map(
+        lambda a, b, c: np.testing.assert_allclose(a, (b + c) / 2, atol=1e-5), both, first, second
+    )
+
+
+def test_train_step_metrics_against_numpy():
+    batch = make_batch()
+    _, metrics = run_step(batch)
+    np.testing.assert_allclose(metrics["train/reward_mean"], batch.rewards.mean(), rtol=1e-6)
+    np.testing.assert_allclose(metrics["train/response_tokens"], batch.response_lengths.sum())
+    assert np.isfinite(metrics["train/sampler_gap"])  # step 0, versions 0
+    stale = batch._replace(versions=np.full((4, 4), -1, np.int32))
+    assert np.isnan(run_step(stale)[1]["train/sampler_gap"])
+
+
+def test_equal_rewards_still_pull_log_ratios_together():
+    batch = make_batch()._replace(rewards=np.ones((4, 4), np.float32))
+    _, metrics = run_step(batch)
+    assert metrics["train/grad_norm"] > 1e-3
+
+
+def test_mask_eos_changes_only_responses_with_an_eos():
+    batch = make_batch()
+    with_eos = np.array(batch.tokens)
+    for i in range(4):
+        for j in range(4):
+            with_eos[i, j, 4 + batch.response_lengths[i, j] - 1] = 2
+    masked = SETTINGS._replace(mask_eos=True)
+    plain = run_step(batch)[1]["train/loss"]
+    assert run_step(batch, masked)[1]["train/loss"] == plain
+    ended = batch._replace(tokens=with_eos)
+    assert run_step(ended, masked)[1]["train/loss"] != run_step(ended)[1]["train/loss"]
+
+
+def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
+    optimizer, step = sgd_step(SETTINGS._replace(reference_reset_period=2))
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
+    start = jax.device_get(state.params)
+    state, metrics = step(state, make_batch())
+    np.testing.assert_allclose(metrics["train/kl_reference"], 0.0, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.reference_params), start)
+    state, metrics = step(state, make_batch())
+    assert abs(float(metrics["train/kl_reference"])) > 1e-4
+    reference, policy = jax.device_get((state.reference_params, state.params))
+    jax.tree.map(np.testing.assert_array_equal, reference, policy)
+
+
+def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
+    # Equal gradients up to K / (K - 1) wherever the data come from (paper, section 3.3).
+    _, tb = run_step(make_batch())
+    _, rloo = run_step(make_batch(), SETTINGS._replace(objective="rloo"))
+    np.testing.assert_allclose(rloo["train/grad_norm"], tb["train/grad_norm"] * 4 / 3, rtol=1e-4)
+
+
+def packed(batch, row_length=18, num_rows=12):
+    """The same responses as `PackedBatch`, by the function that the trainer uses."""
+    prompt = batch.tokens.shape[-1] - batch.behavior_token_logprobs.shape[-1]
+
+    def trajectory(i, j):
+        n = batch.response_lengths[i, j]
+        return SimpleNamespace(
+            response_tokens=batch.tokens[i, j, prompt : prompt + n],
+            behavior_token_logprobs=batch.behavior_token_logprobs[i, j, :n],
+            reward=batch.rewards[i, j],
+            reference_logprob=batch.reference_logprob[i, j],
+            version_min=batch.versions[i, j],
+        )
+
+    p, k = batch.rewards.shape
+    draws = [
+        SimpleNamespace(
+            prompt=SimpleNamespace(tokens=batch.tokens[i, 0, :prompt]),
+            trajectories=[trajectory(i, j) for j in range(k)],
+        )
+        for i in range(p)
+    ]
+    return pack_rows(draws, row_length=row_length, row_buckets=(num_rows,), pad_id=0)
+
+
+def one_prompt_each(batch):
+    """Prompts are the same for all responses to them, as in what the trainer draws."""
+    tokens = np.array(batch.tokens)
+    tokens[:, :, :4] = tokens[:, :1, :4]
+    return batch._replace(tokens=tokens)
+
+
+# All at once; three and four micro-batches, some groups in several, which are scored twice.
+@pytest.mark.parametrize(
+    ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
+)
+def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
+    batch = one_prompt_each(make_batch())
+    rows = packed(batch)
+    assert rows.tokens.size < batch.tokens.size * 1.5 and (rows.segments[-1] == 0).all()
+    settings = SETTINGS._replace(objective=objective, mask_eos=True, eos_ids=(3, 7))
+    expected, expected_metrics = run_step(batch, settings)
+    got, metrics = run_step(rows, settings._replace(micro_batch_rows=micro_batch_rows))
+    assert_close_states(got, expected)
+    assert_close_metrics(metrics, expected_metrics)
+
+
+def broken(batch):
+    rewards = np.array(batch.rewards)
+    rewards[0, 0] = np.nan
+    return batch._replace(rewards=rewards)
+
+
+def test_a_step_that_is_not_finite_changes_only_the_counters():
+    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    optimizer = optax.adam(schedule)
+    step = make_train_step(CONFIG, optimizer, schedule, SETTINGS)
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
+    state, _ = step(state, make_batch())
+    before = jax.device_get(state)
+    for in_a_row in (1, 2):
+        state, metrics = step(state, broken(make_batch()))
+        assert not np.isfinite(metrics["train/loss"])
+        assert metrics["train/skipped_in_a_row"] == metrics["train/skipped_steps"] == in_a_row
+    after = jax.device_get(state)
+    jax.tree.map(np.testing.assert_array_equal, after.params, before.params)
+    jax.tree.map(np.testing.assert_array_equal, after.opt_state, before.opt_state)
+    assert (after.step, after.skipped_steps, after.skipped_in_a_row) == (3, 2, 2)
+    # The next update is the one the skipped steps would have been, at their learning rate.
+    expected, expected_metrics = step(jax.device_put(before), make_batch(seed=1))
+    got, metrics = step(state, make_batch(seed=1))
+    jax.tree.map(np.testing.assert_array_equal, got.params, jax.device_get(expected.params))
+    assert metrics["train/lr"] == expected_metrics["train/lr"]
+    assert (metrics["train/skipped_steps"], metrics["train/skipped_in_a_row"]) == (2, 0)
+
+
+# Storage of parameters and optimiser, dtype of matmul inputs.
+@pytest.mark.parametrize(
+    ("param_dtype", "compute_dtype"),
+    [slow("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+)
+@pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
+def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
+    schedule = optax.constant_schedule(3e-3)
+    optimizer = make_optimizer(
+        name, schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
+    )
+    settings = SETTINGS._replace(compute_dtype=compute_dtype, micro_batch_rows=8)
+    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    params = jax.tree.map(lambda x: x.astype(param_dtype), random_params(CONFIG))
+    state = init_state(params, optimizer, keep_reference=False)
+    dtypes = jax.tree.map(lambda x: x.dtype, state)
+    assert all(x.dtype == param_dtype for x in jax.tree.leaves(state.params))
+    floats = [x for x in jax.tree.leaves(state.opt_state) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert floats and all(x.dtype == param_dtype for x in floats)
+    losses = []
+    for _ in range(12):
+        state, metrics = step(state, make_batch())
+        losses.append(float(metrics["train/loss"]))
+    assert jax.tree.map(lambda x: x.dtype, state) == dtypes
+    assert all(value.dtype in (jnp.float32, jnp.int32) for value in metrics.values())
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+@pytest.mark.parametrize(
+    ("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False), slow(8, True)]
+)
+def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
+    schedule = optax.constant_schedule(1e-3)
+    optimizer = make_optimizer(
+        "adamw", schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
+    )
+    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows, reference_reset_period=2)
+    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
+    memory = step.lower(state, make_batch()).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state))
+
+
+@pytest.mark.slow
+def test_remat_and_micro_batches_take_less_memory():
+    config = tiny_config(num_layers=8)
+    optimizer = optax.sgd(0.1)
+    state = jax.eval_shape(
+        lambda: init_state(random_params(config), optimizer, keep_reference=False)
+    )
+
+    def temporaries(**changes):
+        settings = SETTINGS._replace(**changes)
+        step = make_train_step(config, optimizer, optax.constant_schedule(0.1), settings)
+        lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    none, dots, layers = (temporaries(remat=name) for name in ("none", "dots", "layers"))
+    assert layers < 0.8 * dots < 0.8 * 0.8 * none, (none, dots, layers)
+    # A quarter of the rows at a time, and a sum of gradients, small in this model.
+    assert temporaries(micro_batch_rows=8) < 0.4 * none
+
+
+def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
+    expected, expected_metrics = run_step(make_batch())
+    off = SETTINGS._replace(reference_temperature_steps=7, reward_temperature_steps=3)
+    state, metrics = run_step(make_batch(), off)
+    assert metrics.keys() == expected_metrics.keys()
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
+
+
+def test_temperatures_move_with_the_step_and_scale_the_target():
+    batch = make_batch()
+    settings = SETTINGS._replace(
+        reference_temperature=1.0,
+        reference_temperature_final=2.0,
+        reference_temperature_steps=4,
+        reward_temperature=2.0,
+        reward_temperature_final=1.0,
+        reward_temperature_steps=4,
+    )
+    optimizer, step = sgd_step(settings)
+    _, plain = sgd_step(SETTINGS)
+    params = random_params(CONFIG)
+    for at, gamma, heat in ((0, 1.0, 2.0), (2, 1.5, 1.5), (4, 2.0, 1.0), (9, 2.0, 1.0)):
+        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
+        _, metrics = step(state._replace(step=jnp.int32(at)), batch)
+        assert metrics["train/reference_temperature"] == gamma
+        assert metrics["train/reward_temperature"] == heat
+        # The same loss as the plain step's on numbers that were divided by hand.
+        by_hand = batch._replace(
+            reference_logprob=batch.reference_logprob / (gamma * heat),
+            rewards=batch.rewards / heat,
+        )
+        state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=False)
+        np.testing.assert_allclose(
+            metrics["train/loss"], plain(state, by_hand)[1]["train/loss"], rtol=1e-6
+        )

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer: what it makes of draws, and when it gives up."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.step_plan import Planner
+from tba_jax.flow.trajectory import Batch, Draw, PackedBatch, Prompt, Trajectory
+from tba_jax.train.trainer import NonFiniteError, Trainer
+
+
+def make_draws():
+    prompt = Prompt(0, "", np.array([1, 2], np.int32), {})
+
+    def trajectory(length):
+        return Trajectory(
+            prompt_id=0,
+            response_tokens=np.arange(3, 3 + length, dtype=np.int32),
+            reward=1.0,
+            reward_parts={},
+            behavior_token_logprobs=np.full(length, -1.0, np.float32),
+            reference_logprob=-2.0,
+            version_min=0,
+            version_max=0,
+            searcher=0,
+            round=0,
+            sampling_temperature=1.0,
+            finish_reason="eos",
+        )
+
+    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1), 0)]
+
+
+def make_trainer(outcomes, seen, **changes):
+    """A trainer whose steps are finite or not, as `outcomes` says."""
+    outcomes, in_a_row = iter(outcomes), 0
+
+    def train_step(state, batch):
+        nonlocal in_a_row
+        is_finite = next(outcomes)
+        in_a_row = 0 if is_finite else in_a_row + 1
+        seen.append(batch)
+        loss = 1.0 if is_finite else np.nan
+        metrics = {"train/loss": loss, "train/grad_norm": loss, "train/response_tokens": 7.0}
+        return state, metrics | {"train/skipped_in_a_row": in_a_row, "train/skipped_steps": 0}
+
+    arguments = {
+        "state": SimpleNamespace(step=jnp.int32(0)),
+        "train_step": train_step,
+        "buffer": SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_, **__: make_draws()),
+        "planner": Planner(
+            Cluster(),
+            num_prompts=1,
+            recency_prob=1.0,
+            pace="off",
+            seed=0,
+            num_steps=10,
+            sync_period=1,
+            checkpoint_period=0,
+        ),
+        "outboxes": [],
+        "transport": None,
+        "num_prompts": 1,
+        "group_size": 2,
+        "prompt_buckets": (4,),
+        "response_buckets": (8,),
+        "pad_id": 0,
+        "policy_temperature": 1.0,
+        "packed_length": 0,
+        "row_buckets": (1, 2),
+        "max_nonfinite_steps": 2,
+        "place_batch": lambda batch: batch,
+        "log_event": lambda event: None,
+        "clock": lambda: 0.0,
+    }
+    return Trainer(**(arguments | changes))
+
+
+def test_nonfinite_steps_are_fatal_only_in_a_row():
+    trainer = make_trainer([False, True, False, False], [])
+    for _ in range(3):
+        trainer.step()
+    assert trainer.step_index == 3
+    with pytest.raises(
+        NonFiniteError, match=r"step 3: loss nan.*max_nonfinite_steps = 2.*learning_rate"
+    ):
+        trainer.step()
+
+
+def test_one_nonfinite_step_is_fatal_where_none_is_allowed():
+    with pytest.raises(NonFiniteError, match="step 0"):
+        make_trainer([False], [], max_nonfinite_steps=1).step()
+
+
+def test_batches_are_packed_if_rows_have_a_length():
+    seen: list = []
+    values = make_trainer([True], seen).step()
+    assert isinstance(seen[0], Batch) and seen[0].tokens.shape == (1, 2, 12)
+    # Sequences of 3 and 8 tokens.
+    assert values["train/padding_share"] == pytest.approx(1 - 11 / 24)
+    trainer = make_trainer([True], seen, packed_length=16)
+    values = trainer.step()
+    assert isinstance(seen[1], PackedBatch) and seen[1].tokens.shape == (1, 16)
+    assert values["train/padding_share"] == pytest.approx(1 - 11 / 16)
+    assert trainer.last_event["bucket"] == [1, 16]
