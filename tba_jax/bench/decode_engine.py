@@ -24,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from tba_jax.bench import roofline
-from tba_jax.decoding.engine import Decoder, SamplingSettings, Session, row_keys
+from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.session import Session
 from tba_jax.models import transformer
 from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.transformer import Params, TransformerConfig

@@ -48,7 +48,8 @@ def _generate(args: argparse.Namespace) -> dict:
     import jax
     import jax.numpy as jnp
 
-    from tba_jax.decoding.engine import Decoder, SamplingSettings
+    from tba_jax.decoding.engine import Decoder
+    from tba_jax.decoding.requests import SamplingSettings
     from tba_jax.models.hf import hf_weights
     from tba_jax.models.tokenizer import Tokenizer
 

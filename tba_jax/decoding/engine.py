@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoding engine: prompts in, sampled responses out as they finish.
 
-`Decoder` holds the compiled programs, `Session` (in `session`) the slots of one stream of requests.
+`Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
 Neither knows text, rewards, tasks or training. The invariants they own: a response is (tokens up to
 and including the first stop token, log-probs of the distribution actually sampled from), and at a
 fixed number of slots and cache length it depends on its own prompt, key and settings only.
@@ -9,22 +9,17 @@ fixed number of slots and cache length it depends on its own prompt, key and set
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.decoding import programs
-from tba_jax.decoding.session import SamplingSettings, Session
-from tba_jax.devices.device_turns import InTurn, no_turns
-from tba_jax.models import transformer
-from tba_jax.models.attention import Implementation, KVCache
-from tba_jax.models.transformer import Params, TransformerConfig
-
-CHUNK_STEPS = 8
-"""Steps between two looks of the host, unless a decoder is made with another number."""
+from tba_jax.decoding.compiled import Compiled
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.session import Session
+from tba_jax.models.transformer import Params
 
 
 class Decoded(NamedTuple):
@@ -46,137 +41,8 @@ class Decoded(NamedTuple):
     version_max: np.ndarray
 
 
-class Decoder:
-    """Compiled decoding for one architecture; safe to share between threads.
-
-    Runs where the weights live, on one device or sharded over a mesh. Programs are kept per cache
-    length and kind of sampling; neither a temperature nor a new weight version compiles one.
-
-    Args:
-        config: the architecture.
-        compute_dtype: dtype of activations.
-        eos_ids: tokens that end a response unless a request says otherwise; may be empty.
-        pad_id: token written after the end.
-        prompt_buckets: ascending prompt lengths to pad to.
-        max_length: longest prompt and response together.
-        cache_dtype: dtype of cached keys and values; None: compute_dtype.
-        chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
-            on average; each chunk costs one round trip to the device.
-        cache_sharding: sharding of a cache [n g c e] on a mesh; None: the device of the weights.
-        implementation: who computes attention.
-        in_turn: where other threads launch programs on the mesh, makes every program wait for its
-            turn.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        compute_dtype: Any,
-        eos_ids: Sequence[int],
-        pad_id: int,
-        prompt_buckets: Sequence[int],
-        max_length: int,
-        cache_dtype: Any = None,
-        chunk_steps: int = CHUNK_STEPS,
-        cache_sharding: jax.sharding.NamedSharding | None = None,
-        implementation: Implementation = "auto",
-        in_turn: InTurn = no_turns,
-    ):
-        if max_length > config.max_positions:
-            raise ValueError(
-                f"decoding got max_length = {max_length}; the model has {config.max_positions} "
-                "positions. Shorten the prompts or the responses"
-            )
-        self.config = config
-        self.compute_dtype = jnp.dtype(compute_dtype)
-        self.cache_dtype = self.compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
-        self.eos_ids = tuple(eos_ids)
-        self.pad_id = pad_id
-        self.prompt_buckets = tuple(prompt_buckets)
-        self.max_length = max_length
-        self.chunk_steps = chunk_steps
-        self.cache_lengths = cache_lengths(max_length + chunk_steps)
-        self.cache_sharding = cache_sharding
-        self._in_turn = in_turn
-        self._traced: set[tuple[Any, ...]] = set()
-        static = {
-            "config": config,
-            "compute_dtype": self.compute_dtype,
-            "implementation": implementation,
-            "cache_sharding": cache_sharding,
-        }
-        self.prefill = self._jit(
-            programs.prefill, "prefill", **static, cache_dtype=self.cache_dtype
-        )
-        self.admit = self._jit(programs.admit, "admit", donate_argnums=0)
-        self.resize = self._jit(programs.resize, "resize", static_argnames="length")
-        self.take = self._jit(programs.take, "take")
-        self.run_chunk = self._jit(
-            programs.run_chunk,
-            "chunk",
-            donate_argnums=1,
-            static_argnames=("mode", "is_truncated", "has_minimum"),
-            **static,
-            num_steps=chunk_steps,
-            pad_id=pad_id,
-        )
-        self._new_cache: dict[jax.sharding.Sharding, Any] = {}
-        self._unstack = in_turn(
-            jax.jit(functools.partial(transformer.unstack_layers, config=config))
-        )
-
-    @property
-    def compile_count(self) -> int:
-        """Number of distinct programs traced so far."""
-        return len(self._traced)
-
-    def _jit(
-        self,
-        function: Callable[..., Any],
-        name: str,
-        *,
-        donate_argnums: int | tuple[int, ...] = (),
-        static_argnames: str | tuple[str, ...] = (),
-        **fixed: Any,
-    ) -> Any:
-        """Jitted `function` with some keywords fixed; each trace is counted."""
-
-        @functools.wraps(function)
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            shapes = tuple(x.shape for x in jax.tree.leaves(args))
-            self._traced.add((name, shapes, tuple(sorted(kwargs.items()))))
-            out = function(*args, **kwargs, **fixed)
-            if self.cache_sharding is None:
-                return out
-            return jax.tree.map(
-                lambda x: (
-                    x if x.ndim != 4 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
-                ),
-                out,
-            )
-
-        program = jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
-        return self._in_turn(program)
-
-    def new_cache(
-        self, num_slots: int, length: int, where: jax.sharding.Sharding
-    ) -> tuple[KVCache, ...]:
-        """Zeroed caches on the devices of `where`, sharded by cache_sharding when there is one."""
-        where = self.cache_sharding or where
-        if where not in self._new_cache:
-            self._new_cache[where] = self._in_turn(
-                jax.jit(
-                    functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
-                    static_argnums=(0, 1),
-                    out_shardings=where,
-                )
-            )
-        return self._new_cache[where](num_slots, length)
-
-    def weights(self, params: Params) -> Params:
-        """Params in the decoder's layout, a tuple of layers; those that have it pass through."""
-        return params if isinstance(params["layers"], tuple) else self._unstack(params)
+class Decoder(Compiled):
+    """Decoding for one architecture: sessions, and whole batches of prompts at once."""
 
     def session(
         self,
@@ -281,17 +147,3 @@ def _fold_rows(key_data: Array, num_rows: int) -> Array:
     return jax.random.key_data(
         jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
     )
-
-
-def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
-    """Cache lengths that are compiled for, ascending: 64, 96, 128, 192, 256, ..., the longest.
-
-    Each is at most 1.5 times the one before, so attention reads at most half more than is live.
-    Multiples of 8; the last holds `longest`.
-    """
-    last = -(-longest // 8) * 8
-    lengths, size = [], smallest
-    while size < last:
-        lengths += [size] if size + size // 2 >= last else [size, size + size // 2]
-        size *= 2
-    return (*lengths, last)

@@ -8,107 +8,26 @@ only keeper of the slots' state; on the device there is the cache and nothing el
 """
 
 import collections
-import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tba_jax.decoding import programs
+from tba_jax.decoding.compiled import Compiled
+from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.trajectory import bucket_length
 from tba_jax.models.attention import KVCache
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 
-if TYPE_CHECKING:
-    from tba_jax.decoding.engine import Decoder
-
 # A prefill call takes at most about this many tokens: enough to be bound by arithmetic on every
 # device, little enough that its attention scores fit beside the cache.
 PREFILL_TOKENS = 8192
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingSettings:
-    """How the responses to one prompt are drawn.
-
-    Attributes:
-        max_new_tokens: length limit.
-        temperature: divides the logits; 0 is greedy.
-        top_p: keep the most probable tokens of this total probability; 1 keeps all.
-        top_k: keep this many of the most probable tokens; 0 keeps all.
-        min_new_tokens: stop tokens have probability 0 before as many tokens.
-        stop_ids: tokens that end a response; None: the decoder's eos_ids.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_new_tokens: int = 0
-    stop_ids: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        for name, is_valid, wanted in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or a positive number"),
-            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]; 1 keeps every token"),
-            ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
-            (
-                "min_new_tokens",
-                0 <= self.min_new_tokens <= self.max_new_tokens,
-                f"0 to max_new_tokens = {self.max_new_tokens}",
-            ),
-        ):
-            if not is_valid:
-                raise ValueError(f"sampling got {name} = {getattr(self, name)}; wanted {wanted}")
-
-
-class Response(NamedTuple):
-    """One finished response; host arrays.
-
-    Attributes:
-        request: what `Session.submit` returned.
-        sample: which of the request's samples.
-        tokens: int32 [t], the stop token included.
-        token_logprobs: float32 [t], of the distribution sampled from.
-        has_eos: False where the length limit cut it.
-        version_min, version_max: span of the weight versions that read its prompt or drew it.
-    """
-
-    request: int
-    sample: int
-    tokens: np.ndarray
-    token_logprobs: np.ndarray
-    has_eos: bool
-    version_min: int
-    version_max: int
-
-
-@dataclasses.dataclass
-class Statistics:
-    """Counts of one session.
-
-    Attributes:
-        tokens: response tokens drawn.
-        steps: model steps.
-        slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
-        prefilled_tokens: prompt tokens prefilled, padding not counted.
-        prefill_s, chunk_s: wall time of prefill calls and of chunks.
-        first_token_s: from the first submission to the end of the first chunk.
-    """
-
-    tokens: int = 0
-    steps: int = 0
-    slot_steps: int = 0
-    prefilled_tokens: int = 0
-    prefill_s: float = 0.0
-    chunk_s: float = 0.0
-    first_token_s: float = 0.0
 
 
 class _Request(NamedTuple):
@@ -142,7 +61,7 @@ class Session:
 
     def __init__(
         self,
-        decoder: "Decoder",
+        decoder: Compiled,
         params: Params,
         num_slots: int,
         min_slots: int | None,

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.source import RewardSource, part_means
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tba_jax.models.partial_softmax import Partial, merge
+
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 
 Implementation = Literal["auto", "xla", "cudnn", "tpu_kernel"]
@@ -203,20 +205,6 @@ class KVCache(NamedTuple):
     values: Array
 
 
-class Partial(NamedTuple):
-    """A softmax not yet normalised, to be merged with another one.
-
-    Attributes:
-        out: float32 [n g r e], sum of exp(score - most) * value.
-        most: float32 [n g r 1], the largest score; very negative where nothing is visible.
-        total: float32 [n g r 1], sum of exp(score - most).
-    """
-
-    out: Array
-    most: Array
-    total: Array
-
-
 def attend_cached(
     q: Float[Array, "n g r e"],
     k: Float[Array, "n g e"],
@@ -257,11 +245,7 @@ def attend_cached(
     else:
         old = _partial(scaled, history, jnp.asarray(history_length))
     new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)))
-    # Normalised after the matmuls: nothing is concatenated.
-    most = jnp.maximum(old.most, new.most)
-    of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
-    total = old.total * of_old + new.total * of_new
-    return ((old.out * of_old + new.out * of_new) / total).astype(q.dtype), recent
+    return merge(old, new).astype(q.dtype), recent
 
 
 def _partial(scaled: Float[Array, "n g r e"], cache: KVCache, length: Int[Array, " n"]) -> Partial:

@@ -28,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models.attention import Partial
+from tba_jax.models.partial_softmax import Partial
 
 _LANES = 128  # of a vector register; splash works on blocks of multiples of it
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan

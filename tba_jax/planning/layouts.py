@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config, get_field, validate
-from tba_jax.decoding.engine import cache_lengths
+from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices import sharding
 from tba_jax.devices.sharding import MeshShape, Placement, PlacementError
 from tba_jax.models import lora

@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import length_buckets
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer

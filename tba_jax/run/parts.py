@@ -18,7 +18,8 @@ from jaxtyping import Array
 from tba_jax.config.devices import trainer_mesh
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
-from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import (
     MESH_AXES,

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory, bucket_length, left_pad
 from tba_jax.replay.outbox import Outbox

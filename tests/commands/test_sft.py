@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tba_jax.commands import sft
-from tba_jax.decoding.engine import Decoder, SamplingSettings
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.parts import START_MODEL

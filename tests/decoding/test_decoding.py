@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax.decoding import engine, programs
-from tba_jax.decoding.engine import Decoder, SamplingSettings, row_keys
+from tba_jax.decoding import compiled, programs
+from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import transformer
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
@@ -96,7 +97,7 @@ def assert_equal(a, b):
     ],
 )
 def test_logprobs_are_those_of_teacher_forcing(params, monkeypatch, changes):
-    monkeypatch.setattr(engine, "cache_lengths", lambda longest: (16, 24, 32))
+    monkeypatch.setattr(compiled, "cache_lengths", lambda longest: (16, 24, 32))
     out = decode(make_decoder(), params, **changes)
     assert_scored(params, out, changes.get("settings", SETTINGS).temperature)
     assert out.token_logprobs.min() < -1
@@ -287,7 +288,7 @@ def test_slots_are_halved_while_the_queue_is_empty(params):
 
 def test_cache_follows_the_live_length(params, monkeypatch):
     """It grows in buckets, and shrinks when the long responses have ended."""
-    monkeypatch.setattr(engine, "cache_lengths", lambda longest: (8, 16, 32))
+    monkeypatch.setattr(compiled, "cache_lengths", lambda longest: (8, 16, 32))
     decoder = make_decoder(eos_ids=())
     session = decoder.session(params, num_slots=2, min_slots=2)
     keys = row_keys(KEY, 4)
@@ -404,9 +405,9 @@ def test_low_precision_scores_itself_roughly(params, dtype, cache_dtype, atol):
 
 
 def test_cache_lengths():
-    assert engine.cache_lengths(512) == (64, 96, 128, 192, 256, 384, 512)
-    assert engine.cache_lengths(300) == (64, 96, 128, 192, 256, 304)
-    assert engine.cache_lengths(48) == (48,)
+    assert compiled.cache_lengths(512) == (64, 96, 128, 192, 256, 384, 512)
+    assert compiled.cache_lengths(300) == (64, 96, 128, 192, 256, 304)
+    assert compiled.cache_lengths(48) == (48,)
 
 
 @pytest.mark.parametrize(

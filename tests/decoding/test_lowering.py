@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.session import SamplingSettings
+from tba_jax.decoding.requests import SamplingSettings
 
 CONFIG = tiny_config(qkv_bias=True, head_dim=16, max_positions=1024)
 SIZES = {"num_slots": 4, "cache_length": 512, "prompt_length": 8}

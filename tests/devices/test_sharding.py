@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.session import SamplingSettings
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import AXIS_RULES, Rule, partition_spec, tree_shardings
 from tba_jax.models import transformer
 

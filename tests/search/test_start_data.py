@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import default_config
-from tba_jax.decoding.engine import SamplingSettings
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
