@@ -422,7 +422,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
-        print("--dry_run prints every field; tba_jax/config.py says what each means.")
+        print("--dry_run prints every field; tba_jax/config/schema.py says what each means.")
         return 0
     try:
         return main(parse_flags(argv, flags.FLAGS))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m tba_jax.report`: see `tba_jax.report.build`."""
+"""`python -m tba_jax.report`: see `tba_jax.commands.report`."""
 
 import sys
 
-from tba_jax.report.build import main
+from tba_jax.commands.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

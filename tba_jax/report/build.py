@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a run: `python -m tba_jax.report WORKDIR` writes report.html and plots/*.png.
+"""The report of a run: report.html and plots/*.png.
 
 It reads what the run left in its work directory: report.json, metrics.jsonl, schedule.jsonl,
 config.json, each of which may be missing. It does not know how any of it was made,
 nor what the page looks like. It owns one invariant: the page is a single file, replaced whole.
 """
 
-import argparse
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.config.command_line import local_folder
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
-from tba_jax.report.page import Run, headline
+from tba_jax.report.page import Run
 from tba_jax.report.writers import read_jsonl
 
 if TYPE_CHECKING:
@@ -30,7 +27,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     Raises:
         ValueError: when it is not a work directory, or one of its files is damaged.
     """
-    workdir = local_folder(workdir, "WORKDIR")
+    workdir = Path(workdir)
     if not any((workdir / name).exists() for name in ("metrics.jsonl", "report.json")):
         raise ValueError(
             f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "
@@ -89,24 +86,3 @@ def build_report(workdir: str | os.PathLike[str]) -> Path:
     new_page.write_text(report_page.render(run, pictures), encoding="utf-8")
     os.replace(new_page, page)
     return page
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Rebuild the report of a work directory; the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.report", description="Rebuild the report of a run."
-    )
-    parser.add_argument("workdir", help="work directory of a run")
-    arguments = parser.parse_args(argv)
-    try:
-        page = build_report(arguments.workdir)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(headline(load_run(arguments.workdir)))
-    print(page)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

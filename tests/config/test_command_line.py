@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import buffer, evaluate, export, sft
+from tba_jax.commands import buffer, evaluate, export, report, sft
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import ConfigError, default_config
-from tba_jax.report import build as report
 from tba_jax.studies import study
 
 ROOT = Path(__file__).parents[2]

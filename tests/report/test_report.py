@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from fakes import fake_workdir
 
+from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
@@ -209,12 +210,12 @@ def test_a_figure_that_can_no_longer_be_drawn_is_removed(tmp_path):
 
 def test_command_reports_and_refuses(tmp_path, capsys):
     fake_workdir(tmp_path / "run", num_steps=4)
-    assert report.main([str(tmp_path / "run")]) == 0
+    assert main([str(tmp_path / "run")]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "run" / "report.html")
-    assert report.main([str(tmp_path / "nothing")]) == 1
+    assert main([str(tmp_path / "nothing")]) == 1
     assert "wanted the work directory of a run" in capsys.readouterr().err
     (tmp_path / "run" / "report.json").write_text("{")
-    assert report.main([str(tmp_path / "run")]) == 1
+    assert main([str(tmp_path / "run")]) == 1
     assert "report.json: not JSON" in capsys.readouterr().err
 
 

@@ -235,7 +235,7 @@ def test_resumed_display_remembers_where_it_started():
 
 
 TTY_SCRIPT = """
-from tba_jax.metrics import ProgressDisplay
+from tba_jax.report.writers import ProgressDisplay
 display = ProgressDisplay(4, title="math/[x]", kind="worked")
 display.phase("compiling")
 display.write(0, {"eval/pass_at_1": 0.41})

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: rebuild the report of a run from what it left in its work directory."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tba_jax.config.command_line import local_folder
+from tba_jax.report.build import build_report, load_run
+from tba_jax.report.page import headline
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Rebuild the report of a work directory; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.report", description="Rebuild the report of a run."
+    )
+    parser.add_argument("workdir", help="work directory of a run")
+    arguments = parser.parse_args(argv)
+    try:
+        workdir = local_folder(arguments.workdir, "WORKDIR")
+        page = build_report(workdir)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(headline(load_run(workdir)))
+    print(page)
+    return 0
