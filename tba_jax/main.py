@@ -202,7 +202,7 @@ def run_config(
     from tba_jax.run import drivers
     from tba_jax.run.build import build
     from tba_jax.run.closing import host_counts, write_report_json
-    from tba_jax.run.parts import make_task
+    from tba_jax.run.rewarding import make_task
     from tba_jax.run.run import RunClock
     from tba_jax.run.schedule_replay import drive_schedule
 

@@ -25,7 +25,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     Args:
         config: of the run or of the command line.
         model_config: the architecture.
-        params: parameters on the devices of `parts.reading_mesh`, layers stacked.
+        params: parameters on the devices of `placing.reading_mesh`, layers stacked.
         folder: of the model, for its tokenizer.
 
     Raises:
@@ -36,16 +36,10 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from jax.sharding import Mesh
 
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.run.parts import (
-        decoder_weights,
-        make_decoder,
-        make_evaluator,
-        make_metrics,
-        make_task,
-        reading_mesh,
-        start_weights,
-    )
-    from tba_jax.run.reward_parts import make_gold, make_rewards
+    from tba_jax.run.evaluating import make_evaluator, make_metrics
+    from tba_jax.run.modeling import decoder_weights, make_decoder, start_weights
+    from tba_jax.run.placing import reading_mesh
+    from tba_jax.run.rewarding import make_gold, make_rewards, make_task
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -94,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.run.checkpoint import CheckpointError
-    from tba_jax.run.parts import model_path
+    from tba_jax.run.modeling import model_path
     from tba_jax.run.saved import load_policy, load_run_config
 
     try:
@@ -114,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             from tba_jax.models.hf import families, hf_weights
             from tba_jax.models.shardings import param_shardings
-            from tba_jax.run.parts import reading_mesh
+            from tba_jax.run.placing import reading_mesh
 
             config = override(None, [f"--config={args.config}", *overrides])
             validate(config)

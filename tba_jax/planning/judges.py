@@ -32,7 +32,7 @@ from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract
 from tba_jax.rewards.classifiers import classify_program, verdict_program
 from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
 from tba_jax.rewards.victim import make_victim_decoder
-from tba_jax.run import parts
+from tba_jax.run import modeling
 
 # Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
 # tokenizer nobody knows them, and one more or less hardly changes the program.
@@ -48,7 +48,7 @@ def judge_paths(config: Config) -> dict[str, str]:
     named = {
         "reward model": config.reward.model_path,
         "gold reward model": config.eval.gold_model,
-        "victim": (config.victim.path or str(parts.START_MODEL)) if has_victim else "",
+        "victim": (config.victim.path or str(modeling.START_MODEL)) if has_victim else "",
         "classifier": config.classifier.path
         if has_victim and config.classifier.kind != "pattern"
         else "",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices of a slice train and which search, where the config does not say it for this slice.
 
-`parts.place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
+`placing.place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
 refuse; this module makes the decision and says it as config fields, so that a run given those
 fields is placed the same way. It weighs bytes by hand, without compiling. The invariant it owns:
 what it chooses, `main` accepts on such devices.
@@ -21,7 +21,7 @@ from tba_jax.devices import sharding
 from tba_jax.devices.sharding import MeshShape, Placement, PlacementError
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
-from tba_jax.run import parts
+from tba_jax.run import modeling, placing
 from tba_jax.train.step import TrainState
 
 # Weights of the next version arrive beside those in use, and programs need room: a group is made
@@ -88,7 +88,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
             f"slice has {len(hosts)} hosts; set --config.placement=pod"
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
-    by_host = [parts.place_run(config, devices, process) for process in hosts]
+    by_host = [placing.place_run(config, devices, process) for process in hosts]
     searching = [p for p in by_host if p.searcher_meshes]
     if not searching:
         raise PlacementError(
@@ -305,7 +305,7 @@ def _held_bytes(config: Config, model_config: TransformerConfig) -> float:
 
 def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
     """How many times a searcher holds what it decodes with: in use, and the next version."""
-    policy = parts.policy_config(config, model_config)
+    policy = modeling.policy_config(config, model_config)
     if policy.adapters is None:
         return 2.0
     # The base, and what is merged of either.

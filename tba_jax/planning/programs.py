@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every device program of a run, from its config and shapes alone, ready to be lowered.
 
-The functions are those that `wiring` gives trainer and searchers, built by the same `parts`; only
+The functions are those that `build` gives trainer and searchers, built by the same parts; only
 arrays are missing. Shapes are the largest a run meets: the longest prompt and response bucket, full
 slots, a full round. It compiles nothing and knows no chip. The invariant it owns: what is lowered
 here is what the run executes, at sizes that a run can reach.
@@ -24,7 +24,7 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
-from tba_jax.run import parts
+from tba_jax.run import modeling, searching, training
 from tba_jax.train.step import make_train_step
 from tba_jax.weights.transport import make_publish_program
 
@@ -131,7 +131,7 @@ def residents(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Bytes per device of each group: what is there all the time, and what a round adds."""
-    state = parts.abstract_state(config, model_config, placement.trainer_mesh)
+    state = training.abstract_state(config, model_config, placement.trainer_mesh)
     trainer = state_bytes_by_kind(state)
     if config.mesh.data > 1:
         # Each replica writes a part of the checkpoint, which Orbax cuts out on the device.
@@ -139,7 +139,7 @@ def residents(
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
     weights = abstract_weights(config, model_config, placement)
-    policy, searcher = parts.policy_config(config, model_config), {}
+    policy, searcher = modeling.policy_config(config, model_config), {}
     if policy.adapters is not None:
         # Merged is what has adapters; the rest is shared with the base.
         searcher[FROZEN], weights = shard_bytes(weights), lora.adapted(weights, policy)
@@ -152,7 +152,7 @@ def residents(
         searcher["start model, for evaluation"] = shard_bytes(
             abstract_weights(config, model_config, placement)
         )
-    decoder = parts.make_decoder(config, model_config, Ids(), mesh)
+    decoder = modeling.make_decoder(config, model_config, Ids(), mesh)
     sizes = sizes_of(config)
     columns = decoder.cache_lengths[-1]
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
@@ -171,21 +171,21 @@ def _trainer_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.trainer_mesh
-    state = parts.abstract_state(config, model_config, mesh)
-    optimizer, schedule = parts.make_optimizer_from(config)
+    state = training.abstract_state(config, model_config, mesh)
+    optimizer, schedule = training.make_optimizer_from(config)
     train_step = make_train_step(
-        parts.policy_config(config, model_config),
+        modeling.policy_config(config, model_config),
         optimizer,
         schedule,
-        parts.step_settings(config, Ids().eos_ids),
-        parts.make_step_shardings(config, model_config, mesh),
+        training.step_settings(config, Ids().eos_ids),
+        training.make_step_shardings(config, model_config, mesh),
     )
     batch = abstract_batch(config, placement)
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
     if isinstance(batch, PackedBatch):
         words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
-        variants = len(parts.packed_row_buckets(config))
+        variants = len(training.packed_row_buckets(config))
     else:
         words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[2]} tokens"
         variants = config.batch.num_length_buckets**2
@@ -212,7 +212,7 @@ def _searcher_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
-    decoder = parts.make_decoder(config, model_config, Ids(), mesh)
+    decoder = modeling.make_decoder(config, model_config, Ids(), mesh)
     weights = abstract_weights(config, model_config, placement)
     columns = decoder.cache_lengths[-1]
     lowered = dict(
@@ -272,11 +272,11 @@ def _searcher_programs(
     ]
     if config.reference.placement == "searcher":
         found.append(_scoring(config, model_config, placement, sizes))
-    policy = parts.policy_config(config, model_config)
+    policy = modeling.policy_config(config, model_config)
     if policy.adapters is not None:
         adapters = _abstract(
             lora.abstract_adapters(policy),
-            parts.adapter_shardings(policy, mesh),
+            modeling.adapter_shardings(policy, mesh),
             config.model.rollout_dtype,
         )
         found.append(
@@ -303,7 +303,7 @@ def _chunk(config: Config) -> str:
 def _scoring(
     config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
 ) -> Planned:
-    program = parts.make_reference_program_from(
+    program = searching.make_reference_program_from(
         config, model_config, Ids().eos_ids, placement.searcher_meshes[0]
     )
     params = abstract_reference(config, model_config, placement)
@@ -337,7 +337,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         "versions": array((p, k)),
     }
     if config.batch.packed_length:
-        rows = (parts.packed_row_buckets(config)[-1], config.batch.packed_length)
+        rows = (training.packed_row_buckets(config)[-1], config.batch.packed_length)
         return PackedBatch(
             tokens=array(rows),
             segments=array(rows),
@@ -356,13 +356,13 @@ def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
     """(publish program, what it publishes)."""
-    mesh, policy = placement.publication_mesh, parts.policy_config(config, model_config)
+    mesh, policy = placement.publication_mesh, modeling.policy_config(config, model_config)
     if policy.adapters is None:
-        layout, shardings = parts.make_publication(config, model_config, mesh)
+        layout, shardings = modeling.make_publication(config, model_config, mesh)
     else:
         layout, shardings = None, lora.split(param_shardings(policy, mesh))[1]
     program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
-    return program, parts.abstract_state(config, model_config, placement.trainer_mesh).params
+    return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
 
 
 def abstract_weights(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
@@ -376,13 +376,13 @@ def abstract_reference(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> Any:
     """The reference on the first searcher's devices, in the trainer's layout."""
-    shardings = parts.reference_shardings(model_config, placement.searcher_meshes[0])
+    shardings = modeling.reference_shardings(model_config, placement.searcher_meshes[0])
     return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
     """The base where adapters are trained, as the train step's last argument."""
-    base = parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
+    base = training.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()
     return (_abstract(abstract_params(model_config), base, config.model.param_dtype),)

@@ -1,78 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wiring: a validated config becomes the parts of a run, connected and not yet moving.
+"""Build: a validated config becomes the parts of a run, connected and not yet moving.
 
 The only module that knows every part and the whole config; sections of the config end here, as
 keyword arguments. It starts no thread except the reward processes' own.
 """
 
-import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
-from jaxtyping import Array
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
-from tba_jax.decoding.engine import Decoder
-from tba_jax.devices import device_turns, sharding
+from tba_jax.devices import device_turns
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.models import lora
 from tba_jax.models.hf import families, hf_weights
-from tba_jax.models.shardings import param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.parts import (
+from tba_jax.run.evaluating import make_evaluator, make_metrics
+from tba_jax.run.modeling import model_path, policy_config, sampling_settings, start_weights
+from tba_jax.run.placing import place_run, reading_mesh, turns_of
+from tba_jax.run.repartition import repartition
+from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
+from tba_jax.run.run import Run, RunClock, forget_after, schedule_name
+from tba_jax.run.searching import make_decoders, make_references, make_start_data, make_transport
+from tba_jax.run.training import (
     abstract_state,
-    adapter_shardings,
-    make_decoder,
-    make_evaluator,
-    make_metrics,
     make_optimizer_from,
-    make_publication,
-    make_reference_program_from,
     make_step_shardings,
-    make_task,
-    model_path,
     packed_row_buckets,
-    place_run,
-    policy_config,
-    reading_mesh,
-    reference_shardings,
-    sampling_settings,
-    searcher_shardings,
-    start_weights,
     step_settings,
 )
-from tba_jax.run.repartition import repartition
-from tba_jax.run.reward_parts import make_gold, make_rewards, rewards_on
-from tba_jax.run.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference
 from tba_jax.search.searcher import Searcher
-from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
-from tba_jax.tasks.registry import Task
 from tba_jax.train.step import TrainState, make_init_state, make_train_step
 from tba_jax.train.trainer import Trainer
-from tba_jax.weights.transport import (
-    CheckpointTransport,
-    MemoryTransport,
-    MergingTransport,
-    Transport,
-    make_publish_program,
-)
 
 
 def build(
@@ -108,7 +82,7 @@ def build(
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
-    turns = _turns(config, placement)
+    turns = turns_of(config, placement)
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
@@ -143,7 +117,7 @@ def build(
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = _references(config, policy, tokenizer.eos_ids, placement, turns, params)
+        references = make_references(config, policy, tokenizer.eos_ids, placement, turns, params)
     if has_adapters:
         base = params
         params = lora.init_adapters(policy, config.seed, shardings.state.params)
@@ -158,7 +132,7 @@ def build(
         if has_adapters:
             lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
 
-    transport = _transport(config, policy, placement, turns, folder, base)
+    transport = make_transport(config, policy, placement, turns, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
@@ -172,7 +146,7 @@ def build(
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
     metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
-    decoders = _decoders(config, model_config, tokenizer, placement, turns)
+    decoders = make_decoders(config, model_config, tokenizer, placement, turns)
     streams = [
         PromptStream(
             task,
@@ -188,7 +162,7 @@ def build(
     ]
     given = None
     if not newest:  # all are taken before the first step, whatever became of the file since
-        given = _start_data(config, task, tokenizer, model_config, placement, turns)
+        given = make_start_data(config, task, tokenizer, model_config, placement, turns)
     if given is not None:
         progress.note(
             f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds"
@@ -327,150 +301,3 @@ def build(
         )
     forget_after(run, trainer.step_index)
     return run
-
-
-def _turns(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
-    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
-    if config.driver != "async":
-        return None
-    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
-    if config.sync.transport == "checkpoint":
-        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
-    # Half: the error says more than the watchdog, and comes first.
-    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
-
-
-def _references(
-    config: Config,
-    policy: TransformerConfig,
-    eos_ids: tuple[int, ...],
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
-    params: Any,
-) -> dict[Mesh, Reference]:
-    """A reference scorer for each set of searcher devices.
-
-    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
-    shared with the trainer.
-    """
-    plain = dataclasses.replace(policy, adapters=None)
-    mesh = placement.publication_mesh
-    if policy.adapters is None or mesh != placement.trainer_mesh:
-        # A copy, because the train state will be made of `params` and then donated; or because
-        # they span processes.
-        copy = make_publish_program(
-            jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
-        )
-        params = copy(params)
-    programs: dict[Any, Callable[..., Array]] = {}
-    references = {}
-    for mesh in dict.fromkeys(placement.searcher_meshes):
-        key = mesh if mesh.size > 1 else None  # one program serves any one device
-        if key not in programs:
-            program = make_reference_program_from(config, plain, eos_ids, mesh)
-            programs[key] = device_turns.on(turns, mesh)(program)
-        own = sharding.hand_over(params, reference_shardings(plain, mesh))
-        references[mesh] = Reference(programs[key], own)
-    return references
-
-
-def _start_data(
-    config: Config,
-    task: Task,
-    tokenizer: Tokenizer,
-    model_config: TransformerConfig,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
-) -> StartData | None:
-    """The responses that searcher 0 begins with, if the config gives any."""
-    if not config.task.start_path:
-        return None
-    search = config.search
-    groups = load_start_groups(
-        config.task.start_path,
-        task,
-        tokenizer,
-        max_prompt_tokens=config.task.max_prompt_tokens,
-        min_new_tokens=search.min_new_tokens,
-        max_new_tokens=search.max_new_tokens,
-        samples_per_prompt=search.samples_per_prompt,
-    )
-    program = make_start_program(
-        model_config,
-        temperature=search.sampling_temperature,
-        compute_dtype=config.model.rollout_dtype,
-        chunk_tokens=config.batch.logprob_chunk_tokens,
-        eos_ids=tokenizer.eos_ids,
-        min_new_tokens=search.min_new_tokens,
-        max_new_tokens=search.max_new_tokens,
-        in_turn=device_turns.on(turns, placement.searcher_meshes[0]),
-    )
-    return StartData(
-        groups,
-        program,
-        prompts_per_round=search.prompts_per_round,
-        samples_per_prompt=search.samples_per_prompt,
-        prompt_length=config.task.max_prompt_tokens,
-        max_new_tokens=search.max_new_tokens,
-        pad_id=tokenizer.pad_id,
-    )
-
-
-def _transport(
-    config: Config,
-    policy: TransformerConfig,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
-    workdir: Path,
-    base: Any,
-) -> Transport:
-    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
-    plain = dataclasses.replace(policy, adapters=None)
-    dtype = jnp.dtype(config.model.rollout_dtype)
-    meshes = placement.searcher_meshes
-    layout, published = make_publication(config, plain, placement.publication_mesh)
-    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
-    merges = {}
-    if policy.adapters is not None:
-        # Each set of devices has the base once, in the decoder's layout.
-        weights = make_publish_program(dtype, layout, published)(base)
-        for mesh, where in zip(meshes, wanted, strict=True):
-            if mesh not in merges:
-                own = sharding.hand_over(weights, where)
-                merge = functools.partial(lora.merge, own, config=policy)
-                merges[mesh] = device_turns.on(turns, mesh)(merge)
-        layout = None
-        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
-        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
-    in_turn = device_turns.on(turns, placement.trainer_mesh)
-    transport: Transport
-    if config.sync.transport == "memory":
-        transport = MemoryTransport(dtype, wanted, layout, published, in_turn)
-    else:
-        transport = CheckpointTransport(
-            str(workdir),
-            keep=config.sync.keep,
-            dtype=dtype,
-            shardings=wanted,
-            layout=layout,
-            published=published,
-            in_turn=in_turn,
-        )
-    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
-
-
-def _decoders(
-    config: Config,
-    model_config: TransformerConfig,
-    tokenizer: Tokenizer,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
-) -> dict[Mesh, Decoder]:
-    """The decoder of each set of searcher devices; one serves all that have one device each."""
-    decoders: dict[Any, Decoder] = {}
-    for mesh in placement.searcher_meshes:
-        key = mesh if mesh.size > 1 else None
-        if key not in decoders:
-            in_turn = device_turns.on(turns, mesh)
-            decoders[key] = make_decoder(config, model_config, tokenizer, mesh, in_turn)
-    return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the parts of one run as they are connected, and the state that belongs to none of them.
 
-Drivers, the main command and replays work on a Run; `wiring` makes one. It knows every part, not
+Drivers, the main command and replays work on a Run; `build` makes one. It knows every part, not
 how to make them. Its invariant: what `host_state` saves, `restore` puts back.
 """
 
@@ -24,7 +24,8 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.parts import reading_mesh, start_weights
+from tba_jax.run.modeling import start_weights
+from tba_jax.run.placing import reading_mesh
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.searcher import Searcher
 from tba_jax.tasks.registry import Task

@@ -17,7 +17,9 @@ from tba_jax.models import lora
 from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.parts import abstract_state, model_path, policy_config, reading_mesh
+from tba_jax.run.modeling import model_path, policy_config
+from tba_jax.run.placing import reading_mesh
+from tba_jax.run.training import abstract_state
 
 
 def load_run_config(workdir: str) -> Config:
@@ -41,7 +43,7 @@ def load_run_config(workdir: str) -> Config:
 
 
 def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of the newest checkpoint of a run, divided over the devices of `parts.reading_mesh`.
+    """Policy of the newest checkpoint of a run, divided over the devices of `placing.reading_mesh`.
 
     Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
 

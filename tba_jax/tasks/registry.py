@@ -34,7 +34,7 @@ class Task(Protocol):
     Attributes:
         name: its name in the registry.
         reward: "package.module:function", the reward used unless the config names another; empty
-            where the config must, or where rewards come from models (`reward_parts.make_rewards`).
+            where the config must, or where rewards come from models (`rewarding.make_rewards`).
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """

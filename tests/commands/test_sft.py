@@ -12,7 +12,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.parts import START_MODEL
+from tba_jax.run.modeling import START_MODEL
 from tba_jax.tasks import arithmetic
 
 

@@ -12,7 +12,8 @@ from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.parts import START_MODEL, make_decoder, make_evaluator
+from tba_jax.run.evaluating import make_evaluator
+from tba_jax.run.modeling import START_MODEL, make_decoder
 from tba_jax.tasks.arithmetic import Arithmetic
 
 

@@ -14,7 +14,7 @@ from test_pod import run_pod
 from tba_jax.commands import evaluate, export
 from tba_jax.models.hf import hf_weights
 from tba_jax.run import saved as saved_run
-from tba_jax.run.parts import START_MODEL
+from tba_jax.run.modeling import START_MODEL
 
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
 

@@ -13,7 +13,7 @@ from tba_jax.commands import buffer, evaluate, export
 from tba_jax.flow.rounds import unflatten
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run import parts
+from tba_jax.run import modeling
 from tba_jax.run import saved as saved_run
 from tba_jax.run.checkpoint import load_host_states
 
@@ -99,7 +99,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
 
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    start, _, _ = hf_weights.load(str(parts.START_MODEL))
+    start, _, _ = hf_weights.load(str(modeling.START_MODEL))
     config, params, _ = hf_weights.load(str(tmp_path / "model"))
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start
@@ -185,7 +185,7 @@ def check_given(workdir):
     ]
     _, [state] = load_host_states(str(workdir))
     arrays, _ = state["buffer"]
-    tokenizer = Tokenizer.load(str(parts.START_MODEL))
+    tokenizer = Tokenizer.load(str(modeling.START_MODEL))
     stored = {
         tokenizer.decode(np.frombuffer(tokens, np.int32)) for tokens in unflatten(arrays, "tokens")
     }

@@ -26,7 +26,7 @@ from tba_jax.models.hf import hf_weights
 from tba_jax.models.hf.families import hf_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
-from tba_jax.run import build as wiring
+from tba_jax.run.searching import make_references
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
 from tba_jax.weights import transport as weight_sync
@@ -306,7 +306,7 @@ def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapter
     placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
     policy = POLICY if has_adapters else CONFIG
     base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
-    found = wiring._references(default_config(), policy, (2,), placement, None, base)
+    found = make_references(default_config(), policy, (2,), placement, None, base)
     (reference,) = found.values()
 
     def pointers(tree):

@@ -12,7 +12,7 @@ from tba_jax.evaluation.attacks import SentenceEmbedder
 from tba_jax.models.hf import hf_weights
 from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
 from tba_jax.rewards.victim import Victim, VictimReward, VictimSettings
-from tba_jax.run.parts import START_MODEL
+from tba_jax.run.modeling import START_MODEL
 
 SETTINGS = VictimSettings("{attack}", 4, 0.7, 0.92, 18, 13, 32)
 DEVICES = jax.local_devices()[:2]

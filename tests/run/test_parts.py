@@ -9,7 +9,8 @@ from fakes import random_params, tiny_config
 
 from tba_jax.config.schema import default_config
 from tba_jax.models.logprobs import token_logprobs
-from tba_jax.run.parts import make_decoder, place_run, reading_mesh, sampling_settings
+from tba_jax.run.modeling import make_decoder, sampling_settings
+from tba_jax.run.placing import place_run, reading_mesh
 
 CONFIG = tiny_config()
 

@@ -13,7 +13,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.parts import START_MODEL, make_decoder, sampling_settings
+from tba_jax.run.modeling import START_MODEL, make_decoder, sampling_settings
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import GivenGroup, StartData, make_start_program

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sources of rewards of a run as its config asks for them: what trains, and what judges.
+"""The task of a run and its sources of rewards, as its config asks for them.
 
 Text rewards in processes, reward models, and the victim of red-teaming with its classifier. Models
 lie where searchers decode: a reward model is divided over the devices of each, a victim and its
@@ -24,8 +24,18 @@ from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
 from tba_jax.rewards.victim import Victim, VictimReward, VictimSettings
-from tba_jax.run.parts import START_MODEL
-from tba_jax.tasks.registry import Task
+from tba_jax.run.modeling import START_MODEL
+from tba_jax.tasks.registry import Task, get_task
+
+
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    task = config.task
+    return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts, chat=task.chat)
 
 
 def make_rewards(

@@ -11,8 +11,7 @@ from jax.sharding import Mesh
 from tba_jax.config.schema import default_config
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.parts import make_task
-from tba_jax.run.reward_parts import make_gold, make_rewards, rewards_on
+from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"

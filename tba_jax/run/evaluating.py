@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out evaluation of a run as its config asks for it: evaluator and metrics."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from tba_jax.config.schema import Config
+from tba_jax.decoding.engine import Decoder
+from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.evaluation.attacks import SentenceEmbedder, attack_metrics
+from tba_jax.evaluation.evaluator import Evaluator, MetricFunction
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
+from tba_jax.flow.trajectory import length_buckets
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.rewards.source import RewardSource
+from tba_jax.search.prompts import eval_prompts
+from tba_jax.tasks.registry import Task
+
+
+def make_metrics(
+    config: Config,
+    tokenizer: Tokenizer,
+    model_config: TransformerConfig,
+    gold: RewardSource | None,
+    reference_params: Callable[[], Any],
+    in_turn: InTurn = no_turns,
+) -> list[MetricFunction]:
+    """The metric functions that the config asks for.
+
+    Args:
+        config: the config.
+        tokenizer: of the policy.
+        model_config: architecture of policy and reference.
+        gold: judge of the win rate, if any.
+        reference_params: gives the start model's weights on the device that evaluates.
+        in_turn: of the searcher that evaluates, as in `Decoder`.
+    """
+    metrics: list[MetricFunction] = []
+    if gold is not None:
+        metrics.append(WinRate(gold, tokenizer))
+    if config.eval.reference_metrics:
+        buckets = config.batch.num_length_buckets
+        metrics.append(
+            ReferenceDistance(
+                model_config,
+                reference_params,
+                temperature=config.search.sampling_temperature,
+                compute_dtype=config.model.rollout_dtype,
+                prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
+                response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
+                pad_id=tokenizer.pad_id,
+                in_turn=in_turn,
+            )
+        )
+    return metrics
+
+
+def task_metrics(config: Config) -> tuple[MetricFunction, ...]:
+    """Metric functions that a task's evaluation needs beyond those of every task.
+
+    Raises:
+        ValueError: the sentence embedding model is not usable.
+    """
+    if config.task.name != "redteam":
+        return ()
+    path = config.eval.embedding_path
+    embedder = SentenceEmbedder(path, device=jax.local_devices()[0]) if path else None
+    return (attack_metrics(embedder),)
+
+
+def make_evaluator(
+    config: Config,
+    task: Task,
+    tokenizer: Tokenizer,
+    decoder: Decoder,
+    rewards: RewardSource,
+    metrics: Sequence[MetricFunction] = (),
+) -> Evaluator:
+    """Held-out evaluation as the config says; `metrics` beyond those of the task."""
+    prompts, num_skipped = eval_prompts(
+        task,
+        tokenizer,
+        config.task.num_eval_prompts,
+        config.task.max_prompt_tokens,
+        config.task.long_prompts,
+    )
+    return Evaluator(
+        prompts=prompts,
+        num_skipped=num_skipped,
+        decoder=decoder,
+        rewards=rewards,
+        decode_text=tokenizer.batch_decode,
+        response_kind=task.response_kind,
+        first_kind=task.response_kinds[0] if task.response_kinds else "",
+        max_new_tokens=config.eval.max_new_tokens,
+        num_slots=config.eval.num_slots,
+        metric=task.metric,
+        num_samples=config.eval.num_samples,
+        temperature=config.eval.temperature,
+        min_new_tokens=config.search.min_new_tokens,
+        metrics=(*task_metrics(config), *metrics),
+    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The policy of a run as its config asks for it: its model, its shardings, its decoder."""
+
+import functools
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tba_jax.config.schema import Config
+from tba_jax.decoding import lowering
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.sharding import hand_over
+from tba_jax.flow.trajectory import length_buckets
+from tba_jax.models import lora
+from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf.families import transformer_config
+from tba_jax.models.shardings import on_mesh, param_shardings
+from tba_jax.models.transformer import TransformerConfig, unstack_layers
+from tba_jax.weights.transport import Layout, make_publish_program
+
+START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
+
+
+def model_path(config: Config) -> str:
+    """The configured model, or the embedded start model."""
+    return config.model.path or str(START_MODEL)
+
+
+def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
+    """The architecture as it is trained: with adapters where the config asks for them.
+
+    Raises:
+        ValueError: lora.modules names a matrix that this model lacks.
+    """
+    rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
+    return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
+
+
+def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants its weights, in the decoder's layout: divided over its mesh.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    return on_mesh(mesh, lowering.weight_shardings(model_config, mesh))
+
+
+def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants adapters: divided as the matrices that they belong to."""
+    return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
+
+
+def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
+    """Where a searcher wants the reference, in the trainer's layout: divided over its mesh."""
+    return on_mesh(mesh, param_shardings(model_config, mesh))
+
+
+def make_publication(
+    config: Config, model_config: TransformerConfig, mesh: Mesh
+) -> tuple[Layout, Any]:
+    """(layout that searchers want, shardings in which the publish program leaves its copy).
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        mesh: `Placement.publication_mesh`.
+    """
+    layout = functools.partial(unstack_layers, config=model_config)
+    return layout, lowering.weight_shardings(model_config, mesh)
+
+
+def decoder_weights(
+    config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
+) -> Any:
+    """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        params: parameters, layers stacked.
+        source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
+        mesh: the searcher's.
+    """
+    layout, published = make_publication(config, model_config, source)
+    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
+    return hand_over(program(params), searcher_shardings(model_config, mesh))
+
+
+def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
+    """The start model's weights, as `decoder_weights` gives them.
+
+    Args:
+        config: of the run.
+        model_config: the architecture that is wanted.
+        source: a mesh to read on.
+        mesh: the searcher's.
+
+    Raises:
+        ValueError: config.model.path is a model of another architecture.
+    """
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    shardings = param_shardings(model_config, source)
+    folder = hf_weights.resolve(model_path(config))
+    if transformer_config(hf_weights.load_config(folder)) != model_config:
+        raise ValueError(
+            "config.eval.reference_metrics compares with the model at config.model.path = "
+            f"{model_path(config)!r}, which has another architecture; name the right one, or set "
+            "--config.eval.reference_metrics=False"
+        )
+    _, params, _ = hf_weights.load(folder, param_dtype=dtype, shardings=shardings)
+    return decoder_weights(config, model_config, params, source, mesh)
+
+
+class SpecialIds(Protocol):
+    """What a decoder needs of a tokenizer."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token written after the end."""
+        ...
+
+
+def make_decoder(
+    config: Config,
+    model_config: TransformerConfig,
+    tokenizer: SpecialIds,
+    mesh: Mesh | None = None,
+    in_turn: InTurn = no_turns,
+) -> Decoder:
+    """The decoder of a run, for training and for evaluation.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        tokenizer: the model's.
+        mesh: the searcher's; None or of one device: for weights on any one device.
+        in_turn: as in `Decoder`.
+
+    Raises:
+        ValueError: the model has fewer positions than prompt and response may take.
+    """
+    longest = config.task.max_prompt_tokens + max(
+        config.search.max_new_tokens, config.eval.max_new_tokens
+    )
+    if longest > model_config.max_positions:
+        raise ValueError(
+            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
+            f"was made for {model_config.max_positions}; lower config.task.max_prompt_tokens or "
+            "config.search.max_new_tokens and config.eval.max_new_tokens"
+        )
+    return Decoder(
+        model_config,
+        compute_dtype=jnp.dtype(config.model.rollout_dtype),
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=length_buckets(
+            config.task.max_prompt_tokens, config.batch.num_length_buckets
+        ),
+        max_length=longest,
+        cache_dtype=config.search.cache_dtype or None,
+        cache_sharding=lowering.cache_sharding(model_config, mesh)
+        if mesh is not None and mesh.size > 1
+        else None,
+        in_turn=in_turn,
+    )
+
+
+def sampling_settings(config: Config) -> SamplingSettings:
+    """How searchers draw responses."""
+    search = config.search
+    return SamplingSettings(
+        search.max_new_tokens,
+        temperature=search.sampling_temperature,
+        top_p=search.top_p,
+        min_new_tokens=search.min_new_tokens,
+    )

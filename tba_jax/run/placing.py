@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run lies: meshes of trainer and searchers, as its config asks for, and their turns."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax.config.devices import trainer_mesh
+from tba_jax.config.schema import Config
+from tba_jax.devices import device_turns, sharding
+from tba_jax.devices.sharding import MESH_AXES, MeshShape, Placement, PlacementError, place
+from tba_jax.models.transformer import TransformerConfig
+
+
+def mesh_shape(config: Config, num_hosts: int = 1) -> MeshShape:
+    """Shape of the trainer's mesh; in a pod `mesh.data = 1` means one share for each host."""
+    return MeshShape(*trainer_mesh(config, num_hosts))
+
+
+def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
+    """Meshes of the trainer and of each searcher.
+
+    Args:
+        config: validated.
+        devices: as in `sharding.arrange`.
+        process_index: whose searchers.
+
+    Raises:
+        PlacementError: the devices cannot be divided so, or hosts of a pod would not train.
+    """
+    hosts = {d.process_index for d in devices} if config.placement == "pod" else {0}
+    placement = place(
+        config.placement,
+        devices,
+        mesh=mesh_shape(config, len(hosts)),
+        num_searchers=max(1, config.num_searchers // len(hosts)),
+        searcher_devices=config.search.num_devices,
+        process_index=process_index,
+    )
+    trains = {d.process_index for d in placement.trainer_mesh.devices.flat}
+    if config.placement == "pod" and len(trains) < len(hosts):
+        raise PlacementError(
+            f"config.mesh: a trainer of {placement.trainer_mesh.size} devices gets {len(trains)} "
+            f"whole hosts of {len(hosts)} on these chips, and hosts that only search would have to "
+            "send their responses away. Let the mesh have all devices; searchers then take turns "
+            "with the trainer."
+        )
+    return placement
+
+
+def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
+    """As many of these devices as divide the model evenly: to look at it without training it."""
+    num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
+    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
+
+
+def turns_of(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
+    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
+    if config.driver != "async":
+        return None
+    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
+    if config.sync.transport == "checkpoint":
+        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+    # Half: the error says more than the watchdog, and comes first.
+    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run trains with as its config asks for it: optimizer, step settings, train state."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tba_jax.config.schema import Config
+from tba_jax.flow.trajectory import row_buckets
+from tba_jax.models import lora
+from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.run.modeling import policy_config
+from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.step import StepSettings, StepShardings, TrainState, init_state, step_shardings
+
+
+def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
+    """The settings of the training step."""
+    return StepSettings(
+        objective=config.objective.name,
+        scale=config.objective.scale,
+        beta=config.objective.beta,
+        beta_schedule=config.objective.beta_schedule,
+        beta_final=config.objective.beta_final,
+        beta_steps=config.objective.beta_steps,
+        beta_jump_step=config.objective.beta_jump_step,
+        mask_eos=config.objective.mask_eos,
+        eos_ids=eos_ids,
+        temperature=config.search.sampling_temperature,
+        reference_reset_period=config.reference.reset_period,
+        compute_dtype=config.model.compute_dtype,
+        logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
+        micro_batch_rows=config.batch.micro_batch_rows,
+        remat=config.model.remat,
+        min_new_tokens=config.search.min_new_tokens,
+        log_z=config.objective.log_z,
+        log_z_rate=config.objective.log_z_rate,
+        reference_temperature=config.objective.reference_temperature,
+        reference_temperature_final=config.objective.reference_temperature_final,
+        reference_temperature_steps=config.objective.reference_temperature_steps,
+        reward_temperature=config.objective.reward_temperature,
+        reward_temperature_final=config.objective.reward_temperature_final,
+        reward_temperature_steps=config.objective.reward_temperature_steps,
+    )
+
+
+def make_optimizer_from(config: Config) -> tuple[Any, Any]:
+    """(optax transformation, learning-rate schedule) of a config."""
+    o = config.optimizer
+    schedule = learning_rate_schedule(
+        schedule=o.schedule,
+        learning_rate=o.learning_rate,
+        warmup_steps=o.warmup_steps,
+        stable_steps=o.stable_steps,
+        decay_steps=o.decay_steps,
+        num_steps=config.num_steps,
+    )
+    optimizer = make_optimizer(
+        o.name,
+        schedule,
+        b1=o.b1,
+        b2=o.b2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
+    )
+    return optimizer, schedule
+
+
+def packed_row_buckets(config: Config) -> tuple[int, ...]:
+    """Numbers of packed rows that the train step is compiled for, ascending."""
+    return row_buckets(
+        config.batch.num_prompts * config.objective.group_size,
+        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+    )
+
+
+def make_step_shardings(
+    config: Config, model_config: TransformerConfig, mesh: Mesh
+) -> StepShardings:
+    """Where train state and batches lie on the trainer's mesh.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    optimizer, _ = make_optimizer_from(config)
+    return step_shardings(
+        policy_config(config, model_config),
+        optimizer,
+        mesh,
+        keep_reference=config.reference.placement == "trainer",
+        learn_log_z=config.objective.log_z == "learned",
+    )
+
+
+def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
+    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        mesh: any with the axes `sharding.MESH_AXES`; not necessarily that of the run.
+    """
+    optimizer, _ = make_optimizer_from(config)
+    keep_reference = config.reference.placement == "trainer"
+    policy = policy_config(config, model_config)
+    if policy.adapters is None:
+        params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
+    else:
+        params = lora.abstract_adapters(policy)
+    shapes = jax.eval_shape(
+        functools.partial(
+            init_state,
+            optimizer=optimizer,
+            keep_reference=keep_reference,
+            log_z_size=model_config.hidden_size if config.objective.log_z == "learned" else 0,
+        ),
+        params,
+    )
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        shapes,
+        make_step_shardings(config, model_config, mesh).state,
+    )
