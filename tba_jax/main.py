@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: flags -> config -> wiring -> drive -> report.
 
-    python -m tba_jax.main --config=configs/math.py[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
+    python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
 Running it again on a work directory that holds a run resumes it. With --config.placement=pod the
 same command runs on every host, under jax.distributed. Nothing heavy is imported at module level:
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Config file, FILE.py[:PRESET].")
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", None, "A preset, math[:PRESET], or a file, FILE.py[:PRESET]."
+)
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."
 )
@@ -310,7 +312,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
     config = _CONFIG.value
     if config is None:
-        raise UserError("no --config given; try --config=configs/math.py")
+        raise UserError("no --config given; try --config=math")
     validate(config)
     workdir = local_folder(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:

@@ -2,6 +2,8 @@
 """The rooms of the package, and who may import whom (docs/architecture.md)."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ STANDS_ON = {
     "search": ["evaluation", "replay", "weights"],
     "train": ["models", "replay", "weights"],
     "config": ["search", "train", "report"],
+    "presets": ["config"],
     "run": ["config"],
     "planning": ["run", "bench"],
     "commands": ["run"],
@@ -181,3 +184,8 @@ def test_no_module_is_longer_than_600_lines():
 def test_configs_cannot_be_imported_by_accident():
     # configs/math.py on sys.path would hide the standard library's math.
     assert not (ROOT / "configs" / "__init__.py").exists()
+    # Neither may the presets: they are found by their path, whose folder is on no sys.path.
+    code = "import sys, tba_jax.presets.math, math; print(math.pi, *sys.path, sep='\\n')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    pi, *path = done.stdout.splitlines()
+    assert pi.startswith("3.14") and not [p for p in path if p.endswith(("presets", "configs"))]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
 
-python -m tba_jax.evaluate --config=configs/math.py[:PRESET] [--model=DIR_OR_HUB_ID] ...
+python -m tba_jax.evaluate --config=math[:PRESET] [--model=DIR_OR_HUB_ID] ...
 python -m tba_jax.evaluate --workdir=DIR ...
 
 Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", default="", help="config file, FILE.py[:PRESET]")
+    parser.add_argument(
+        "--config", default="", help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
+    )
     parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
     parser.add_argument("--workdir", default="", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the main command as several processes of one pod on this machine.
 
-    python -m tba_jax.launch_processes --num_processes=2 -- --config=configs/math.py \
+    python -m tba_jax.launch_processes --num_processes=2 -- --config=math \
         --config.placement=pod [ARGUMENTS OF tba_jax.main]
 
 Every line of output carries the number of its process. When one of them fails, this command says

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: `--config=FILE.py[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
+"""What commands share: `--config=NAME[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
 
 It knows the config's schema and nothing of what a command does with it. Invariant: every mistake of
 the user's is one ConfigError of one line.
@@ -16,6 +16,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
+from tba_jax.config import presets
 from tba_jax.config import schema as config_lib
 from tba_jax.config.schema import Config, ConfigError
 
@@ -30,14 +31,15 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
     Returns:
         Program name and the arguments that are not flags.
     """
-    for argument in argv:
-        if argument.startswith("--config="):
-            path = argument.removeprefix("--config=").split(":")[0]
-            if not os.path.isfile(path):
-                raise ConfigError(f"no config file {path!r} here ({os.getcwd()})")
     _check_fields(argv)
+    given = [
+        f"--config={presets.path_of(text.removeprefix('--config='))}"
+        if text.startswith("--config=")
+        else text
+        for text in argv
+    ]
     try:
-        return flag_values(list(argv))
+        return flag_values(given)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
         # The parser of config files wraps a whole traceback; its last exception is the news.
         message = re.split(r"\b\w*Error: ", " ".join(str(error).split()))[-1]
@@ -48,11 +50,11 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
     """A config with `--config.FIELD=VALUE` arguments applied.
 
     Args:
-        config: what to change; None: the file that `--config=` among the arguments names.
+        config: what to change; None: what `--config=` among the arguments names.
         arguments: nothing but config flags.
 
     Raises:
-        ConfigError: no such file, field or value, or an argument that is no config flag.
+        ConfigError: no such preset, file, field or value, or an argument that is no config flag.
     """
     _check_fields(arguments)  # defining the flags of a given config trips over such a field
     argv = ["", *arguments]

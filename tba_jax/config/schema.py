@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration schema: every field, its default and its meaning.
 
-Presets in `configs/` hold only differences from `default_config()`. Sections are named after the
-part that consumes them and become its keyword arguments at the wiring in `main`; no part below
+Presets (`tba_jax/presets`) hold only differences from `default_config()`. Sections are named after
+the part that consumes them and become its keyword arguments at the wiring in `main`; no part below
 `main` sees the whole config. This module imports nothing heavy, so a mistake is reported before
 any device is touched.
 """

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: what a run needs on a TPU slice that is not rented yet, or on the attached devices.
 
-python -m tba_jax.plan --config=configs/math.py[:PRESET] [--topology=v5p:2x2x4] [--search] [--json]
+python -m tba_jax.plan --config=math[:PRESET] [--topology=v5p:2x2x4] [--search] [--json]
     [--keep_placement] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
     [--config.FIELD=VALUE ...]
 
@@ -171,7 +171,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", required=True, help="config file, FILE.py[:PRESET]")
+    parser.add_argument(
+        "--config", required=True, help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
+    )
     parser.add_argument("--topology", default="", help="TPU slice, as v5e:2x4, v5p:2x2x4; none: "
                         "the attached devices")  # fmt: skip
     parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")

@@ -51,7 +51,7 @@ class Study(NamedTuple):
     """What a study runs.
 
     Attributes:
-        config: config file, with its preset where that is not the default one.
+        config: as --config names it.
         variants: name -> config overrides; the others are compared with the first.
         is_frontier: draw the win rate against the divergence instead of against steps.
         shown: evaluation metrics that a second table shows, as means over seeds.
@@ -68,7 +68,7 @@ class Study(NamedTuple):
 STUDIES: dict[str, Study] = {
     # Win rate against divergence from the start, on the TL;DR miniature.
     "tldr_frontier": Study(
-        "configs/tldr.py",
+        "tldr",
         {
             "tb, async": (),
             "tb, lag 16": (*_LAGGED, _LAG),
@@ -81,10 +81,10 @@ STUDIES: dict[str, Study] = {
         is_frontier=True,
     ),
     # The main job as a user runs it.
-    "main_job": Study("configs/math.py", {"async": ()}),
+    "main_job": Study("math", {"async": ()}),
     # The same number of trained responses by both drivers, and on data exactly D steps old.
     "drivers": Study(
-        "configs/math.py",
+        "math",
         {
             "sync": (*_SHORT, *_SYNC),
             "async": _SHORT,
@@ -97,7 +97,7 @@ STUDIES: dict[str, Study] = {
     # synchronous driver does their rounds in turn, so that the figures are about the data, not
     # about how many cores there are.
     "redteam_scaling": Study(
-        "configs/redteam.py",
+        "redteam",
         {
             **{
                 f"TBA, {n} searcher{'s' * (n > 1)}": (
@@ -120,7 +120,7 @@ STUDIES: dict[str, Study] = {
     ),
     # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
     "in_flight": Study(
-        "configs/math.py",
+        "math",
         {
             "round": (*_SHORT, *_LONG_ROUNDS),
             "in flight": (*_SHORT, *_LONG_ROUNDS, "search.swap=in_flight"),
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--first_seed", type=int, default=0, help="seeds count from here")
     parser.add_argument("--budget_min", type=float, default=25.0, help="start no run after this")
     parser.add_argument("--out", default="", help="folder; default runs/study-NAME")
-    parser.add_argument("--config", default="", help="config file; default: the study's own")
+    parser.add_argument("--config", default="", help="a preset or a file; default: the study's own")
     args = parser.parse_args(argv)
     for option, value, least in (("seeds", args.seeds, 1), ("first_seed", args.first_seed, 0)):
         if value < least:

@@ -2,16 +2,14 @@
 """Studies: the statistics and the table; every study's overrides are valid configs."""
 
 import runpy
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tba_jax.config.presets import path_of
 from tba_jax.config.schema import validate
 from tba_jax.evaluation.attacks import Finds
 from tba_jax.studies import study
-
-ROOT = Path(__file__).parents[2]
 
 
 def report(seed, before, after, wall=60.0):
@@ -55,8 +53,8 @@ def test_table_pairs_seeds_with_the_first_variant():
 )
 def test_overrides_of_every_study_make_a_valid_config(name, variant):
     chosen = study.STUDIES[name]
-    path, *preset = chosen.config.split(":")
-    config = runpy.run_path(str(ROOT / path))["get_config"](*preset)
+    path, *preset = path_of(chosen.config).split(":")
+    config = runpy.run_path(path)["get_config"](*preset)
     for override in chosen.variants[variant]:
         field, value = override.split("=")
         *sections, leaf = field.split(".")

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `--config` may name: a preset of the package, `math` or `math:gsm8k`, or a file.
+
+The presets are data of this package, `tba_jax/presets/*.py`, found by the names of the files; this
+module reads them only to list them in an error. A name without a folder and without `.py` is a
+preset of the package, and anything else is a file, whatever lies in the current directory.
+"""
+
+import difflib
+import os
+import runpy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tba_jax.config.rules import ConfigError
+from tba_jax.config.schema import Config, default_config
+
+FOLDER = Path(__file__).parents[1] / "presets"
+
+
+def differing(file: str, presets: Mapping[str, Any], preset: str) -> Config:
+    """The default config with one preset's differences, named FILE/PRESET.
+
+    Args:
+        file: name of the presets.
+        presets: differences by name, section by section.
+        preset: which.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if preset not in presets:
+        known = ", ".join(presets)
+        raise ConfigError(
+            f"{file} has no preset {preset!r}; it has {known}{_near(preset, presets)}"
+        )
+    config = default_config()
+    config.name = f"{file}/{preset}"
+    config.update(presets[preset])
+    return config
+
+
+def names() -> list[str]:
+    """Every FILE:PRESET of the package."""
+    return [
+        f"{path.stem}:{preset}"
+        for path in sorted(FOLDER.glob("[a-z]*.py"))
+        for preset in runpy.run_path(str(path))["PRESETS"]
+    ]
+
+
+def path_of(name: str) -> str:
+    """PATH.py[:PRESET] for what `--config` was given.
+
+    Raises:
+        ConfigError: it is neither a preset's name nor a file.
+    """
+    file, colon, preset = name.partition(":")
+    packaged = FOLDER / f"{file}.py"
+    if file.isidentifier() and packaged.is_file():
+        return f"{packaged}{colon}{preset}"
+    if os.path.isfile(file):
+        return name
+    known = names()
+    files = dict.fromkeys(name.split(":")[0] for name in known)
+    near = _near(f"{Path(file).stem}{colon}{preset}", [*files, *known])
+    raise ConfigError(
+        f"no config file {file!r} here ({os.getcwd()}) and no preset of that name; "
+        f"there are {', '.join(known)}{near}"
+    )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """The end of an error that asks whether something like it was meant, if anything is."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else ""

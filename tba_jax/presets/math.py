@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mathematical reasoning.
+
+    python -m tba_jax.main --config=math[:PRESET]
+
+arithmetic (default)
+    Six-term sums, the embedded 0.3M-parameter start model, everything offline on 2 CPU cores.
+gsm8k
+    The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
+    of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
+    4 x A100. Not run by us.
+math
+    TBA' on MATH with Qwen2.5-7B, section 6 and table 4. Not run by us.
+
+The models of both are asked in plain text, as in the paper: an SFT model in the form it was tuned
+on, and a base model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
+asked in its chat template with --config.task.chat=True.
+"""
+
+from tba_jax.config.presets import differing
+from tba_jax.config.schema import Config
+
+PRESETS = {
+    "arithmetic": {
+        "num_steps": 150,
+        "sync_period": 1,
+        "num_searchers": 1,
+        # Two CPU devices: one device runs one program at a time, so that searcher and trainer would
+        # take turns on it (60 steps in 47 s instead of 25 s).
+        "num_cpu_devices": 2,
+        "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
+        "batch": {"num_prompts": 16, "num_length_buckets": 1},
+        "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05},
+        "optimizer": {"learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 5},
+        "search": {
+            "samples_per_prompt": 16,
+            "prompts_per_round": 16,
+            "max_new_tokens": 16,
+            # One finished round at most waits for the trainer. Here both share two cores, and a
+            # searcher that runs ahead takes time from the trainer (60 steps in 26 s, not 15 s).
+            "outbox_bytes": 8000,
+        },
+        "replay": {"recency_prob": 0.95, "pace": "trainer", "max_bytes": 256 * 2**20},
+        "checkpoint": {"period": 100},
+        "eval": {"period": 25, "max_new_tokens": 16, "num_slots": 512},
+    },
+    "gsm8k": {
+        "num_steps": 700,
+        "sync_period": 2,
+        "num_searchers": 3,
+        "placement": "split",
+        "task": {"name": "gsm8k", "max_prompt_tokens": 512, "num_eval_prompts": 0},
+        "model": {
+            "path": "realtreetune/rho-1b-sft-GSM8K",
+            # The official run keeps model and AdamW in pure bfloat16.
+            "param_dtype": "bfloat16",
+            "compute_dtype": "bfloat16",
+            "rollout_dtype": "bfloat16",
+        },
+        # Prompts and responses are far shorter than their limits, so most of a padded row would be
+        # padding; eight rows at a time bound the attention scores (1 GiB of a layer, 32 heads).
+        "batch": {"num_prompts": 7, "packed_length": 1024, "micro_batch_rows": 8},
+        "objective": {
+            "group_size": 20,
+            "beta": 0.014,
+            "beta_final": 0.004,
+            "beta_schedule": "linear",
+            "beta_steps": 500,
+            "scale": "paper",
+        },
+        "optimizer": {
+            "learning_rate": 1e-5,
+            "schedule": "wsd",
+            "warmup_steps": 50,
+            "stable_steps": 350,
+            # Longer than what is left (300): the run ends at half the peak rate, as theirs.
+            "decay_steps": 600,
+            "clip_norm": 0.0,
+        },
+        "search": {
+            "samples_per_prompt": 24,
+            "prompts_per_round": 3,
+            "max_new_tokens": 512,
+            # TRL adds 1e-7; it does not matter in bfloat16.
+            "sampling_temperature": 0.7,
+            "initial_fill": 500,
+        },
+        "replay": {"recency_prob": 0.95},
+        "eval": {"period": 100, "max_new_tokens": 512, "num_slots": 64},
+    },
+    "math": {
+        "num_steps": 400,
+        "sync_period": 1,
+        "num_searchers": 4,
+        "placement": "split",
+        # 16 bytes of master weight, moments and reference per parameter, and its gradient: 152 GB
+        # for 7.6 billion, 38 GB on each of four devices.
+        "mesh": {"fsdp": 4},
+        "task": {"name": "math", "max_prompt_tokens": 1024, "num_eval_prompts": 500},
+        "model": {
+            "path": "Qwen/Qwen2.5-7B",
+            "compute_dtype": "bfloat16",
+            "rollout_dtype": "bfloat16",
+        },
+        # One group per trainer device at a time.
+        "batch": {"num_prompts": 32, "micro_batch_rows": 64},
+        "objective": {"group_size": 16, "beta": 0.005, "beta_final": 0.005},
+        "optimizer": {
+            "learning_rate": 1e-6,
+            "b2": 0.99,
+            "weight_decay": 0.01,
+            "clip_norm": 1.0,
+        },
+        "reference": {"placement": "trainer", "reset_period": 50},
+        "search": {
+            "samples_per_prompt": 16,
+            "prompts_per_round": 8,
+            "max_new_tokens": 2048,
+            "num_slots": 64,
+            "cache_dtype": "bfloat16",
+        },
+        # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
+        "replay": {"recency_prob": 1.0, "pace": "trainer", "max_staleness": 2},
+        "eval": {"period": 5, "max_new_tokens": 2048, "num_slots": 64},
+    },
+}
+
+
+def get_config(preset: str = "arithmetic") -> Config:
+    """The default config with one preset's differences."""
+    return differing("math", PRESETS, preset)

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Automated red-teaming.
+
+    python -m tba_jax.main --config=redteam[:PRESET]
+    python -m tba_jax.study redteam_scaling --seeds=5 --first_seed=1 --budget_min=40
+
+toy (default)
+    Harmless: a 0.3M-parameter attacker that writes sums looks for sums to which the embedded start
+    model answers -9, which 0.3 % of its first ones make it do. Everything offline on 2 CPU cores.
+gpt2
+    Attacker and victim GPT-2, RoBERTa toxicity: appendix B.3 with 6 searchers. The attacker must
+    be a supervised model first: make one with `python -m tba_jax.sft` and give it as
+    --config.model.path. Paper: 94.5 to 97.6 % successful attacks with 4 to 64 V100. Not run by us.
+llama
+    Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B; recency 0.6 with a
+    buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
+    recency 0.5: 94.8 %, more diverse). The attacker must be a supervised model too. Not run by us.
+
+The paper puts the SFT data and ten batches of the SFT model into the buffer before the first step.
+gpt2 and llama do the latter; the former is --config.task.start_path=SFT.jsonl, the file that
+`tba_jax.sft` read. It makes rounds of search.samples_per_prompt attacks, each of them judged.
+
+gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
+library of its code (peft) chooses for these models. The toy trains all parameters.
+"""
+
+from tba_jax.config.presets import differing
+from tba_jax.config.schema import Config
+
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
+)
+
+# What both settings of the paper share: 5,000 steps of 128 attacks of 5 to 20 tokens, half of them
+# from the newest data; 5 victim responses of at most 30 tokens; 1,024 attacks per evaluation.
+_PAPER = {
+    "num_steps": 5000,
+    "sync_period": 10,
+    "num_searchers": 6,
+    "placement": "split",
+    "task": {"name": "redteam", "max_prompt_tokens": 8, "num_eval_prompts": 1},
+    "lora": {"rank": 32, "alpha": 16.0},
+    "batch": {"num_prompts": 8, "num_length_buckets": 1},
+    "objective": {
+        "group_size": 16,
+        "beta": 0.05,
+        "beta_final": 0.05,
+        "scale": "paper",
+        "log_z": "learned",
+        "reward_temperature": 2.0,
+        "reward_temperature_final": 1.0,
+    },
+    "optimizer": {
+        "learning_rate": 1e-4,
+        "schedule": "linear",
+        "warmup_steps": 100,
+        "weight_decay": 0.01,
+        "clip_norm": 1.0,
+    },
+    "search": {
+        "ownership": "any",
+        "prompts_per_round": 1,
+        "samples_per_prompt": 128,
+        "max_new_tokens": 20,
+        # An attack of fewer tokens cannot be drawn. The paper's code draws it and gives it
+        # log pi_ref = -500, and forbids only a first token that ends it, in sampling alone.
+        "min_new_tokens": 5,
+        # On-policy half of the time; of that, half at a temperature of its own.
+        "explore_share": 0.5,
+        "explore_max_temperature": 2.0,
+        # Ten batches of the start model, beside what task.start_path gives.
+        "initial_fill": 1280,
+    },
+    "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},
+    "victim": {
+        "num_samples": 5,
+        "temperature": 0.7,
+        "top_p": 0.92,
+        "max_new_tokens": 30,
+        "max_prompt_tokens": 128,
+        "num_slots": 256,
+    },
+    "eval": {
+        "period": 500,
+        "max_new_tokens": 20,
+        "num_samples": 1024,
+        "num_slots": 512,
+        "temperature": 1.0,
+        "embedding_path": "sentence-transformers/all-MiniLM-L6-v2",
+    },
+}
+
+
+def _merged(*sections: dict) -> dict:
+    """One dictionary; later entries win, section by section."""
+    out: dict = {}
+    for section in sections:
+        for key, value in section.items():
+            is_section = isinstance(value, dict)
+            out[key] = _merged(out.get(key, {}), value) if is_section else value
+    return out
+
+
+PRESETS = {
+    "toy": {
+        "num_steps": 100,
+        "sync_period": 1,
+        "num_searchers": 1,
+        "num_cpu_devices": 2,
+        "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
+        "model": {"path": "embedded:attacker_model"},
+        "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
+        # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
+        "objective": {"group_size": 16, "beta": 0.2, "beta_final": 0.2},
+        "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
+        "search": {
+            "ownership": "any",
+            # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
+            "prompts_per_round": 4,
+            "samples_per_prompt": 16,
+            "max_new_tokens": 12,
+            "min_new_tokens": 5,
+            "explore_share": 0.1,
+            "explore_max_temperature": 1.3,
+            "outbox_bytes": 8_000,
+        },
+        "replay": {
+            # Successes are rare, so the newest data seldom has one: half of the slots is replay.
+            "recency_prob": 0.5,
+            "pace": "trainer",
+            # All that eight searchers find in 100 steps, and more.
+            "capacity_per_prompt": 100_000,
+            # VarGrad needs failures beside successes in a group, hence half of the draws uniform.
+            "priority_temperature": 1.0,
+            "uniform_mix": 0.5,
+        },
+        "victim": {
+            "num_samples": 3,
+            "max_new_tokens": 6,
+            "max_prompt_tokens": 13,
+            "num_slots": 256,
+        },
+        # The victim answers -9.
+        "classifier": {"kind": "pattern", "target": "=-9$"},
+        "checkpoint": {"period": 0},
+        "eval": {
+            "period": 50,
+            "max_new_tokens": 12,
+            "num_samples": 1024,
+            "num_slots": 512,
+            "temperature": 1.0,
+        },
+    },
+    "gpt2": _merged(
+        _PAPER,
+        {
+            "model": {"path": "openai-community/gpt2"},
+            "lora": {"modules": ("q", "k", "v")},
+            "objective": {"reward_temperature_steps": 500},
+            "search": {"explore_min_temperature": 0.5},
+            "replay": {"capacity_per_prompt": 100_000},
+            "victim": {"path": "vicgalle/gpt2-alpaca", "template": ALPACA},
+            "classifier": {
+                "kind": "encoder",
+                "path": "facebook/roberta-hate-speech-dynabench-r4-target",
+                "target": "hate",
+            },
+        },
+    ),
+    "llama": _merged(
+        _PAPER,
+        {
+            "model": {
+                "path": "meta-llama/Llama-3.2-1B",
+                "compute_dtype": "bfloat16",
+                "rollout_dtype": "bfloat16",
+            },
+            "lora": {"modules": ("q", "v")},
+            "objective": {
+                "reward_temperature_steps": 1000,
+                "reference_temperature_final": 1.2,
+                "reference_temperature_steps": 2000,
+            },
+            "search": {"explore_min_temperature": 0.7},
+            "replay": {"recency_prob": 0.6, "capacity_per_prompt": 130_000},
+            "victim": {
+                "path": "meta-llama/Llama-3.1-8B-Instruct",
+                "template": "chat",
+                "dtype": "bfloat16",
+            },
+            "classifier": {
+                "kind": "guard",
+                "path": "meta-llama/Llama-Guard-3-8B",
+                # As the guard writes it, after its chat template.
+                "target": "\n\nunsafe",
+                "max_tokens": 512,
+                "batch_rows": 32,
+                "dtype": "bfloat16",
+            },
+        },
+    ),
+}
+
+
+def get_config(preset: str = "toy") -> Config:
+    """The default config with one preset's differences."""
+    return differing("redteam", PRESETS, preset)

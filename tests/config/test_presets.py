@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Presets have one meaning: by name, by the repository's file, and from a file of one's own."""
+
+from pathlib import Path
+
+import pytest
+
+from tba_jax.config.command_line import override
+from tba_jax.config.presets import FOLDER, names, path_of
+from tba_jax.config.schema import ConfigError, flatten, validate
+
+ROOT = Path(__file__).parents[2]
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def test_the_names_are_those_of_the_files():
+    assert {name.split(":")[0] for name in names()} == {"math", "tldr", "redteam"}
+    assert {p.stem for p in (ROOT / "configs").glob("*.py")} == {"math", "tldr", "redteam"}
+    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 10
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_name_and_the_file_of_the_repository_are_the_same_valid_config(
+    name, monkeypatch, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    file, preset = name.split(":")
+    config = override(None, [f"--config={name}"])
+    validate(config)
+    assert config.name == f"{file}/{preset}"
+    by_file = override(None, [f"--config={ROOT / 'configs' / file}.py:{preset}"])
+    assert flatten(by_file) == flatten(config)
+
+
+@pytest.mark.parametrize(
+    ("file", "preset"), [("math", "arithmetic"), ("tldr", "toy"), ("redteam", "toy")]
+)
+def test_the_name_of_a_file_alone_is_its_miniature(file, preset):
+    assert override(None, [f"--config={file}"]).name == f"{file}/{preset}"
+    assert override(None, [f"--config={ROOT / 'configs' / file}.py"]).name == f"{file}/{preset}"
+
+
+def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "math").write_text("def get_config(): raise AssertionError\n")
+    assert path_of("math:gsm8k") == f"{FOLDER / 'math.py'}:gsm8k"
+    assert path_of("./math") == "./math"
+
+
+def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from tba_jax.presets import math\n\n\ndef get_config(preset='gsm8k'):\n"
+        "    config = math.get_config(preset)\n    config.num_steps = 3\n    return config\n"
+    )
+    config = override(None, [f"--config={path}", "--config.seed=2"])
+    assert (config.name, config.num_steps, config.seed) == ("math/gsm8k", 3, 2)
+    assert override(None, ["--config=math:gsm8k"]).num_steps == 700
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("configs/math.py", "math"), ("maht:gsm8k", "math:gsm8k"), ("redtaem", "redteam")],
+)
+def test_an_unknown_name_lists_the_presets_and_the_nearest(name, near, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=rf"there are math:arithmetic, .*mean {near}\?$") as info:
+        path_of(name)
+    assert "\n" not in str(info.value)
