@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the pages say exists: links lead somewhere, and decision records are listed once."""
+"""What the pages say exists: files and names they mention, links, and records, listed once."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -9,6 +10,14 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = ROOT / "docs" / "decisions"
+SOURCES = [
+    *(ROOT / "tba_jax").rglob("*.py"),
+    *(ROOT / "configs").rglob("*.py"),
+    *(ROOT / "launch").glob("*.sh"),
+]
+FOLDERS = ("tba_jax", "tests", "configs", "docs", "launch")
+ROOMS = tuple(f"{path.name}/" for path in sorted((ROOT / "tba_jax").iterdir()) if path.is_dir())
+FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
 
 
 def name_of(path):
@@ -60,3 +69,65 @@ def test_every_decision_has_one_number_and_one_line_in_the_index():
     index = (RECORDS / "README.md").read_text()
     listed = dict(re.findall(r"^(\d+)\. \[(.+)\]\(", index, flags=re.M))
     assert listed == found
+
+
+def defined(path):
+    """Names that a module defines at its top level."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {
+                name.id for t in targets for name in ast.walk(t) if isinstance(name, ast.Name)
+            }
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+    return names
+
+
+def resolves(dotted):
+    """Whether `tba_jax.x.y` is a module, or a name in one; methods are not looked at."""
+    parts = dotted.split(".")
+    for size in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:size])
+        if path.is_dir() and size == len(parts):
+            return True
+        module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if module.exists():
+            return size == len(parts) or parts[size] in defined(module)
+    return False
+
+
+def gone(text, files=FILES):
+    """Files and dotted names in a text that the repository does not have."""
+    found = []
+    for name in re.findall(r"(?<![\w./])[\w/]+\.py\b", text):
+        is_ours = name.split("/")[0] in FOLDERS or name.startswith(ROOMS)
+        if is_ours and not any(f == name or f.endswith("/" + name) for f in files):
+            found.append(name)
+    for name in re.findall(r"(?<![\w./])((?:tba_jax|tests|docs)/[\w/]*\w)(?![\w.*{])", text):
+        if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists():
+            found.append(name)
+    found += [n for n in re.findall(r"\btba_jax(?:\.[A-Za-z_]\w*)+", text) if not resolves(n)]
+    return [n for n in found if not re.search(r"\b[A-Z_]+\b", n)]  # NAME stands for any
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_files_and_names_on_a_page_exist(path):
+    assert gone(path.read_text()) == []
+
+
+def test_files_and_names_in_the_sources_exist():
+    found = {name_of(path): gone(path.read_text()) for path in SOURCES}
+    assert {name: names for name, names in found.items() if names} == {}
+
+
+def test_a_name_that_is_gone_is_seen():
+    text = "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.main.main x/y.py"
+    assert gone(text, ["tba_jax/run/build.py"]) == [
+        "run/gone.py",
+        "tba_jax/nowhere",
+        "tba_jax.run.gone",
+    ]
