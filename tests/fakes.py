@@ -265,7 +265,7 @@ def tiny_config(**changes):
         "max_positions": 64,
         "family": family,
     }
-    return TransformerConfig(**(values | FAMILIES[family] | changes))
+    return TransformerConfig(**(values | FAMILIES.get(family, {}) | changes))
 
 
 def random_params(config, seed=0):

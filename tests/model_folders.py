@@ -7,13 +7,13 @@ from fakes import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tba_jax.models import transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 
 
 def make_folder(path, **changes):
     config = tiny_config(**changes)
     params = random_params(config)
-    hf_weights.save(path, config, params, families.hf_config(config, eos_token_id=2))
+    hf_weights.save(path, config, params, config_json.hf_config(config, eos_token_id=2))
     return config, params
 
 

@@ -36,7 +36,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import tokenizer as tokenizer_lib
 from tba_jax.models import transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     params = pretrain(args.seed, args.num_steps)
     write_tokenizer(args.out)
-    hf_config = families.hf_config(CONFIG, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+    hf_config = config_json.hf_config(CONFIG, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     hf_weights.save(args.out, CONFIG, params, hf_config)
     print(f"{args.out}: written after {time.monotonic() - start:.0f} s")
     for name, value in measure(args.out, num_samples=4, seed=args.seed).items():

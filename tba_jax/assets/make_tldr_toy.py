@@ -35,7 +35,7 @@ import optax
 from tba_jax.assets.make_start_model import BOS, CHARACTERS, EOS, PAD, SPECIAL_TOKENS
 from tba_jax.assets.make_start_model import write_tokenizer as write_character_tokenizer
 from tba_jax.models import classifier, transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.digests import gold_score
 from tba_jax.tasks import tldr_toy
@@ -79,7 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         folder = args.out / name
         write_character_tokenizer(folder)
-        hf_config = families.hf_config(config, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
+        hf_config = config_json.hf_config(
+            config, bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD
+        )
         hf_weights.save(folder, config, params, hf_config)
     print(json.dumps(figures))
     return 0

@@ -28,7 +28,7 @@ from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.models import transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import Params, TransformerConfig
 
 _39M = TransformerConfig(
@@ -87,7 +87,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
     config = SHAPES[job["shape"]]
     params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
     params, probabilities = with_eos(params, config, job["eos_prob"], job["dtype"])
-    hf_weights.save(job["model"], config, params, families.hf_config(config, dtype=job["dtype"]))
+    hf_weights.save(job["model"], config, params, config_json.hf_config(config, dtype=job["dtype"]))
     return {
         "eos_prob_mean": float(probabilities.mean()),
         "eos_prob_std": float(probabilities.std()),

@@ -26,9 +26,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.models.hf import hf_weights, safetensors_file
-from tba_jax.models.hf import names as hf_names
-from tba_jax.models.hf.families import transformer_config
+from tba_jax.models.hf import families, hf_weights, safetensors_file
+from tba_jax.models.hf.config_json import transformer_config
 from tba_jax.models.transformer import Params, TransformerConfig, param_axes
 
 _STATUS = Path("/proc/self/status")
@@ -82,7 +81,7 @@ def write_checkpoint(folder: Path, num_bytes: int, num_files: int) -> Transforme
     config = transformer_config(contents)
     (folder / "config.json").write_text(json.dumps(contents))
     sizes = _sizes(config)
-    shapes = {name: tensor.shape for name, tensor in hf_names.tensors(config).items()}
+    shapes = {name: tensor.shape for name, tensor in families.tensors(config).items()}
     files: list[list[str]] = [[] for _ in range(num_files)]
     before = 0
     for name, size in sizes.items():
@@ -167,7 +166,7 @@ def anonymous_bytes() -> int:
 
 def _sizes(config: TransformerConfig) -> dict[str, int]:
     """Bytes of each tensor in the checkpoint."""
-    return {n: 2 * math.prod(tensor.shape) for n, tensor in hf_names.tensors(config).items()}
+    return {n: 2 * math.prod(tensor.shape) for n, tensor in families.tensors(config).items()}
 
 
 def _shardings(config: TransformerConfig, num_devices: int, axis: str) -> Params | None:

@@ -28,7 +28,7 @@ from tba_jax.bench import roofline
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.flow.trajectory import Batch
 from tba_jax.models import transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train import objectives
 from tba_jax.train.optimizers import make_optimizer
@@ -47,7 +47,7 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
     """Write a checkpoint of random weights, and a batch of full rows."""
     config = SHAPES[job["shape"]]
     params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
-    hf_weights.save(job["model"], config, params, families.hf_config(config, dtype=job["dtype"]))
+    hf_weights.save(job["model"], config, params, config_json.hf_config(config, dtype=job["dtype"]))
     p, k = job["num_prompts"], job["group_size"]
     prompt, response = job["prompt_tokens"], job["response_tokens"]
     rng = np.random.default_rng(job["seed"])

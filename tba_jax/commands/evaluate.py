@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             import jax
             import jax.numpy as jnp
 
-            from tba_jax.models.hf import families, hf_weights
+            from tba_jax.models.hf import config_json, hf_weights
             from tba_jax.models.shardings import param_shardings
             from tba_jax.run.placing import reading_mesh
 
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             validate(config)
             what = args.model or model_path(config)
             folder = str(hf_weights.resolve(what))
-            model_config = families.transformer_config(hf_weights.load_config(folder))
+            model_config = config_json.transformer_config(hf_weights.load_config(folder))
             _, params, _ = hf_weights.load(
                 folder,
                 param_dtype=jnp.dtype(config.model.rollout_dtype),

@@ -65,7 +65,7 @@ class TransformerConfig:
         num_kv_heads: g, key/value heads; divides num_heads.
         head_dim: e.
         mlp_size: inner width of the MLP.
-        family: whose config.json and tensor names it has in Hugging Face folders.
+        family: name of the record in `hf.families`, for config.json and tensor names.
         norm: RMSNorm, or LayerNorm with biases.
         norm_eps: added to the mean square or the variance.
         parallel_residual: attention and MLP read the same residual stream (GPT-NeoX) instead of
@@ -93,7 +93,7 @@ class TransformerConfig:
     num_kv_heads: int
     head_dim: int
     mlp_size: int
-    family: Literal["llama", "qwen2", "qwen3", "gpt_neox", "gpt2"] = "llama"
+    family: str = "llama"
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     parallel_residual: bool = False

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config, ConfigError, default_config
-from tba_jax.models.hf import families
+from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
 from tba_jax.planning.judges import judge_residents, plan_judges
@@ -58,7 +58,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
         devices = chips.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
-    model_config = families.transformer_config(request["model"])
+    model_config = config_json.transformer_config(request["model"])
     if request["chooses"]:
         assert chip is not None
         judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)

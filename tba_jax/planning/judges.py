@@ -24,7 +24,7 @@ from tba_jax.evaluation.attacks import make_embed_program
 from tba_jax.evaluation.metrics import distance_rows, make_distance_program
 from tba_jax.flow.trajectory import length_buckets
 from tba_jax.models import encoder
-from tba_jax.models.hf import families
+from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import shard_bytes
@@ -131,7 +131,7 @@ def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> 
     ):
         tree = encoder.abstract_params(encoder.encoder_config(model), dtype)
     else:
-        shape = families.transformer_config(model)
+        shape = config_json.transformer_config(model)
         if bool(shape.num_labels) != is_divided:
             wanted = "a sequence classifier" if is_divided else "a language model"
             raise ValueError(f"the {role} must be {wanted}, and its config.json describes another")
@@ -161,7 +161,7 @@ def _scores(
     longest: int,
     rows: int,
 ) -> Planned:
-    shape = families.transformer_config(models[role])
+    shape = config_json.transformer_config(models[role])
     params = _params(role, config, models[role], mesh)
     program = make_score_program(shape, _dtype(role, config), mesh)
     width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, shape.max_positions)
@@ -179,7 +179,7 @@ def _scores(
 
 def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int) -> list[Planned]:
     v = config.victim
-    shape = families.transformer_config(model)
+    shape = config_json.transformer_config(model)
     decoder = make_victim_decoder(
         shape,
         v.max_prompt_tokens,
@@ -250,7 +250,7 @@ def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: i
         arguments = _ints(c.batch_rows, length), _ints(c.batch_rows, length, dtype=jnp.bool_)
     else:
         length = c.max_tokens
-        program = verdict_program(families.transformer_config(model), _VERDICT_TOKENS, c.dtype)
+        program = verdict_program(config_json.transformer_config(model), _VERDICT_TOKENS, c.dtype)
         arguments = _ints(c.batch_rows, length + _VERDICT_TOKENS), _ints(c.batch_rows)
     return Planned(
         name="classify",

@@ -21,7 +21,7 @@ from jaxtyping import Array
 from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
 from tba_jax.models.classifier import classify
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -118,7 +118,7 @@ class RewardModel:
         """
         folder = hf_weights.resolve(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
-        config = families.transformer_config(hf_weights.load_config(folder))
+        config = config_json.transformer_config(hf_weights.load_config(folder))
         shardings = _shardings(config, mesh, where)
         _, params, _ = hf_weights.load(folder, param_dtype=param_dtype, shardings=shardings)
         return cls(

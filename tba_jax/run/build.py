@@ -22,7 +22,7 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.models import lora
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
@@ -92,7 +92,7 @@ def build(
     evaluation_mesh = placement.searcher_meshes[0]
     rewards = make_rewards(config, task, tokenizer, placement.searcher_meshes, turns)
     gold = make_gold(config, task, tokenizer, evaluation_mesh, turns)
-    model_config = families.transformer_config(hf_weights.load_config(folder_of_model))
+    model_config = config_json.transformer_config(hf_weights.load_config(folder_of_model))
     policy = policy_config(config, model_config)
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)

@@ -17,7 +17,7 @@ from tba_jax.devices.sharding import hand_over
 from tba_jax.flow.trajectory import length_buckets
 from tba_jax.models import lora
 from tba_jax.models.hf import hf_weights
-from tba_jax.models.hf.families import transformer_config
+from tba_jax.models.hf.config_json import transformer_config
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, unstack_layers
 from tba_jax.weights.transport import Layout, make_publish_program

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import Config, default_config
 from tba_jax.models import lora
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.modeling import model_path, policy_config
@@ -57,7 +57,7 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     config = load_run_config(workdir)
     folder = hf_weights.resolve(model_path(config))
     hf_config = hf_weights.load_config(folder)
-    model_config = families.transformer_config(hf_config)
+    model_config = config_json.transformer_config(hf_config)
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
     step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))

@@ -11,7 +11,7 @@ from commands import ROOT, lines, losses, run
 from fakes import random_params, write_word_tokenizer
 
 from tba_jax.commands import evaluate
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 
 GOLDEN = ROOT / "tests" / "golden"
 METRICS = {
@@ -36,7 +36,7 @@ def write_models(folder):
     config, _, hf_config = hf_weights.load(folder / "gold")
     assert config.family == "gpt_neox" and config.num_labels == 1
     hf_weights.save(folder / "gold", config, random_params(config, seed=5), hf_config)
-    assert families.transformer_config(hf_config) == config
+    assert config_json.transformer_config(hf_config) == config
     return size
 
 

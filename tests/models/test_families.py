@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FAMILIES, tiny_config
+from fakes import FAMILIES, random_params, tiny_config
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import classifier, rope, transformer
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, families, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 
@@ -29,7 +29,7 @@ MODELS = {
     path.parent.name: json.loads(path.read_text())["model_type"]
     for path in sorted(GOLDEN.glob("*/config.json"))
 }
-MODELS = {name: family for name, family in MODELS.items() if family in families.ARCHITECTURES}
+MODELS = {name: family for name, family in MODELS.items() if family in families.FAMILIES}
 CLASSIFIERS = [name for name in MODELS if name.endswith(("_classifier", "_reward"))]
 LANGUAGE_MODELS = [name for name in MODELS if name not in CLASSIFIERS]
 # Two float32 implementations of these models agree to 4e-6 of the largest logit; the last digits
@@ -58,7 +58,7 @@ def assert_close(got, want):
 
 
 def test_there_is_a_golden_model_of_every_family():
-    assert set(MODELS.values()) == set(families.ARCHITECTURES) == set(FAMILIES)
+    assert set(MODELS.values()) == set(families.FAMILIES) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
@@ -119,6 +119,31 @@ def test_scores_equal_those_of_transformers(name):
         assert_close(got, golden[kind])
 
 
+def test_a_family_is_one_record(tmp_path, monkeypatch):
+    """Its folder is written and read back, under its own names."""
+    fake = dataclasses.replace(
+        families.LLAMA,
+        name="fake",
+        classes=("FakeForCausalLM", "FakeForSequenceClassification"),
+        keys={**families.LLAMA.keys, "norm_eps": "epsilon"},
+        traits={**families.LLAMA.traits, "qk_norm": True},
+        covered={"window": False},
+        prefix="fake.",
+    )
+    config = tiny_config(family="fake", qk_norm=True, norm_eps=1e-3, tie_embeddings=False)
+    params = random_params(config)
+    monkeypatch.setitem(families.FAMILIES, "fake", fake)
+    written = config_json.hf_config(config)
+    hf_weights.save(tmp_path, config, params, written)
+    assert written["model_type"] == "fake" and written["epsilon"] == 1e-3
+    assert "fake.layers.0.self_attn.q_norm.weight" in load_file(tmp_path / "model.safetensors")
+    found_config, found, _ = hf_weights.load(tmp_path)
+    assert found_config == config
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+    with pytest.raises(ValueError, match="window = True.*false for fake"):
+        config_json.transformer_config(written | {"window": True})
+
+
 def test_a_language_model_has_no_scores():
     config = tiny_config()
     with pytest.raises(ValueError, match="num_labels = 0.*ForSequenceClassification"):
@@ -139,8 +164,8 @@ def test_the_greedy_story_is_that_of_transformers():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_config_of_transformers_survives_our_writing(name):
-    config = families.transformer_config(json.loads((GOLDEN / name / "config.json").read_text()))
-    assert families.transformer_config(families.hf_config(config)) == config
+    config = config_json.transformer_config(json.loads((GOLDEN / name / "config.json").read_text()))
+    assert config_json.transformer_config(config_json.hf_config(config)) == config
     assert bool(config.num_labels) == (name in CLASSIFIERS)
 
 
@@ -166,8 +191,8 @@ YARN = rope.YarnScaling(4.0, 32768, 1.2, beta_fast=16.0, truncate=False)
 )
 def test_every_architecture_is_read_back_as_written(changes):
     config = tiny_config(**changes)
-    written = families.hf_config(config, eos_token_id=2)
-    assert families.transformer_config(json.loads(json.dumps(written))) == config
+    written = config_json.hf_config(config, eos_token_id=2)
+    assert config_json.transformer_config(json.loads(json.dumps(written))) == config
     assert written["eos_token_id"] == 2 and written["model_type"] == config.family
 
 
@@ -184,7 +209,7 @@ def test_every_architecture_is_read_back_as_written(changes):
 )
 def test_what_a_family_cannot_express_is_not_exported(changes, message):
     with pytest.raises(ValueError, match=message):
-        families.hf_config(tiny_config(**changes))
+        config_json.hf_config(tiny_config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -215,15 +240,15 @@ def test_what_a_family_cannot_express_is_not_exported(changes, message):
     ],
 )
 def test_settings_the_model_does_not_implement_are_refused_by_name(family, changes, message):
-    written = families.hf_config(tiny_config(family=family))
+    written = config_json.hf_config(tiny_config(family=family))
     with pytest.raises(ValueError, match=message):
-        families.transformer_config(written | changes)
+        config_json.transformer_config(written | changes)
 
 
 def test_settings_without_effect_at_inference_are_accepted():
     config = tiny_config(family="gpt2")
     harmless = {"attn_pdrop": 0.1, "reorder_and_upcast_attn": True, "initializer_range": 0.02}
-    assert families.transformer_config(families.hf_config(config) | harmless) == config
+    assert config_json.transformer_config(config_json.hf_config(config) | harmless) == config
 
 
 _OLD = {"vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -358,7 +383,7 @@ _NEOX = dataclasses.replace(
     ],
 )
 def test_config_files_of_older_versions_are_read(theirs, want):
-    assert families.transformer_config(_OLD | theirs) == want
+    assert config_json.transformer_config(_OLD | theirs) == want
 
 
 @pytest.mark.parametrize(
@@ -374,6 +399,6 @@ def test_config_files_of_older_versions_are_read(theirs, want):
 )
 def test_the_attention_factor_of_yarn(given, want):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    written = families.hf_config(tiny_config()) | {"rope_parameters": yarn | given}
-    scaling = families.transformer_config(written).rope_scaling
+    written = config_json.hf_config(tiny_config()) | {"rope_parameters": yarn | given}
+    scaling = config_json.transformer_config(written).rope_scaling
     assert scaling.attention_factor == pytest.approx(want, rel=1e-12)

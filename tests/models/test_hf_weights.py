@@ -16,14 +16,13 @@ from model_folders import assert_equal, make_folder, shardings_of
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import transformer
-from tba_jax.models.hf import families, hf_weights, safetensors_file
-from tba_jax.models.hf import names as hf_names
+from tba_jax.models.hf import config_json, families, hf_weights, safetensors_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GOLDEN_MODELS = [
     path.parent.name
     for path in sorted(GOLDEN.glob("*/config.json"))
-    if json.loads(path.read_text())["model_type"] in families.ARCHITECTURES
+    if json.loads(path.read_text())["model_type"] in families.FAMILIES
 ]
 STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
 
@@ -171,7 +170,7 @@ def test_any_dtype_becomes_any_other(tmp_path, target):
     config, params, _ = hf_weights.load(tmp_path, param_dtype=target)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(target)}
     used = set()
-    for name, place in hf_names.tensors(config).items():
+    for name, place in families.tensors(config).items():
         used.add(tensors[name].dtype)
         tree = params if place.layer < 0 else params["layers"]
         for leaf, theirs in zip(place.leaves, place.split(tensors[name]), strict=True):
@@ -293,7 +292,7 @@ def test_tokenizer_files_are_copied(tmp_path):
     config, params = make_folder(tmp_path / "a")
     (tmp_path / "a" / "tokenizer.json").write_text('{"x": 1}')
     (tmp_path / "a" / "notes.txt").write_text("not copied")
-    hf_config = families.hf_config(config)
+    hf_config = config_json.hf_config(config)
     hf_weights.save(tmp_path / "b", config, params, hf_config, tmp_path / "a")
     assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
         "config.json",

@@ -23,7 +23,7 @@ from tba_jax.devices import sharding
 from tba_jax.devices.sharding import MeshShape
 from tba_jax.models import lora
 from tba_jax.models.hf import hf_weights
-from tba_jax.models.hf.families import hf_config
+from tba_jax.models.hf.config_json import hf_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
 from tba_jax.run.searching import make_references

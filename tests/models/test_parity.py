@@ -23,7 +23,7 @@ from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
 from test_lora import adapted, trained_adapters
 
 from tba_jax.models import classifier, lora, rope
-from tba_jax.models.hf import families, hf_weights
+from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 
@@ -62,7 +62,7 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
         np.testing.assert_array_equal(greedy[:, tokens.shape[1] - 1 : -1], found["greedy"])
 
     # Our own config.json, not theirs: it must say the same architecture.
-    written = families.hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
+    written = config_json.hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
     hf_weights.save(tmp_path / "ours", config, params, written)
     again, report = make_golden.model_class(MODELS[name]).from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype=torch.float32
@@ -83,7 +83,7 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
     policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o", "down"))
     base, adapters = random_params(config), trained_adapters(policy)
     merged = lora.merge(base, adapters, config=policy)
-    hf_weights.save(tmp_path, config, merged, families.hf_config(config))
+    hf_weights.save(tmp_path, config, merged, config_json.hf_config(config))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         want = theirs(torch.arange(12).reshape(2, 6)).logits.numpy()
@@ -152,7 +152,7 @@ def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
     """Short rows do not show them; at position 10^5 a relative error of 1e-6 is 0.1 radians."""
     theirs = transformers.LlamaConfig(**_LONG, rope_parameters=dict(REAL_SCALINGS[name]))
     embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
-    config = families.transformer_config(theirs.to_dict() | {"architectures": None})
+    config = config_json.transformer_config(theirs.to_dict() | {"architectures": None})
     found = rope.frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # One unit in the last place of float32 (1.2e-7), or two after a scaling.
     np.testing.assert_allclose(found, embedding.inv_freq.numpy(), rtol=2.5e-7)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from tba_jax.config.schema import validate
 from tba_jax.models import encoder
-from tba_jax.models.hf import families
+from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one, judges
@@ -83,7 +83,7 @@ def test_a_reward_model_is_counted_and_scores_responses():
     path = config.reward.model_path
     facts, planner = planned(config, {"reward model": published_config(path)[0]})
     searcher = facts["groups"]["searcher"]
-    size = num_params(families.transformer_config(published_config(path)[0]))
+    size = num_params(config_json.transformer_config(published_config(path)[0]))
     assert searcher["judges"] == ["reward model"]
     assert searcher["residents"]["reward model"] == 4 * size
     assert "sentence embedder" not in facts["groups"]["trainer"]["residents"]
@@ -111,7 +111,7 @@ def test_victim_classifier_and_embedder_are_counted_and_compile():
     models = {"victim": victim, "classifier": ROBERTA, "sentence embedder": BERT}
     facts, planner = planned(config, models)
     held = facts["groups"]["searcher"]["residents"]
-    assert held["victim"] == 4 * num_params(families.transformer_config(victim))
+    assert held["victim"] == 4 * num_params(config_json.transformer_config(victim))
     tree = encoder.abstract_params(encoder.encoder_config(ROBERTA), jnp.float32)
     assert held["classifier"] == sum(4 * x.size for x in jax.tree.leaves(tree))
     assert facts["groups"]["trainer"]["residents"]["sentence embedder"] > 0
@@ -134,7 +134,7 @@ def test_a_guard_is_a_language_model():
     start, _ = published_config(str(modeling.START_MODEL))
     facts, planner = planned(config, {"victim": start, "classifier": start})
     size = facts["groups"]["searcher"]["residents"]["classifier"]
-    assert size == 4 * num_params(families.transformer_config(start))
+    assert size == 4 * num_params(config_json.transformer_config(start))
     assert not planner.compile(facts, "classify").failure
 
 
@@ -149,7 +149,7 @@ def test_reward_models_are_divided_over_a_searcher_and_have_dtypes_of_their_own(
     models = {role: PUBLISHED[path] for role, path in judges.judge_paths(config).items()}
     alone = judges.judge_residents(config, models, mesh_of(1))["searcher"]
     divided = judges.judge_residents(config, models, mesh_of(4))["searcher"]
-    size = num_params(families.transformer_config(models["gold reward model"]))
+    size = num_params(config_json.transformer_config(models["gold reward model"]))
     assert alone["gold reward model"] == 2 * size  # the preset's bfloat16
     assert alone["reward model"] == 4 * 353_823_744  # float32
     for role, whole in alone.items():
@@ -168,7 +168,7 @@ def test_published_shapes_of_judges_are_the_models_they_name():
         "meta-llama/Llama-Guard-3-8B": 8_030_261_248,
     }
     for name, size in sizes.items():
-        assert num_params(families.transformer_config(PUBLISHED[name])) == size, name
+        assert num_params(config_json.transformer_config(PUBLISHED[name])) == size, name
     # As transformers counts them; MiniLM without its pooler, which nothing reads.
     sizes = {
         "facebook/roberta-hate-speech-dynabench-r4-target": 124_647_170,

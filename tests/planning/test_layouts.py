@@ -10,7 +10,7 @@ import pytest
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import get_field, validate
 from tba_jax.devices.sharding import PlacementError
-from tba_jax.models.hf import families
+from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, layouts
 from tba_jax.planning.model_shapes import PUBLISHED
 
@@ -43,7 +43,7 @@ def test_hosts_have_four_chips_unless_told_eight():
 def choose(preset, model, text):
     topology = chips.parse_topology(text)
     config = PRESETS["get_config"](preset)
-    shape = families.transformer_config(PUBLISHED[model])
+    shape = config_json.transformer_config(PUBLISHED[model])
     return config, layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
 
 
@@ -86,7 +86,7 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")
-    shape = families.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(PUBLISHED[RHO])
     for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
         config = PRESETS["get_config"]("gsm8k")
         devices, hbm = topology.devices(), topology.chip.hbm_bytes
@@ -139,7 +139,7 @@ def test_a_batch_that_no_mesh_of_a_pod_divides_gets_more_prompts_and_says_so():
 def test_a_model_that_no_mesh_divides_is_named():
     pytest.importorskip("libtpu")
     config = PRESETS["get_config"]("gsm8k")
-    shape = families.transformer_config(PUBLISHED[RHO])
+    shape = config_json.transformer_config(PUBLISHED[RHO])
     shape = dataclasses.replace(shape, num_heads=3, num_kv_heads=3, hidden_size=195)
     topology = chips.parse_topology("v5e:2x4")
     with pytest.raises(PlacementError, match="divides a model of hidden size 195 with 3 heads"):

@@ -120,7 +120,7 @@ def test_bisection_finds_the_largest_that_fits(limit):
 
 
 def test_published_shapes_are_the_models_they_name():
-    from tba_jax.models.hf import families
+    from tba_jax.models.hf import config_json
 
     sizes = {
         "realtreetune/rho-1b-sft-GSM8K": 1_100_048_384,
@@ -132,7 +132,7 @@ def test_published_shapes_are_the_models_they_name():
         "meta-llama/Llama-3.2-1B": 1_235_814_400,
     }
     for name, size in sizes.items():
-        assert num_params(families.transformer_config(PUBLISHED[name])) == size, name
+        assert num_params(config_json.transformer_config(PUBLISHED[name])) == size, name
 
 
 def test_a_model_that_nobody_knows_is_refused(monkeypatch):

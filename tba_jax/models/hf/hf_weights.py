@@ -3,7 +3,7 @@
 
 Tensors stream in the order of the files, each to the devices that hold a part of it, and out
 again one at a time, so that beside the parameters themselves hardly any memory is needed. It does
-not know architectures or tensor names (`families` and `hf_names` do), reads no pickle and runs no
+not know architectures or tensor names (`families` does), reads no pickle and runs no
 code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
 """
 
@@ -23,9 +23,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int32
 
-from tba_jax.models.hf import names as hf_names
-from tba_jax.models.hf import safetensors_file
-from tba_jax.models.hf.families import transformer_config
+from tba_jax.models.hf import families, safetensors_file
+from tba_jax.models.hf.config_json import transformer_config
 from tba_jax.models.hf.safetensors_file import Entry
 from tba_jax.models.hf.tensors import HFTensor
 from tba_jax.models.placing import Filling
@@ -76,12 +75,12 @@ def load(
     config = transformer_config(hf_config)
     params = read(
         folder,
-        hf_names.tensors(config),
+        families.tensors(config),
         abstract_params(config, param_dtype),
         shardings=shardings,
         family=config.family,
-        aliases=functools.partial(hf_names.aliases, config=config),
-        is_spare=functools.partial(hf_names.is_spare, config=config),
+        aliases=functools.partial(families.aliases, config=config),
+        is_spare=functools.partial(families.is_spare, config=config),
     )
     return config, params, hf_config
 
@@ -146,12 +145,12 @@ def save(
         folder: made when absent; weights in it are replaced.
         config: the architecture.
         params: parameters in our layout, on any devices; gathered one tensor at a time.
-        hf_config: contents for config.json (from `load` or `families.hf_config`); its dtype is
+        hf_config: contents for config.json (from `load` or `config_json.hf_config`); its dtype is
             replaced by that of the parameters.
         tokenizer_files_from: model folder whose tokenizer files are copied.
     """
     folder = Path(folder)
-    tensors = hf_names.tensors(config)
+    tensors = families.tensors(config)
     headers = _headers(tensors, params)
     if jax.process_index() != 0:
         for header in headers.values():

@@ -7,7 +7,7 @@ import pytest
 from fakes import FAMILIES, tiny_config
 
 from tba_jax.models import transformer
-from tba_jax.models.hf import names as hf_names
+from tba_jax.models.hf import families
 
 ALL = {name: {"family": name} for name in FAMILIES} | {
     "llama_biased": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "tie_embeddings": False},
@@ -28,7 +28,7 @@ def test_every_element_of_every_leaf_belongs_to_one_tensor(name):
     abstract = transformer.abstract_params(config)
     counts = {k: np.zeros(x.shape, int) for k, x in abstract.items() if k != "layers"}
     counts["layers"] = {k: np.zeros(x.shape, int) for k, x in abstract["layers"].items()}
-    for tensor in hf_names.tensors(config).values():
+    for tensor in families.tensors(config).values():
         assert sum(leaf_of(counts, tensor, p).size for p in tensor.leaves) == np.prod(tensor.shape)
         for leaf in tensor.leaves:
             view = leaf_of(counts, tensor, leaf)
@@ -42,7 +42,7 @@ def test_join_undoes_split_without_copies_or_casts(name):
     config = tiny_config(**ALL[name])
     abstract = transformer.abstract_params(config)
     rng = np.random.default_rng(0)
-    for full_name, tensor in hf_names.tensors(config).items():
+    for full_name, tensor in families.tensors(config).items():
         theirs = rng.normal(size=tensor.shape).astype(ml_dtypes.bfloat16)
         ours = tensor.split(theirs)
         for leaf, array in zip(tensor.leaves, ours, strict=True):
@@ -57,13 +57,13 @@ def test_join_undoes_split_without_copies_or_casts(name):
 
 def test_a_fused_matrix_is_cut_where_transformers_cuts_it():
     """GPT-NeoX: the rows of one head are its query, key and value. GPT-2: columns, heads inside."""
-    neox = hf_names.tensors(tiny_config(family="gpt_neox"))
+    neox = families.tensors(tiny_config(family="gpt_neox"))
     rows = np.repeat(np.arange(48)[:, None], 16, axis=1)  # 4 heads x (q, k, v) x 4, hidden 16
     q, k, v = neox["gpt_neox.layers.1.attention.query_key_value.weight"].split(rows)
     np.testing.assert_array_equal(q[0, 1], [12, 13, 14, 15])
     np.testing.assert_array_equal(k[0, 1], [16, 17, 18, 19])
     np.testing.assert_array_equal(v[5, 3], [44, 45, 46, 47])
-    gpt2 = hf_names.tensors(tiny_config(family="gpt2"))
+    gpt2 = families.tensors(tiny_config(family="gpt2"))
     q, k, v = gpt2["transformer.h.0.attn.c_attn.weight"].split(rows.T)
     np.testing.assert_array_equal(q[0, 1], [4, 5, 6, 7])
     np.testing.assert_array_equal(k[0, 1], [20, 21, 22, 23])
@@ -73,13 +73,13 @@ def test_a_fused_matrix_is_cut_where_transformers_cuts_it():
 def test_names_without_the_trunk_prefix_are_aliases():
     """The files of GPT-2 itself say wte.weight; GPT-NeoX has had two names for its head."""
     gpt2, neox = tiny_config(family="gpt2"), tiny_config(family="gpt_neox")
-    assert hf_names.aliases("transformer.h.0.ln_1.bias", gpt2) == ("h.0.ln_1.bias",)
-    assert hf_names.aliases("embed_out.weight", neox) == ("lm_head.weight",)
-    assert hf_names.aliases("score.weight", tiny_config(num_labels=1)) == ()
+    assert families.aliases("transformer.h.0.ln_1.bias", gpt2) == ("h.0.ln_1.bias",)
+    assert families.aliases("embed_out.weight", neox) == ("lm_head.weight",)
+    assert families.aliases("score.weight", tiny_config(num_labels=1)) == ()
     for family in FAMILIES:
         config = tiny_config(family=family, tie_embeddings=False)
-        names = list(hf_names.tensors(config))
-        names += [other for name in names for other in hf_names.aliases(name, config)]
+        names = list(families.tensors(config))
+        names += [other for name in names for other in families.aliases(name, config)]
         assert len(names) == len(set(names))
 
 
@@ -97,14 +97,14 @@ def test_names_without_the_trunk_prefix_are_aliases():
     ],
 )
 def test_buffers_and_copies_of_a_tied_head_are_spare(family, name):
-    assert hf_names.is_spare(name, tiny_config(family=family))
+    assert families.is_spare(name, tiny_config(family=family))
 
 
 def test_parameters_are_never_spare():
     for changes in ALL.values():
         config = tiny_config(**changes)
-        assert not any(hf_names.is_spare(name, config) for name in hf_names.tensors(config))
-    assert not hf_names.is_spare("lm_head.weight", tiny_config(tie_embeddings=False))
-    assert not hf_names.is_spare("lm_head.weight", tiny_config(num_labels=1))
-    assert not hf_names.is_spare("score.weight", tiny_config())
-    assert not hf_names.is_spare("model.layers.0.attention.dense.bias", tiny_config())
+        assert not any(families.is_spare(name, config) for name in families.tensors(config))
+    assert not families.is_spare("lm_head.weight", tiny_config(tie_embeddings=False))
+    assert not families.is_spare("lm_head.weight", tiny_config(num_labels=1))
+    assert not families.is_spare("score.weight", tiny_config())
+    assert not families.is_spare("model.layers.0.attention.dense.bias", tiny_config())

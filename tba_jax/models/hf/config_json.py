@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hugging Face `config.json` <-> TransformerConfig, for every family of `families`.
+
+A setting this model does not implement is refused by name; a setting that transformers itself does
+not use at inference (dropout, initialiser range) is passed over. It does not read files. The
+invariant it owns: transformer_config(hf_config(config)) == config, or hf_config refuses.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from tba_jax.models import rope
+from tba_jax.models.hf.families import FAMILIES, Family, Rotary
+from tba_jax.models.transformer import TransformerConfig
+
+# Fields that are yes or no: a config.json without the setting says no.
+_FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
+_ACTIVATIONS: Mapping[Any, Literal["silu", "gelu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    # Four spellings of one polynomial inside tanh.
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+}
+# Settings that transformers acts upon and this model does not: only these values are covered.
+_COVERED = {
+    "add_cross_attention": False,
+    "is_encoder_decoder": False,
+    "scale_attn_by_inverse_layer_idx": False,
+    "scale_attn_weights": True,
+    "use_sliding_window": False,
+}
+
+
+def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
+    """Our architecture for the contents of a Hugging Face config.json.
+
+    Raises:
+        ValueError: naming the setting, the value it has and the values that are covered.
+    """
+    name = hf_config.get("model_type")
+    if name not in FAMILIES:
+        raise _unsupported("model_type", name, ", ".join(FAMILIES))
+    family = FAMILIES[name]
+    values = {**family.defaults, **{k: v for k, v in hf_config.items() if v is not None}}
+    is_classifier = _is_classifier(values, family)
+    _refuse(values, family)
+    ours = {our: values[their] for our, their in family.keys.items() if their in values}
+    ours |= {flag: bool(ours.get(flag, False)) for flag in _FLAGS & family.keys.keys()}
+    if "num_heads" in ours:
+        ours.setdefault("num_kv_heads", ours["num_heads"])
+    if family.mlp_ratio and "hidden_size" in ours:
+        ours.setdefault("mlp_size", family.mlp_ratio * ours["hidden_size"])
+    missing = [x for our, x in family.keys.items() if our not in ours and our != "head_dim"]
+    if missing:
+        raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
+    activation = ours.pop("activation")
+    if activation not in _ACTIVATIONS:
+        raise _unsupported(family.keys["activation"], activation, ", ".join(_ACTIVATIONS))
+    if "head_dim" not in ours:
+        ours["head_dim"] = _head_dim(ours, family)
+    return TransformerConfig(
+        **ours,
+        **family.traits,
+        **_positions(values, family),
+        family=name,
+        activation=_ACTIVATIONS[activation],
+        num_labels=_num_labels(values) if is_classifier else 0,
+    )
+
+
+def hf_config(
+    config: TransformerConfig,
+    *,
+    bos_token_id: int | None = None,
+    eos_token_id: int | list[int] | None = None,
+    pad_token_id: int | None = None,
+    dtype: str = "float32",
+) -> dict[str, Any]:
+    """A config.json that transformers loads as the same architecture.
+
+    Raises:
+        ValueError: naming what the family of `config` cannot express.
+    """
+    family = FAMILIES[config.family]
+    values = {
+        "architectures": [family.classes[bool(config.num_labels)]],
+        "model_type": family.name,
+        "bos_token_id": bos_token_id,
+        "eos_token_id": eos_token_id,
+        "pad_token_id": pad_token_id,
+        "dtype": dtype,
+    }
+    values |= {their: getattr(config, our) for our, their in family.keys.items()}
+    if config.activation == "gelu_tanh":
+        setting = family.keys["activation"]
+        spelling = family.defaults.get(setting)
+        is_own = _ACTIVATIONS.get(spelling) == config.activation
+        values[setting] = spelling if is_own else "gelu_pytorch_tanh"
+    if family.rotary is not None:
+        values |= _rope_values(config, family.rotary)
+    if config.num_labels:
+        names = [f"LABEL_{i}" for i in range(config.num_labels)]
+        values["id2label"] = {str(i): name for i, name in enumerate(names)}
+        values["label2id"] = {name: i for i, name in enumerate(names)}
+    read = transformer_config(values)
+    lost = [
+        f"{field.name} = {getattr(config, field.name)!r}"
+        for field in dataclasses.fields(config)
+        if getattr(read, field.name) != getattr(config, field.name)
+    ]
+    if lost:
+        raise ValueError(
+            f"no Hugging Face family {family.name!r} with {', '.join(lost)}. Export needs an "
+            "architecture that the family has; choose another `family` or change these"
+        )
+    return values
+
+
+def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
+    architectures = values.get("architectures") or family.classes[:1]
+    for name in architectures:
+        if name not in family.classes:
+            raise _unsupported("architectures", name, " or ".join(family.classes))
+    return architectures[0] == family.classes[1]
+
+
+def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
+    """An equal share of the model's width, where config.json does not say it."""
+    size, num_heads = ours["hidden_size"], ours["num_heads"]
+    if size % num_heads:
+        raise ValueError(
+            f"config.json of a {family.name} model has {family.keys['hidden_size']} = {size}, not "
+            f"a multiple of its {num_heads} attention heads, and no head_dim; correct one of them"
+        )
+    return size // num_heads
+
+
+def _num_labels(values: Mapping[str, Any]) -> int:
+    """transformers writes no id2label for its default of two labels."""
+    labels = values.get("id2label")
+    return int(values.get("num_labels", 2)) if labels is None else len(labels)
+
+
+def _refuse(values: Mapping[str, Any], family: Family) -> None:
+    """Raise for the first setting that would change the numbers and is not implemented."""
+    for table, whose in ((_COVERED, ""), (family.covered, f" for {family.name}")):
+        for setting, covered in table.items():
+            if bool(values.get(setting, covered)) != covered:
+                raise _unsupported(setting, values[setting], f"{str(covered).lower()}{whose}")
+    if values.get("pruned_heads"):
+        raise _unsupported("pruned_heads", values["pruned_heads"], "{}")
+    layer_types = sorted(set(values.get("layer_types", ())) - {"full_attention"})
+    if layer_types:
+        raise _unsupported("layer_types", ", ".join(layer_types), "full_attention")
+    if values.get("quantization_config"):
+        method = values["quantization_config"].get("quant_method")
+        raise _unsupported("quantization_config.quant_method", method, "unquantised weights")
+
+
+def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Fields of TransformerConfig for the positions; rotary settings in either spelling.
+
+    `rope_parameters` is that of transformers 5; before, the base, `rope_scaling` and the share of a
+    head stood apart, under names of the family's. Where a file has both scalings, transformers
+    takes the old one.
+    """
+    rotary = family.rotary
+    if rotary is None:
+        return {"positions": "learned"}
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    given = {k: v for k, v in (values.get(name) or {}).items() if v is not None}
+    nested = [k for k, v in given.items() if isinstance(v, Mapping)]
+    if nested:
+        raise _unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
+    theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
+    fraction = values.get("partial_rotary_factor", rotary.default_fraction)
+    fraction = given.get("partial_rotary_factor", values.get(rotary.fraction, fraction))
+    if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
+        raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
+    return {
+        "rope_theta": float(given.get("rope_theta", theta)),
+        "rotary_fraction": float(fraction),
+        "rope_scaling": _scaling(given, name, values),
+    }
+
+
+def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> rope.Scaling | None:
+    kind = given.get("rope_type", given.get("type", "default"))
+    longest = values["max_position_embeddings"]
+    original = values.get(
+        "original_max_position_embeddings", given.get("original_max_position_embeddings", longest)
+    )
+
+    def number(key: str) -> float:
+        if key not in given:
+            raise ValueError(f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}")
+        return float(given[key])
+
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return rope.LinearScaling(number("factor"))
+        case "llama3":
+            return rope.Llama3Scaling(
+                factor=number("factor"),
+                low_freq_factor=number("low_freq_factor"),
+                high_freq_factor=number("high_freq_factor"),
+                original_max_positions=int(original),
+            )
+        case "yarn":
+            factor = float(given.get("factor", longest / original))
+            return rope.YarnScaling(
+                factor=factor,
+                original_max_positions=int(original),
+                attention_factor=_yarn_attention_factor(given, factor),
+                beta_fast=float(given.get("beta_fast") or 32),
+                beta_slow=float(given.get("beta_slow") or 1),
+                truncate=bool(given.get("truncate", True)),
+            )
+    raise _unsupported(f"{name}.rope_type", kind, "default, linear, llama3, yarn")
+
+
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+    """1 + 0.1 ln(factor), the paper's, unless the file says otherwise."""
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
+
+    if "attention_factor" in given:
+        return float(given["attention_factor"])
+    above, below = given.get("mscale"), given.get("mscale_all_dim")
+    return scale(above) / scale(below) if above and below else scale(1.0)
+
+
+def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:
+    """Both spellings: transformers reads the old fields up to 4.x, rope_parameters from 5."""
+    scaling: dict[str, Any] = {"rope_type": "default"}
+    match config.rope_scaling:
+        case rope.LinearScaling(factor):
+            scaling = {"rope_type": "linear", "factor": factor}
+        case rope.Llama3Scaling() as s:
+            scaling = {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_positions,
+            }
+        case rope.YarnScaling() as s:
+            scaling = {
+                "rope_type": "yarn",
+                "factor": s.factor,
+                "original_max_position_embeddings": s.original_max_positions,
+                "attention_factor": s.attention_factor,
+                "beta_fast": s.beta_fast,
+                "beta_slow": s.beta_slow,
+                "truncate": s.truncate,
+            }
+    values: dict[str, Any] = {
+        "rope_theta": config.rope_theta,
+        "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
+    }
+    if config.rope_scaling is not None:
+        values["rope_scaling"] = dict(scaling)
+    if rotary.may_be_partial:
+        values["rope_parameters"]["partial_rotary_factor"] = config.rotary_fraction
+        values |= {rotary.theta: config.rope_theta, rotary.fraction: config.rotary_fraction}
+    return values
+
+
+def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
+    return ValueError(
+        f"config.json has {setting} = {got!r}, which this model does not implement (it covers: "
+        f"{wanted}). Choose a checkpoint of the {', '.join(FAMILIES)} family without that "
+        "setting"
+    )
