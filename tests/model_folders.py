@@ -6,6 +6,7 @@ import numpy as np
 from fakes import random_params, tiny_config
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 
@@ -15,6 +16,12 @@ def make_folder(path, **changes):
     params = random_params(config)
     hf_weights.save(path, config, params, config_json.hf_config(config, eos_token_id=2))
     return config, params
+
+
+def load_folder(path, **settings):
+    """(architecture, parameters, contents of config.json) of a folder that may lack a tokenizer."""
+    found = models.describe(path)
+    return found.config, found.load_params(**settings), found.hf_config
 
 
 def assert_equal(a, b):

@@ -34,9 +34,9 @@ from tokenizers.processors import TemplateProcessing
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models import tokenizer as tokenizer_lib
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.model import load
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
@@ -189,8 +189,7 @@ def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
     Returns:
         Right answers and kinds as shares: of all responses, and right ones within each kind.
     """
-    config, params, _ = hf_weights.load(folder)
-    tokenizer = tokenizer_lib.Tokenizer.load(folder)
+    config, params, tokenizer = load(folder)
     decoder = Decoder(
         config,
         compute_dtype=jnp.float32,

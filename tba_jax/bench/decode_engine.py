@@ -27,6 +27,7 @@ from tba_jax.bench import roofline
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
+from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -140,7 +141,8 @@ def with_eos(
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Figures of the engine under one load."""
     start = time.perf_counter()
-    config, params, _ = hf_weights.load(job["model"], param_dtype=job["dtype"])
+    model = models.describe(job["model"])
+    config, params = model.config, model.load_params(param_dtype=job["dtype"])
     prompts = np.load(job["prompts"])
     num_rows = len(prompts) * job["num_samples"]
     decoder = _decoder(config, job, prompts.shape[1], job["max_new_tokens"], job["eos_ids"])
@@ -203,7 +205,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure_queue(job: dict[str, Any]) -> dict[str, Any]:
     """Cost per token of short responses, by the number that is queued at the start."""
-    config, params, _ = hf_weights.load(job["model"], param_dtype=job["dtype"])
+    model = models.describe(job["model"])
+    config, params = model.config, model.load_params(param_dtype=job["dtype"])
     decoder = _decoder(config, job, _QUEUE_PROMPT, _QUEUE_TOKENS, ())
     weights = decoder.weights(params)
     del params

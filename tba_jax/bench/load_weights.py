@@ -26,7 +26,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.models.hf import families, hf_weights, safetensors_file
+from tba_jax.models import model as models
+from tba_jax.models.hf import families, safetensors_file
 from tba_jax.models.hf.config_json import transformer_config
 from tba_jax.models.transformer import Params, TransformerConfig, param_axes
 
@@ -103,13 +104,14 @@ def write_checkpoint(folder: Path, num_bytes: int, num_files: int) -> Transforme
 
 def measure(folder: Path, num_devices: int, shard_axis: str, param_dtype: str) -> dict[str, Any]:
     """The figures of one load, by name."""
-    config = transformer_config(hf_weights.load_config(folder))
+    model = models.describe(folder)
+    config = model.config
     shardings = _shardings(config, num_devices, shard_axis)
     jax.block_until_ready(jax.numpy.zeros(1))  # the backend starts before the count
     before = anonymous_bytes()
     start = time.perf_counter()
     with Peak(anonymous_bytes) as peak:
-        _, params, _ = hf_weights.load(folder, param_dtype=param_dtype, shardings=shardings)
+        params = model.load_params(param_dtype=param_dtype, shardings=shardings)
         jax.block_until_ready(params)
     seconds = time.perf_counter() - start
     sizes = _sizes(config)

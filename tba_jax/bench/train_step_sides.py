@@ -27,6 +27,7 @@ import optax
 from tba_jax.bench import roofline
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.flow.trajectory import Batch
+from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import TransformerConfig
@@ -70,7 +71,8 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Times, memory and first loss of one side."""
-    config, params, _ = hf_weights.load(job["model"], param_dtype=job["dtype"])
+    model = models.describe(job["model"])
+    config, params = model.config, model.load_params(param_dtype=job["dtype"])
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     schedule = optax.constant_schedule(job["learning_rate"])
     optimizer = make_optimizer(

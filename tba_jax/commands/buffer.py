@@ -216,13 +216,11 @@ def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
 
 def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
     """The run's tokenizer, or token ids and a note why."""
-    from tba_jax.models.hf import hf_weights
     from tba_jax.models.tokenizer import Tokenizer
 
     if not note:
         try:
-            folder = hf_weights.resolve(config["model.path"] or "embedded:start_model")
-            tokenizer = Tokenizer.load(folder)
+            tokenizer = Tokenizer.load(config["model.path"] or "embedded:start_model")
             return lambda ids: tokenizer.decode(ids, skip_special=False), ""
         except (OSError, ValueError, KeyError) as error:
             note = f"token ids, not text: {error}"

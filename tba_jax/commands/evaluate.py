@@ -108,21 +108,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             import jax
             import jax.numpy as jnp
 
-            from tba_jax.models.hf import config_json, hf_weights
+            from tba_jax.models import model as models
             from tba_jax.models.shardings import param_shardings
             from tba_jax.run.placing import reading_mesh
 
             config = override(None, [f"--config={args.config}", *overrides])
             validate(config)
             what = args.model or model_path(config)
-            folder = str(hf_weights.resolve(what))
-            model_config = config_json.transformer_config(hf_weights.load_config(folder))
-            _, params, _ = hf_weights.load(
-                folder,
+            found = models.describe(what)
+            model_config, folder = found.config, str(found.folder)
+            mesh = reading_mesh(model_config, jax.local_devices())
+            params = found.load_params(
                 param_dtype=jnp.dtype(config.model.rollout_dtype),
-                shardings=param_shardings(
-                    model_config, reading_mesh(model_config, jax.local_devices())
-                ),
+                shardings=param_shardings(model_config, mesh),
             )
         else:
             raise ValueError("give --workdir, or --config with an optional --model")

@@ -50,13 +50,10 @@ def _generate(args: argparse.Namespace) -> dict:
 
     from tba_jax.decoding.engine import Decoder
     from tba_jax.decoding.requests import SamplingSettings
-    from tba_jax.models.hf import hf_weights
-    from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.models import model as models
 
-    folder = hf_weights.resolve(args.model)
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    config, params, _ = hf_weights.load(folder, param_dtype=dtype)
-    tokenizer = Tokenizer.load(folder)
+    config, params, tokenizer = models.load(args.model, param_dtype=dtype)
     if args.chat:
         chat = tokenizer.format_chat([{"role": "user", "content": args.prompt}])
         prompt = tokenizer.encode(chat, add_bos=False)

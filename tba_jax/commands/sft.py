@@ -24,6 +24,7 @@ import optax
 
 from tba_jax.config.command_line import local_folder
 from tba_jax.flow.trajectory import left_pad
+from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.tokenizer import Tokenizer
@@ -173,10 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty; give a new --out folder")
-        source = hf_weights.resolve(args.model)
-        tokenizer = Tokenizer.load(source)
+        source = models.describe(args.model)
+        config, tokenizer = source.config, source.load_tokenizer()
         rows = load_rows(args.data, tokenizer)
-        config, params, hf_config = hf_weights.load(source)
         longest = max(len(p) for p, _ in rows) + max(len(r) for _, r in rows)
         if longest > config.max_positions:
             raise ValueError(
@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{args.model} was made for {config.max_positions}; shorten them"
             )
         params, _ = fine_tune(
-            params,
+            source.load_params(),
             config,
             rows,
             num_steps=args.num_steps,
@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pad_id=tokenizer.pad_id,
             seed=args.seed,
         )
-        hf_weights.save(out, config, params, hf_config, tokenizer_files_from=source)
+        hf_weights.save(out, config, params, source.hf_config, tokenizer_files_from=source.folder)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,6 @@ from tba_jax.evaluation.evaluator import MetricFunction, Responses
 from tba_jax.flow.edit_distance import distinct_n, mean_pairwise_distance
 from tba_jax.flow.trajectory import Trajectory, bucket_length, length_buckets
 from tba_jax.models import encoder
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ class SentenceEmbedder:
         with jax.default_device(device):
             config, params = encoder.load(path)
         self._params = jax.device_put(params, device)
-        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
+        self._tokenizer = Tokenizer.load(path)
         self._max_tokens = min(max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
         self._batch_rows = batch_rows

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import folders, hf_weights
 from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
@@ -143,8 +143,8 @@ def load(
         ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
             or tensors that are missing, unexpected or misshaped (all named in one message).
     """
-    folder = hf_weights.resolve(path_or_hub_id)
-    config = encoder_config(hf_weights.load_config(folder))
+    folder = folders.resolve(path_or_hub_id)
+    config = encoder_config(folders.load_config(folder))
     params = hf_weights.read(
         folder,
         _tensors(config),

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.models.hf import folders
+
 
 class Tokenizer:
     """The tokenizer of a model folder; use `Tokenizer.load`.
@@ -50,14 +52,14 @@ class Tokenizer:
         self.pad_id: int = pad if self._has_row(pad) else (self.eos_ids or (0,))[0]
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Tokenizer":
-        """The tokenizer of a model folder (`hf_weights.resolve` finds that of a hub id).
+    def load(cls, path_or_hub_id: str | os.PathLike[str]) -> "Tokenizer":
+        """The tokenizer of a model folder, hub id or embedded model.
 
         Raises:
-            ValueError: no folder, no tokenizer in it that can be read without running its code,
+            ValueError: no such model, no tokenizer there that can be read without running its code,
                 or special tokens that the model of the same folder lacks.
         """
-        folder = Path(path)
+        folder = folders.resolve(path_or_hub_id)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
             raise ValueError(
                 f"{folder}: no tokenizer.json and no tokenizer.model there. Give a Hugging Face "

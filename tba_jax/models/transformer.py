@@ -384,7 +384,7 @@ def apply(
     comes out at a padded position is finite and meaningless.
 
     Args:
-        params: from `init_params` or `hf_weights.load`, or these in the decoder's layout.
+        params: from `init_params` or `model.load`, or these in the decoder's layout.
         tokens: token ids.
         positions: position of each token in its sequence (a left-padded row starts at 0 after its
             padding, each sequence of a packed row at 0).

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import folders
 
 _TIMEOUT_S = 5.0
 
@@ -173,8 +173,8 @@ def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
     Raises:
         ValueError: neither a folder with config.json, nor on the hub, nor in the table.
     """
-    is_embedded = path_or_hub_id.startswith(hf_weights.EMBEDDED)
-    folder = Path(hf_weights.resolve(path_or_hub_id) if is_embedded else path_or_hub_id)
+    is_embedded = path_or_hub_id.startswith(folders.EMBEDDED)
+    folder = Path(folders.resolve(path_or_hub_id) if is_embedded else path_or_hub_id)
     folder = folder.expanduser()
     if folder.is_dir():
         file = folder / "config.json"

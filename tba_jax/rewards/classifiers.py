@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from tba_jax.flow.trajectory import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder
-from tba_jax.models.hf import hf_weights
+from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.tokenizer import Tokenizer
 
@@ -109,7 +109,7 @@ class EncoderClassifier:
             )
         self._target = config.labels.index(target)
         self._params = jax.device_put(params, device)
-        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
+        self._tokenizer = Tokenizer.load(path)
         self._max_tokens = min(settings.max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
         self._batch_rows = settings.batch_rows
@@ -149,21 +149,21 @@ class GuardClassifier:
     def __init__(self, settings: ClassifierSettings, device: Any) -> None:
         path = settings.path
         with jax.default_device(device):
-            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(settings.dtype))
-        if config.num_labels:
+            model = models.load(path, param_dtype=jnp.dtype(settings.dtype))
+        if model.config.num_labels:
             raise ValueError(
-                f"the model at {path} is a classifier with {config.num_labels} labels; "
+                f"the model at {path} is a classifier with {model.config.num_labels} labels; "
                 "classifier.kind=guard needs a language model"
             )
-        self._params = jax.device_put(params, device)
-        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
+        self._params = jax.device_put(model.params, device)
+        self._tokenizer = model.tokenizer
         self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
         if not len(self._verdict):
             raise ValueError("classifier.target is empty; give the guard's verdict, e.g. unsafe")
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
         self._buckets = length_buckets(settings.max_tokens, 3)
         self._batch_rows = settings.batch_rows
-        self._program = verdict_program(config, len(self._verdict), settings.dtype)
+        self._program = verdict_program(model.config, len(self._verdict), settings.dtype)
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]

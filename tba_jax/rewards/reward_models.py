@@ -20,8 +20,8 @@ from jaxtyping import Array
 
 from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
+from tba_jax.models import model as models
 from tba_jax.models.classifier import classify
-from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -116,19 +116,17 @@ class RewardModel:
         Raises:
             ValueError: no such model, not a reward model, or one that the mesh does not divide.
         """
-        folder = hf_weights.resolve(path_or_hub_id)
+        found = models.describe(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
-        config = config_json.transformer_config(hf_weights.load_config(folder))
-        shardings = _shardings(config, mesh, where)
-        _, params, _ = hf_weights.load(folder, param_dtype=param_dtype, shardings=shardings)
+        shardings = _shardings(found.config, mesh, where)
         return cls(
-            config,
-            params,
-            Tokenizer.load(folder),
+            found.config,
+            found.load_params(param_dtype=param_dtype, shardings=shardings),
+            found.load_tokenizer(),
             compute_dtype=param_dtype,
             mesh=mesh,
             where=where,
-            program=in_turn(make_score_program(config, param_dtype, mesh)),
+            program=in_turn(make_score_program(found.config, param_dtype, mesh)),
             **options,
         )
 

@@ -23,8 +23,7 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import length_buckets
-from tba_jax.models.hf import hf_weights
-from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier
 from tba_jax.rewards.source import ScoreResult
@@ -75,14 +74,13 @@ class Victim:
         self, path: str, settings: VictimSettings, *, devices: Sequence[Any], dtype: str
     ) -> None:
         with jax.default_device(devices[0]):
-            config, params, _ = hf_weights.load(path, param_dtype=jnp.dtype(dtype))
+            config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
         if config.num_labels:
             raise ValueError(
                 f"the victim at {path} is a classifier with {config.num_labels} labels; "
                 "victim.path needs a language model"
             )
         self._settings = settings
-        self._tokenizer = Tokenizer.load(hf_weights.resolve(path))
         self.format("a")  # a template that cannot be used is refused now
         longest = settings.max_prompt_tokens + settings.max_new_tokens
         if longest > config.max_positions:

@@ -22,8 +22,8 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.models import lora
-from tba_jax.models.hf import config_json, hf_weights
-from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models import model as models
+from tba_jax.models.hf import hf_weights
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
@@ -86,13 +86,13 @@ def build(
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    folder_of_model = hf_weights.resolve(model_path(config))
-    tokenizer = Tokenizer.load(folder_of_model)
+    model = models.describe(model_path(config))
+    tokenizer = model.load_tokenizer()
     # Searcher 0 runs evaluations, on the weights that it has.
     evaluation_mesh = placement.searcher_meshes[0]
     rewards = make_rewards(config, task, tokenizer, placement.searcher_meshes, turns)
     gold = make_gold(config, task, tokenizer, evaluation_mesh, turns)
-    model_config = config_json.transformer_config(hf_weights.load_config(folder_of_model))
+    model_config = model.config
     policy = policy_config(config, model_config)
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
@@ -111,8 +111,7 @@ def build(
     params, base, host_states = None, None, None
     if is_new or has_adapters or config.reference.placement == "searcher":
         progress.phase("loading the model")
-        _, params, _ = hf_weights.load(
-            folder_of_model,
+        params = model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
@@ -130,7 +129,7 @@ def build(
         _, state, host_states = checkpoints.restore(target, newest)
         state = TrainState(*state) if not isinstance(state, TrainState) else state
         if has_adapters:
-            lora.check_base(folder_of_model, host_states[0]["run"][1]["base_fingerprint"])
+            lora.check_base(model.folder, host_states[0]["run"][1]["base_fingerprint"])
 
     transport = make_transport(config, policy, placement, turns, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
@@ -285,7 +284,7 @@ def build(
         schedule_log=schedule_log,
         metrics_log=metrics_log,
         clock=clock,
-        base_fingerprint=hf_weights.fingerprint(folder_of_model) if has_adapters else "",
+        base_fingerprint=hf_weights.fingerprint(model.folder) if has_adapters else "",
     )
     if host_states is not None:
         run.restore(

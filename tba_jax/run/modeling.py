@@ -16,8 +16,7 @@ from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
 from tba_jax.flow.trajectory import length_buckets
 from tba_jax.models import lora
-from tba_jax.models.hf import hf_weights
-from tba_jax.models.hf.config_json import transformer_config
+from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, unstack_layers
 from tba_jax.weights.transport import Layout, make_publish_program
@@ -104,14 +103,14 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """
     dtype = jnp.dtype(config.model.rollout_dtype)
     shardings = param_shardings(model_config, source)
-    folder = hf_weights.resolve(model_path(config))
-    if transformer_config(hf_weights.load_config(folder)) != model_config:
+    found = models.describe(model_path(config))
+    if found.config != model_config:
         raise ValueError(
             "config.eval.reference_metrics compares with the model at config.model.path = "
             f"{model_path(config)!r}, which has another architecture; name the right one, or set "
             "--config.eval.reference_metrics=False"
         )
-    _, params, _ = hf_weights.load(folder, param_dtype=dtype, shardings=shardings)
+    params = found.load_params(param_dtype=dtype, shardings=shardings)
     return decoder_weights(config, model_config, params, source, mesh)
 
 

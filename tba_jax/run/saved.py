@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import Config, default_config
 from tba_jax.models import lora
-from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models import model as models
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.modeling import model_path, policy_config
@@ -55,19 +55,17 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
             model.path. CheckpointError: no readable checkpoint.
     """
     config = load_run_config(workdir)
-    folder = hf_weights.resolve(model_path(config))
-    hf_config = hf_weights.load_config(folder)
-    model_config = config_json.transformer_config(hf_config)
+    source = models.describe(model_path(config))
+    model_config = source.config
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
     step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))
     params, policy = state.params, policy_config(config, model_config)
     if policy.adapters is not None:
-        lora.check_base(folder, host_states[0]["run"][1]["base_fingerprint"])
-        _, base, _ = hf_weights.load(
-            folder,
+        lora.check_base(source.folder, host_states[0]["run"][1]["base_fingerprint"])
+        base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=param_shardings(model_config, mesh),
         )
         params = lora.merge(base, params, config=policy)
-    return step, model_config, params, hf_config, str(folder)
+    return step, model_config, params, source.hf_config, str(source.folder)

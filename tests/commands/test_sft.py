@@ -6,11 +6,12 @@ import json
 import jax
 import numpy as np
 import pytest
+from model_folders import load_folder
 
 from tba_jax.commands import sft
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.modeling import START_MODEL
 from tba_jax.tasks import arithmetic
@@ -29,7 +30,7 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
     assert sft.main([*arguments, "--batch_size=4", "--learning_rate=3e-3"]) == 0
     printed = capsys.readouterr().out
     assert "step 60 of 60" in printed
-    config, params, _ = hf_weights.load(out)
+    config, params, _ = load_folder(out)
     tokenizer = Tokenizer.load(out)
     decoder = Decoder(
         config,
@@ -84,8 +85,8 @@ def test_a_file_that_cannot_be_used_is_one_line(tmp_path, capsys, text, message)
 
 
 def test_the_embedded_attacker_writes_sums():
-    folder = hf_weights.resolve("embedded:attacker_model")
-    config, params, _ = hf_weights.load(folder)
+    folder = folders.resolve("embedded:attacker_model")
+    config, params, _ = load_folder(folder)
     tokenizer = Tokenizer.load(folder)
     decoder = Decoder(
         config,

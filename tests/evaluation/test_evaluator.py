@@ -6,10 +6,10 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_folders import load_folder
 
 from tba_jax.config.schema import default_config
 from tba_jax.evaluation.evaluator import pass_at_k
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.evaluating import make_evaluator
@@ -36,7 +36,7 @@ class LengthReward:
 
 @pytest.fixture(scope="module")
 def model():
-    config, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     return config, params, Tokenizer.load(str(START_MODEL))
 
 

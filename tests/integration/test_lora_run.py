@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
+from model_folders import load_folder
 from test_pod import run_pod
 
 from tba_jax.commands import evaluate, export
@@ -58,8 +59,8 @@ def test_evaluate_and_export_agree_with_the_run(reference, model, tmp_path, caps
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
 
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    config, params, _ = hf_weights.load(str(tmp_path / "model"))
-    start_config, base, _ = hf_weights.load(str(model))
+    config, params, _ = load_folder(str(tmp_path / "model"))
+    start_config, base, _ = load_folder(str(model))
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start_config
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
@@ -131,8 +132,8 @@ def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cach
 # Last: it spoils the model that the other tests read.
 @pytest.mark.slow
 def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache, capsys):
-    _, params, hf_config = hf_weights.load(str(model))
-    config, _, _ = hf_weights.load(str(model))
+    _, params, hf_config = load_folder(str(model))
+    config, _, _ = load_folder(str(model))
     changed = {**params, "layers": {**params["layers"], "up": params["layers"]["up"] * 1.01}}
     hf_weights.save(model, config, changed, hf_config)
     assert evaluate.main([f"--workdir={reference}"]) == 1

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
+from model_folders import load_folder
 
 from tba_jax.commands import buffer, evaluate, export
 from tba_jax.flow.rounds import unflatten
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run import modeling
 from tba_jax.run import saved as saved_run
@@ -99,8 +99,8 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
 
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    start, _, _ = hf_weights.load(str(modeling.START_MODEL))
-    config, params, _ = hf_weights.load(str(tmp_path / "model"))
+    start, _, _ = load_folder(str(modeling.START_MODEL))
+    config, params, _ = load_folder(str(tmp_path / "model"))
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))

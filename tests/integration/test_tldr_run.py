@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from commands import ROOT, lines, losses, run
 from fakes import random_params, write_word_tokenizer
+from model_folders import load_folder
 
 from tba_jax.commands import evaluate
-from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.hf import config_json, folders, hf_weights
 
 GOLDEN = ROOT / "tests" / "golden"
 METRICS = {
@@ -31,9 +32,9 @@ def write_models(folder):
     sources = {"policy": "gpt_neox", "reward": "gpt_neox_reward", "gold": "gpt_neox_reward"}
     for name, source in sources.items():
         shutil.copytree(GOLDEN / source, folder / name)
-        size = hf_weights.load_config(folder / name)["vocab_size"]
+        size = folders.load_config(folder / name)["vocab_size"]
         write_word_tokenizer(folder / name, size, eos=1, pad=0)
-    config, _, hf_config = hf_weights.load(folder / "gold")
+    config, _, hf_config = load_folder(folder / "gold")
     assert config.family == "gpt_neox" and config.num_labels == 1
     hf_weights.save(folder / "gold", config, random_params(config, seed=5), hf_config)
     assert config_json.transformer_config(hf_config) == config

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fakes import FAMILIES, random_params, tiny_config
+from model_folders import load_folder
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import classifier, rope, transformer
@@ -64,7 +65,7 @@ def test_there_is_a_golden_model_of_every_family():
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
     """Alone, padded left and padded right, in one batch; then in bfloat16."""
-    config, params, _ = hf_weights.load(GOLDEN / name)
+    config, params, _ = load_folder(GOLDEN / name)
     golden = np.load(GOLDEN / f"{name}.npz")
     n, m = golden["tokens"].shape[1], golden["greedy"].shape[1]
     width = golden["left_mask"].shape[1]
@@ -97,13 +98,13 @@ def test_a_checkpoint_of_the_bare_trunk_with_old_buffers_is_read(tmp_path):
     old |= {f"h.{i}.attn.bias": np.tril(np.ones((1, 1, 128, 128), bool)) for i in range(2)}
     save_file(old, tmp_path / "model.safetensors")
     shutil.copyfile(GOLDEN / "gpt2" / "config.json", tmp_path / "config.json")
-    found, want = hf_weights.load(tmp_path)[1], hf_weights.load(GOLDEN / "gpt2")[1]
+    found, want = load_folder(tmp_path)[1], load_folder(GOLDEN / "gpt2")[1]
     jax.tree.map(np.testing.assert_array_equal, found, want)
 
 
 @pytest.mark.parametrize("name", CLASSIFIERS)
 def test_scores_equal_those_of_transformers(name):
-    config, params, _ = hf_weights.load(GOLDEN / name)
+    config, params, _ = load_folder(GOLDEN / name)
     golden = np.load(GOLDEN / f"{name}.npz")
     assert golden["logits"].shape[1] == config.num_labels and "unembed" not in params
     width = golden["left_mask"].shape[1]
@@ -137,7 +138,7 @@ def test_a_family_is_one_record(tmp_path, monkeypatch):
     hf_weights.save(tmp_path, config, params, written)
     assert written["model_type"] == "fake" and written["epsilon"] == 1e-3
     assert "fake.layers.0.self_attn.q_norm.weight" in load_file(tmp_path / "model.safetensors")
-    found_config, found, _ = hf_weights.load(tmp_path)
+    found_config, found, _ = load_folder(tmp_path)
     assert found_config == config
     jax.tree.map(np.testing.assert_array_equal, found, params)
     with pytest.raises(ValueError, match="window = True.*false for fake"):
@@ -154,7 +155,7 @@ def test_a_language_model_has_no_scores():
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
 def test_the_greedy_story_is_that_of_transformers():
     golden = json.loads((GOLDEN / "stories260k.json").read_text())
-    config, params, _ = hf_weights.load(STORIES)
+    config, params, _ = load_folder(STORIES)
     tokens = np.array([golden["prompt_ids"] + golden["greedy_ids"]])
     found = logits_of(config, params, tokens, tokens >= 0).argmax(-1)
     greedy = found[0, len(golden["prompt_ids"]) - 1 : -1].tolist()

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from fakes import FAMILIES
 from jax.sharding import Mesh
-from model_folders import assert_equal, make_folder, shardings_of
+from model_folders import assert_equal, load_folder, make_folder, shardings_of
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, families, hf_weights, safetensors_file
+from tba_jax.models.hf import config_json, families, folders, hf_weights, safetensors_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 GOLDEN_MODELS = [
@@ -39,7 +39,7 @@ STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
 )
 def test_save_then_load_is_bit_equal(tmp_path, changes):
     config, params = make_folder(tmp_path, **changes)
-    loaded_config, loaded, hf_config = hf_weights.load(tmp_path)
+    loaded_config, loaded, hf_config = load_folder(tmp_path)
     assert loaded_config == config
     assert hf_config["eos_token_id"] == 2
     assert_equal(loaded, params)
@@ -47,7 +47,7 @@ def test_save_then_load_is_bit_equal(tmp_path, changes):
 
 @pytest.mark.parametrize("name", GOLDEN_MODELS)
 def test_load_then_save_reproduces_the_files_of_transformers(tmp_path, name):
-    config, params, hf_config = hf_weights.load(GOLDEN / name)
+    config, params, hf_config = load_folder(GOLDEN / name)
     hf_weights.save(tmp_path, config, params, hf_config)
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, GOLDEN / name))
     assert ours.keys() == theirs.keys()
@@ -77,11 +77,11 @@ def write_index(path, weight_map):
 def test_several_files_are_read_by_their_index(tmp_path):
     _, params = make_folder(tmp_path)
     weight_map = split_folder(tmp_path)
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
     # A tensor that the index forgets lies in its file all the same.
     del weight_map["model.norm.weight"]
     write_index(tmp_path, weight_map)
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
 
 
 def test_an_absent_file_is_named(tmp_path):
@@ -89,7 +89,7 @@ def test_an_absent_file_is_named(tmp_path):
     split_folder(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(ValueError, match=r"index\.json names model-1\.safetensors, absent"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_a_tensor_that_its_file_lacks_is_named(tmp_path):
@@ -99,7 +99,7 @@ def test_a_tensor_that_its_file_lacks_is_named(tmp_path):
     weight_map[name] = next(f for f in weight_map.values() if f != weight_map[name])
     write_index(tmp_path, weight_map)
     with pytest.raises(ValueError) as caught:
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
     line = f"named by the index but absent from their file: {name} ({weight_map[name]})"
     assert line in str(caught.value)
     assert "missing:" not in str(caught.value)
@@ -120,7 +120,7 @@ def test_an_index_that_is_none_is_refused(tmp_path, text, message):
     make_folder(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_bytes(text)
     with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: .*{message}"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_all_disagreements_are_named_in_one_error(tmp_path):
@@ -131,7 +131,7 @@ def test_all_disagreements_are_named_in_one_error(tmp_path):
     tensors["model.embed_tokens.weight"] = np.ones((24, 16), np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as caught:
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
     message = str(caught.value)
     assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
     assert "unexpected: model.layers.0.self_attn.q_norm.weight" in message
@@ -145,10 +145,10 @@ def test_names_without_the_prefix_are_found(tmp_path):
     assert bare.keys().isdisjoint(tensors)
     bare["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)  # a mask, in files of old
     save_file(bare, tmp_path / "model.safetensors")
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
     save_file(bare | tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"unexpected: h\.0\.attn\.c_attn\.bias"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_harmless_extra_tensors_are_accepted(tmp_path):
@@ -157,7 +157,7 @@ def test_harmless_extra_tensors_are_accepted(tmp_path):
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(3, np.float32)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     save_file(tensors, tmp_path / "model.safetensors")
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
 
 
 @pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -167,7 +167,7 @@ def test_any_dtype_becomes_any_other(tmp_path, target):
     dtypes = [np.float64, np.float32, np.float16, ml_dtypes.bfloat16]
     tensors = {name: x.astype(dtypes[i % 4]) for i, (name, x) in enumerate(sorted(tensors.items()))}
     save_file(tensors, tmp_path / "model.safetensors")
-    config, params, _ = hf_weights.load(tmp_path, param_dtype=target)
+    config, params, _ = load_folder(tmp_path, param_dtype=target)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(target)}
     used = set()
     for name, place in families.tensors(config).items():
@@ -184,7 +184,7 @@ def test_the_dtype_of_the_parameters_is_kept_when_saving(tmp_path):
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     # Norms in float32 are written before the rest, so that they are aligned.
     low["layers"]["attn_norm"] = params["layers"]["attn_norm"]
-    hf_weights.save(tmp_path, config, low, hf_weights.load_config(tmp_path))
+    hf_weights.save(tmp_path, config, low, folders.load_config(tmp_path))
     tensors = load_file(tmp_path / "model.safetensors")
     embed, norm = (
         tensors[f"model.{x}.weight"] for x in ("embed_tokens", "layers.1.input_layernorm")
@@ -206,14 +206,14 @@ def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
     save_file(tensors, tmp_path / "model.safetensors")
     message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
     with pytest.raises(ValueError, match=message):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_parameters_of_other_dtypes_are_not_saved(tmp_path):
     config, params = make_folder(tmp_path)
     params = jax.tree.map(lambda x: x.astype(jnp.int8), params)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is int8.*Convert"):
-        hf_weights.save(tmp_path, config, params, hf_weights.load_config(tmp_path))
+        hf_weights.save(tmp_path, config, params, folders.load_config(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -237,44 +237,44 @@ def test_damaged_weights_are_named(tmp_path, damage):
     assert damage(data) != data
     file.write_bytes(damage(data))
     with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_pickled_weights_are_refused(tmp_path):
     make_folder(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=r"pickled weights \(pytorch_model.bin\).*refused"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
     _, params = make_folder(tmp_path)
     (tmp_path / "modeling.py").write_text("raise SystemExit('this ran')\n")
-    contents = hf_weights.load_config(tmp_path)
+    contents = folders.load_config(tmp_path)
     contents["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
     (tmp_path / "config.json").write_text(json.dumps(contents))
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
     contents["model_type"] = "novel"
     (tmp_path / "config.json").write_text(json.dumps(contents))
     with pytest.raises(ValueError, match="model_type = 'novel'"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_paths_that_hold_no_model_are_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
-        hf_weights.load(tmp_path / "nowhere")
+        load_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no config\.json there"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
     make_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no model\.safetensors and no model\.safetensors\.index"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=r"config\.json: holds no JSON object"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch):
@@ -285,7 +285,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match=r"'some/model' is neither .* \(no connection\)"):
-        hf_weights.resolve("some/model")
+        folders.resolve("some/model")
 
 
 def test_tokenizer_files_are_copied(tmp_path):
@@ -307,7 +307,7 @@ def test_large_models_are_saved_as_several_files(tmp_path, monkeypatch):
     config, params = make_folder(tmp_path)
     single = load_file(tmp_path / "model.safetensors")
     monkeypatch.setattr(hf_weights, "_MAX_FILE_BYTES", 4000)
-    hf_config = hf_weights.load_config(tmp_path)
+    hf_config = folders.load_config(tmp_path)
     hf_weights.save(tmp_path, config, params, hf_config)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
@@ -325,7 +325,7 @@ def test_large_models_are_saved_as_several_files(tmp_path, monkeypatch):
     assert whole.keys() == single.keys()
     assert_equal(whole, single)
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in single.values())
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
     # And back: nothing of the files is left to be mixed with the one.
     monkeypatch.undo()
     hf_weights.save(tmp_path, config, params, hf_config)
@@ -348,16 +348,16 @@ def test_a_save_that_fails_leaves_the_old_model(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(safetensors_file, "write", full_disk)
     other = jax.tree.map(lambda x: x + 1, params)
     with pytest.raises(OSError, match="no space left"):
-        hf_weights.save(tmp_path, config, other, hf_weights.load_config(tmp_path))
+        hf_weights.save(tmp_path, config, other, folders.load_config(tmp_path))
     assert written
     assert sorted(p.name for p in tmp_path.iterdir()) == before
-    assert_equal(hf_weights.load(tmp_path)[1], params)
+    assert_equal(load_folder(tmp_path)[1], params)
 
 
 def test_files_of_two_saves_are_never_mixed(tmp_path, monkeypatch):
     config, params = make_folder(tmp_path)
     monkeypatch.setattr(hf_weights, "_MAX_FILE_BYTES", 4000)
-    hf_config = hf_weights.load_config(tmp_path)
+    hf_config = folders.load_config(tmp_path)
     hf_weights.save(tmp_path, config, params, hf_config)
     replace, calls = os.replace, []
 
@@ -372,7 +372,7 @@ def test_files_of_two_saves_are_never_mixed(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="stopped"):
         hf_weights.save(tmp_path, config, other, hf_config)
     with pytest.raises(ValueError, match=r"no model\.safetensors and no"):
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
 
 
 def test_sharded_parameters_are_gathered_one_tensor_at_a_time(tmp_path, monkeypatch):
@@ -382,7 +382,7 @@ def test_sharded_parameters_are_gathered_one_tensor_at_a_time(tmp_path, monkeypa
     sizes = []
     on_host = hf_weights._on_host
     monkeypatch.setattr(hf_weights, "_on_host", lambda x: sizes.append(x.size) or on_host(x))
-    hf_weights.save(tmp_path / "b", config, placed, hf_weights.load_config(tmp_path / "a"))
+    hf_weights.save(tmp_path / "b", config, placed, folders.load_config(tmp_path / "a"))
     a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
     assert a == b
     assert max(sizes) == 16 * 4 * 6  # the query matrix of one layer
@@ -391,7 +391,7 @@ def test_sharded_parameters_are_gathered_one_tensor_at_a_time(tmp_path, monkeypa
 
 @pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
 def test_saved_stories_weights_equal_the_original_files(tmp_path):
-    config, params, hf_config = hf_weights.load(STORIES)
+    config, params, hf_config = load_folder(STORIES)
     hf_weights.save(tmp_path, config, params, hf_config, STORIES)
     ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, STORIES))
     assert ours.keys() == theirs.keys()

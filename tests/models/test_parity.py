@@ -19,6 +19,7 @@ import torch
 import transformers
 from fakes import random_params, tiny_config, write_word_tokenizer
 from golden import make_golden
+from model_folders import load_folder
 from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
 from test_lora import adapted, trained_adapters
 
@@ -48,7 +49,7 @@ def kl(want, got):
 def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_path):
     model, found = make_golden.model_and_outputs(MODELS[name])
     model.save_pretrained(tmp_path / "theirs")
-    config, params, _ = hf_weights.load(tmp_path / "theirs")
+    config, params, _ = load_folder(tmp_path / "theirs")
     tokens = found["tokens"]
     plain = ours(config, params, tokens, tokens >= 0)
     assert_close(plain, found["logits"])
@@ -115,7 +116,7 @@ def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
     """Prompts and responses of many lengths through the scorer; there row by row."""
     model, _ = make_golden.model_and_outputs(REWARD_MODELS[name])
     model.save_pretrained(tmp_path / "model")
-    config, params, _ = hf_weights.load(tmp_path / "model")
+    config, params, _ = load_folder(tmp_path / "model")
     write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
     tokenizer = Tokenizer.load(tmp_path)
     scorer = RewardModel(config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=8)
@@ -165,7 +166,7 @@ def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
 def test_the_greedy_story_is_what_transformers_writes_now(tmp_path):
     """Its own generate, with its cache, on the original and on our export of it."""
     golden = json.loads((GOLDEN / "stories260k.json").read_text())
-    config, params, hf_config = hf_weights.load(STORIES)
+    config, params, hf_config = load_folder(STORIES)
     hf_weights.save(tmp_path, config, params, hf_config, STORIES)
     for folder in (STORIES, tmp_path):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

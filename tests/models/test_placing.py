@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model_folders import assert_equal, make_folder, shardings_of
+from model_folders import assert_equal, load_folder, make_folder, shardings_of
 
 from tba_jax.models import placing, transformer
-from tba_jax.models.hf import hf_weights
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def test_a_sharded_load_equals_the_plain_one(tmp_path, mesh, family, rules, monk
     monkeypatch.setattr(placing, "BLOCK_BYTES", 200)
     config, params = make_folder(tmp_path, family=family)
     shardings = shardings_of(config, mesh, rules)
-    loaded = hf_weights.load(tmp_path, shardings=shardings)[1]
+    loaded = load_folder(tmp_path, shardings=shardings)[1]
     assert_equal(loaded, params)
     jax.tree.map(lambda x, sharding: x.sharding == sharding or pytest.fail(), loaded, shardings)
 
@@ -50,14 +49,14 @@ def test_parameters_are_placed_on_the_given_device(tmp_path):
     config, params = make_folder(tmp_path)
     where = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     shardings = jax.tree.map(lambda _: where, transformer.abstract_params(config))
-    loaded = hf_weights.load(tmp_path, shardings=shardings)[1]
+    loaded = load_folder(tmp_path, shardings=shardings)[1]
     assert_equal(loaded, params)
     assert all(x.sharding == where for x in jax.tree.leaves(loaded))
 
 
 def test_without_shardings_arrays_follow_their_users(tmp_path):
     make_folder(tmp_path)
-    params = hf_weights.load(tmp_path)[1]
+    params = load_folder(tmp_path)[1]
     other = jax.device_put(np.float32(2), jax.devices()[1])
     assert (params["final_norm"] * jnp.broadcast_to(other, 16)).devices() == other.devices()
 
@@ -72,7 +71,7 @@ def test_without_shardings_arrays_follow_their_users(tmp_path):
 def test_shardings_that_cannot_be_filled_are_refused(tmp_path, mesh, rules, message):
     config, _ = make_folder(tmp_path)
     with pytest.raises(ValueError, match=message):
-        hf_weights.load(tmp_path, shardings=shardings_of(config, mesh, rules))
+        load_folder(tmp_path, shardings=shardings_of(config, mesh, rules))
 
 
 def test_blocks_are_written_in_place():
@@ -111,7 +110,7 @@ def test_only_its_own_slice_travels_to_a_device(tmp_path, mesh, monkeypatch):
         return device_put(x, device)
 
     monkeypatch.setattr(jax, "device_put", spy)
-    hf_weights.load(tmp_path, shardings=shardings_of(config, mesh, {"embed": "fsdp"}))
+    load_folder(tmp_path, shardings=shardings_of(config, mesh, {"embed": "fsdp"}))
     # Every leaf has an embed axis.
     total = sum(x.nbytes for x in jax.tree.leaves(params))
     assert sent == dict.fromkeys(jax.devices(), total // 4)
@@ -154,7 +153,7 @@ def test_programs_do_not_multiply_with_layers(tmp_path):
     for num_layers in (3, 6):
         config, _ = make_folder(tmp_path, num_layers=num_layers)
         before = placing._write._cache_size()
-        hf_weights.load(tmp_path)
+        load_folder(tmp_path)
         counts.append(placing._write._cache_size() - before)
     # In a layer: the norms, q, key and value, o, gate and up, down; outside: two whose shapes do
     # not change with the number of layers.
@@ -179,7 +178,7 @@ mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
 shardings = shardings_of(config, mesh, {"embed": "fsdp", "heads": "data"})
 first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 shardings["final_norm"] = first
-_, params, hf_config = hf_weights.load(sys.argv[1], shardings=shardings)
+_, params, hf_config = load_folder(sys.argv[1], shardings=shardings)
 shards = jax.tree.map(lambda x: x.addressable_shards, params)
 jax.tree.map(
     lambda x, want: [np.testing.assert_array_equal(s.data, want[s.index]) for s in x],
@@ -215,7 +214,7 @@ def test_each_process_loads_its_own_part_and_all_save_together(tmp_path):
             process.kill()
     for out, err in outputs:
         assert out.splitlines()[-1:] == ["done"], err
-    assert_equal(hf_weights.load(tmp_path / "again")[1], params)
+    assert_equal(load_folder(tmp_path / "again")[1], params)
 
 
 def child_environment():

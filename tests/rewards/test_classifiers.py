@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_folders import load_folder
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, transformer
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
 
@@ -54,7 +54,7 @@ def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
     path = write_llama(tmp_path / "guard")
     prompts = ["one", "two words", "x", "y", "z"]
     got = guard(path).target_logprob(prompts, TEXTS)
-    config, params, _ = hf_weights.load(path)
+    config, params, _ = load_folder(path)
     tokenizer = Tokenizer.load(path)
     for prompt, text, logprob in zip(prompts, TEXTS, got, strict=True):
         conversation = f"user: {prompt}\nassistant: {text}\nassistant:"

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from fakes import write_word_tokenizer
 from jax.sharding import Mesh
+from model_folders import load_folder
 
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 
@@ -29,7 +30,7 @@ def folder(tmp_path_factory):
     """A golden reward model with a tokenizer whose words are <0>, <1>, ...; eos is <1>."""
     path = tmp_path_factory.mktemp("models") / NAME
     shutil.copytree(GOLDEN / NAME, path)
-    size = hf_weights.load_config(path)["vocab_size"]
+    size = folders.load_config(path)["vocab_size"]
     write_word_tokenizer(path, size, eos=1, pad=0)
     return path
 
@@ -82,7 +83,7 @@ def test_missing_eos_replaces_the_score_and_the_offset_leaves_it(folder):
 def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     """The policy's ids mean other words; the scores are those of the words, eos set anew."""
     rows = [row.copy() for row in np.load(GOLDEN / f"{NAME}.npz")["tokens"]]
-    size = hf_weights.load_config(folder)["vocab_size"]
+    size = folders.load_config(folder)["vocab_size"]
     shift = 7
     write_word_tokenizer(tmp_path, size, eos=1, pad=0, shift=shift)
     complete = [np.append(row[row != 1], 1) for row in rows]
@@ -163,7 +164,7 @@ def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):
-    config, params, _ = hf_weights.load(folder)
+    config, params, _ = load_folder(folder)
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
     tokenizer = Tokenizer.load(folder)
     model = RewardModel(
@@ -176,7 +177,7 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
 
 def test_what_is_no_reward_model_or_too_long_is_refused(folder, tmp_path):
     shutil.copytree(GOLDEN / "gpt2_classifier", tmp_path / "two")
-    size = hf_weights.load_config(tmp_path / "two")["vocab_size"]
+    size = folders.load_config(tmp_path / "two")["vocab_size"]
     write_word_tokenizer(tmp_path / "two", size, eos=1, pad=0)
     with pytest.raises(ValueError, match="labels; a reward model is a .* with one label"):
         load(tmp_path / "two")
@@ -184,6 +185,6 @@ def test_what_is_no_reward_model_or_too_long_is_refused(folder, tmp_path):
     write_word_tokenizer(tmp_path / "lm", size, eos=1, pad=0)
     with pytest.raises(ValueError, match="has a language model's head; a reward model is"):
         load(tmp_path / "lm")
-    limit = hf_weights.load(folder)[0].max_positions
+    limit = load_folder(folder)[0].max_positions
     with pytest.raises(ValueError, match=f"was made for {limit} tokens; a prompt and response"):
         score(load(folder), [np.full(limit + 1, 3, np.int32)])

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import default_config
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
 
@@ -20,7 +19,7 @@ MESHES = [Mesh([device], ("model",)) for device in jax.devices()]
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
+    return Tokenizer.load("embedded:tldr_toy_policy")
 
 
 def of_task(name, data_path="", **changes):

@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_folders import load_folder
 
 from tba_jax.config.schema import default_config
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.replay.outbox import Outbox
@@ -53,7 +53,7 @@ class LengthReference:
 
 @pytest.fixture(scope="module")
 def model():
-    config, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     return config, unstack_layers(params, config), Tokenizer.load(str(START_MODEL))
 
 

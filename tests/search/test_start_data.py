@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from model_folders import load_folder
 
 from tba_jax.config.schema import default_config
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.modeling import START_MODEL, make_decoder
@@ -81,7 +81,7 @@ def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
 
 
 def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
-    model, params, _ = hf_weights.load(str(START_MODEL), param_dtype=jnp.float32)
+    model, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     params = unstack_layers(params, model)
     config = default_config()
     config.task.max_prompt_tokens, config.search.max_new_tokens = 12, 12

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_folders import load_folder
 
 from tba_jax.assets import make_start_model
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
@@ -157,7 +157,7 @@ def test_start_model_is_a_small_complete_folder():
         "tokenizer_config.json",
     }
     assert sum(p.stat().st_size for p in START_MODEL.iterdir()) <= 4 * 10**6
-    config, params, hf_config = hf_weights.load(START_MODEL)
+    config, params, hf_config = load_folder(START_MODEL)
     assert config == make_start_model.CONFIG
     assert hf_config["architectures"] == ["LlamaForCausalLM"]
     assert params["embed"].shape == (config.vocab_size, config.hidden_size)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.digests import gold_reward, gold_score
 from tba_jax.rewards.reward_models import RewardModel
@@ -63,7 +63,7 @@ def test_the_best_digest_names_what_occurs_twice_once():
 
 
 def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
-    policy = Tokenizer.load(hf_weights.resolve("embedded:tldr_toy_policy"))
+    policy = Tokenizer.load("embedded:tldr_toy_policy")
     model = RewardModel.load(
         "embedded:tldr_toy_reward",
         mesh=Mesh(jax.devices()[:1], ("model",)),
@@ -86,4 +86,4 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
 
 def test_unknown_embedded_models_are_refused_with_the_names_there_are():
     with pytest.raises(ValueError, match="no model embedded:x; .* embedded:tldr_toy_reward"):
-        hf_weights.resolve("embedded:x")
+        folders.resolve("embedded:x")

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face model folders in and out: config.json and safetensors, single or sharded.
+"""Weights of Hugging Face model folders in and out: safetensors, single or sharded.
 
 Tensors stream in the order of the files, each to the devices that hold a part of it, and out
 again one at a time, so that beside the parameters themselves hardly any memory is needed. It does
-not know architectures or tensor names (`families` does), reads no pickle and runs no
-code of a checkpoint. The invariant it owns: save(load(x)) == x, bit for bit.
+not know architectures (`families` names their tensors), reads no pickle and runs no code of a
+checkpoint. The invariant it owns: what is read and saved again is the same, bit for bit.
 """
 
-import functools
 import hashlib
 import json
 import math
@@ -18,17 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Int32
 
-from tba_jax.models.hf import families, safetensors_file
-from tba_jax.models.hf.config_json import transformer_config
+from tba_jax.models.hf import families, folders, safetensors_file
+from tba_jax.models.hf.folders import read_json
 from tba_jax.models.hf.safetensors_file import Entry
 from tba_jax.models.hf.tensors import HFTensor
 from tba_jax.models.placing import Filling
-from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
+from tba_jax.models.transformer import Params, TransformerConfig
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -41,48 +39,11 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-EMBEDDED = "embedded:"  # before the name of a model that comes with the package
-_ASSETS = Path(__file__).parents[2] / "assets"
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
 _SAMPLED_VALUES = 1024  # of a tensor's start and middle, for the fingerprint
 _MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
-
-
-def load(
-    path_or_hub_id: str | os.PathLike[str],
-    *,
-    param_dtype: Any = jnp.float32,
-    shardings: Params | None = None,
-) -> tuple[TransformerConfig, Params, dict[str, Any]]:
-    """(architecture, parameters, contents of config.json) of a Hugging Face model.
-
-    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks
-    of `placing.BLOCK_BYTES` for each of them, whatever the size of the model and its tensors.
-
-    Args:
-        path_or_hub_id: a folder with config.json and safetensors, or a hub id.
-        param_dtype: storage dtype; the checkpoint's is converted.
-        shardings: tree of shardings, one per leaf, to place the parameters; None: default device.
-
-    Raises:
-        ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
-            or tensors that are missing, unexpected or misshaped (all named in one message).
-    """
-    folder = resolve(path_or_hub_id)
-    hf_config = load_config(folder)
-    config = transformer_config(hf_config)
-    params = read(
-        folder,
-        families.tensors(config),
-        abstract_params(config, param_dtype),
-        shardings=shardings,
-        family=config.family,
-        aliases=functools.partial(families.aliases, config=config),
-        is_spare=functools.partial(families.is_spare, config=config),
-    )
-    return config, params, hf_config
 
 
 def read(
@@ -97,17 +58,22 @@ def read(
 ) -> Params:
     """The parameters of a folder, whatever their architecture.
 
+    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks
+    of `placing.BLOCK_BYTES` for each of them, whatever the size of the model and its tensors.
+
     Args:
         folder: holds safetensors.
         tensors: what must be there, by name.
-        abstract: the tree to fill, with the leaves of layers under "layers".
-        shardings: as in `load`.
+        abstract: the tree to fill, with the leaves of layers under "layers"; their dtypes are those
+            of storage, to which the checkpoint's are converted.
+        shardings: tree of shardings, one per leaf, to place the parameters; None: default device.
         family: how errors call the architecture.
         aliases: other names of a tensor.
         is_spare: whether a tensor that is not in `tensors` may be there.
 
     Raises:
-        ValueError: as `load`, as far as it concerns weights.
+        ValueError: pickled weights, a file that is damaged, or tensors that are missing, unexpected
+            or misshaped (all named in one message).
     """
     sources = _sources(folder, tensors, family, aliases, is_spare)
 
@@ -145,7 +111,7 @@ def save(
         folder: made when absent; weights in it are replaced.
         config: the architecture.
         params: parameters in our layout, on any devices; gathered one tensor at a time.
-        hf_config: contents for config.json (from `load` or `config_json.hf_config`); its dtype is
+        hf_config: contents for config.json (a source's, or `config_json.hf_config`); its dtype is
             replaced by that of the parameters.
         tokenizer_files_from: model folder whose tokenizer files are copied.
     """
@@ -170,7 +136,7 @@ def save(
     written["dtype"] = str(np.dtype(params["embed"].dtype))
     _write_json(folder / "config.json", written)
     if tokenizer_files_from is not None:
-        source = resolve(tokenizer_files_from)
+        source = folders.resolve(tokenizer_files_from)
         for name in TOKENIZER_FILES:
             if (source / name).is_file() and (source / name) != folder / name:
                 shutil.copyfile(source / name, folder / name)
@@ -195,65 +161,6 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
         for part in (values[:_SAMPLED_VALUES], values[middle : middle + _SAMPLED_VALUES]):
             digest.update(part.tobytes())
     return digest.hexdigest()[:16]
-
-
-def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Contents of config.json of a model folder."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{folder}: no config.json there. A model is a Hugging Face folder with config.json "
-            "and *.safetensors; give the folder itself"
-        )
-    return _read_json(path)
-
-
-def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
-    """The folder of a model: the path itself, or a snapshot of the hub repository.
-
-    `embedded:NAME` is the model of that name that comes with the package.
-
-    Raises:
-        ValueError: neither a folder nor a repository that can be fetched or is cached.
-    """
-    if str(path_or_hub_id).startswith(EMBEDDED):
-        return _embedded(str(path_or_hub_id).removeprefix(EMBEDDED))
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_dir():
-        return path
-    name = str(path_or_hub_id)
-    is_hub_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not path.exists()
-    if not is_hub_id:
-        raise ValueError(
-            f"model path {name!r} is not a folder. Give a folder with config.json and "
-            "*.safetensors, or a Hugging Face hub id such as Qwen/Qwen2.5-0.5B"
-        )
-    # Imported here: a run on a local folder needs neither the package nor its import time.
-    import huggingface_hub
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-            )
-        )
-    except (OSError, HFValidationError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"model {name!r} is neither a folder here nor a Hugging Face repository that can be "
-            f"fetched ({reason}). Check the spelling, or download it first and give its folder"
-        ) from error
-
-
-def _embedded(name: str) -> Path:
-    there = {path.parent.name: path.parent for path in _ASSETS.glob("*/config.json")}
-    if name not in there:
-        raise ValueError(
-            f"no model {EMBEDDED}{name}; this package comes with "
-            + ", ".join(EMBEDDED + x for x in sorted(there))
-        )
-    return there[name]
 
 
 def _sources(
@@ -333,7 +240,7 @@ def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The file of each tensor, from an index."""
-    files = _read_json(path).get("weight_map")
+    files = read_json(path).get("weight_map")
     is_map = isinstance(files, dict) and all(
         isinstance(f, str) and f == Path(f).name for f in files.values()
     )
@@ -409,16 +316,6 @@ def _publish(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> None:
         weight_map = {name: file for file, header in headers.items() for name in header}
         sizes = [d.itemsize * math.prod(s) for h in headers.values() for d, s in h.values()]
         _write_json(index, {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map})
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        contents = json.loads(path.read_bytes())
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
-    if not isinstance(contents, dict):
-        raise ValueError(f"{path}: holds no JSON object. Download the file again")
-    return contents
 
 
 def _write_json(path: Path, contents: Any) -> None:

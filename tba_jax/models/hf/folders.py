@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model folders: where one is, and the contents of its config.json.
+
+It knows paths, the hub and the models that come with the package; it reads no weights, and imports
+neither jax nor transformers.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+EMBEDDED = "embedded:"  # before the name of a model that comes with the package
+_ASSETS = Path(__file__).parents[2] / "assets"
+
+
+def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Contents of config.json of a model folder."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: no config.json there. A model is a Hugging Face folder with config.json "
+            "and *.safetensors; give the folder itself"
+        )
+    return read_json(path)
+
+
+def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
+    """The folder of a model: the path itself, or a snapshot of the hub repository.
+
+    `embedded:NAME` is the model of that name that comes with the package.
+
+    Raises:
+        ValueError: neither a folder nor a repository that can be fetched or is cached.
+    """
+    if str(path_or_hub_id).startswith(EMBEDDED):
+        return _embedded(str(path_or_hub_id).removeprefix(EMBEDDED))
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_hub_id)
+    is_hub_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not path.exists()
+    if not is_hub_id:
+        raise ValueError(
+            f"model path {name!r} is not a folder. Give a folder with config.json and "
+            "*.safetensors, or a Hugging Face hub id such as Qwen/Qwen2.5-0.5B"
+        )
+    # Imported here: a run on a local folder needs neither the package nor its import time.
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+            )
+        )
+    except (OSError, HFValidationError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model {name!r} is neither a folder here nor a Hugging Face repository that can be "
+            f"fetched ({reason}). Check the spelling, or download it first and give its folder"
+        ) from error
+
+
+def _embedded(name: str) -> Path:
+    there = {path.parent.name: path.parent for path in _ASSETS.glob("*/config.json")}
+    if name not in there:
+        raise ValueError(
+            f"no model {EMBEDDED}{name}; this package comes with "
+            + ", ".join(EMBEDDED + x for x in sorted(there))
+        )
+    return there[name]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object of a file of a model folder.
+
+    Raises:
+        ValueError: damaged, or no object.
+    """
+    try:
+        contents = json.loads(path.read_bytes())
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
+    if not isinstance(contents, dict):
+        raise ValueError(f"{path}: holds no JSON object. Download the file again")
+    return contents

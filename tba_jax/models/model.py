@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A language model, classifier or reward model of a Hugging Face folder or hub id.
+
+`load` gives all of it; `describe` reads config.json alone, for whoever must know the architecture
+before the weights are placed, or needs no weights. It does not know what a model is for.
+"""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from tba_jax.models.hf import config_json, families, folders, hf_weights
+from tba_jax.models.shardings import param_shardings
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
+
+
+class Model(NamedTuple):
+    """Architecture, weights and tokenizer."""
+
+    config: TransformerConfig
+    params: Params
+    tokenizer: Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """A model whose weights and tokenizer are not read yet.
+
+    Attributes:
+        folder: where it is on this machine.
+        hf_config: contents of its config.json.
+        config: its architecture.
+    """
+
+    folder: Path
+    hf_config: dict[str, Any]
+    config: TransformerConfig
+
+    def load_tokenizer(self) -> Tokenizer:
+        """Its tokenizer; raises ValueError as `Tokenizer.load`."""
+        return Tokenizer.load(self.folder)
+
+    def load_params(
+        self, *, param_dtype: Any = jnp.float32, shardings: Params | None = None
+    ) -> Params:
+        """Its weights, streamed from the files to the devices that hold a part of them.
+
+        Args:
+            param_dtype: storage dtype; the checkpoint's is converted.
+            shardings: one per leaf; None: the default device.
+
+        Raises:
+            ValueError: as `hf_weights.read`.
+        """
+        return hf_weights.read(
+            self.folder,
+            families.tensors(self.config),
+            abstract_params(self.config, param_dtype),
+            shardings=shardings,
+            family=self.config.family,
+            aliases=functools.partial(families.aliases, config=self.config),
+            is_spare=functools.partial(families.is_spare, config=self.config),
+        )
+
+
+def describe(path_or_hub_id: str | os.PathLike[str]) -> Description:
+    """What is known of a model before its weights are read.
+
+    Args:
+        path_or_hub_id: a folder with config.json, a hub id, or embedded:NAME.
+
+    Raises:
+        ValueError: no such model, or a setting that is not implemented.
+    """
+    folder = folders.resolve(path_or_hub_id)
+    hf_config = folders.load_config(folder)
+    return Description(folder, hf_config, config_json.transformer_config(hf_config))
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    param_dtype: Any = jnp.float32,
+    mesh: Mesh | None = None,
+) -> Model:
+    """A model whose weights lie divided over a mesh.
+
+    Args:
+        path_or_hub_id: as for `describe`.
+        param_dtype: storage dtype.
+        mesh: with any of the axes of `devices.sharding`; None: the default device.
+
+    Raises:
+        ValueError: no such model, one that is damaged, or one that the mesh does not divide.
+    """
+    found = describe(path_or_hub_id)
+    shardings = None if mesh is None else param_shardings(found.config, mesh)
+    params = found.load_params(param_dtype=param_dtype, shardings=shardings)
+    return Model(found.config, params, found.load_tokenizer())
