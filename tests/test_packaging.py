@@ -1,20 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an installed package needs beyond its modules, and what pip can find of it."""
 
+import ast
+import importlib.metadata
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_every_embedded_model_travels_with_the_package():
-    assets = ROOT / "tba_jax" / "assets"
-    models = {path.parent.name for path in assets.glob("*/config.json")}
-    packed = PROJECT["tool"]["setuptools"]["package-data"]["tba_jax.assets"]
-    assert {f"{name}/*" for name in models} == set(packed)
-    assert not [p for name in models for p in (assets / name).iterdir() if p.is_dir()]
+def test_a_wheel_holds_the_package_whole_and_nothing_else(tmp_path):
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "tba_jax", source / "tba_jax", ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    packaged = {str(p.relative_to(source)) for p in (source / "tba_jax").rglob("*") if p.is_file()}
+    subprocess.run(
+        [sys.executable, "-c", "from setuptools import build_meta as b; b.build_wheel('..')"],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    assert held == packaged
+    assert {"tba_jax/presets/math.py", "tba_jax/assets/start_model/model.safetensors"} < held
+
+
+def test_every_import_is_declared():
+    """Of what only an extra brings, the import names an extra's distribution."""
+    declared = {
+        re.split(r"[\[<>=]", text)[0].lower().replace("_", "-")
+        for texts in (
+            PROJECT["project"]["dependencies"],
+            *PROJECT["project"]["optional-dependencies"].values(),
+        )
+        for text in texts
+    }
+    sources = importlib.metadata.packages_distributions()
+    undeclared = {}
+    for path in (ROOT / "tba_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in {n.split(".")[0] for n in names} - {*sys.stdlib_module_names, "tba_jax"}:
+                distributions = {d.lower().replace("_", "-") for d in sources.get(name, [name])}
+                if not distributions & declared:
+                    undeclared[name] = str(path.relative_to(ROOT))
+    assert undeclared == {}
 
 
 def test_extras_that_are_named_exist_under_a_name_that_every_pip_finds():
