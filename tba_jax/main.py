@@ -457,7 +457,7 @@ def _is_mendable(error: BaseException) -> bool:
     comes out of numpy or jax is a defect of ours and keeps its traceback.
     """
     from tba_jax.devices.cluster import PeerError
-    from tba_jax.devices.device_turns import TurnError
+    from tba_jax.devices.turns import TurnError
     from tba_jax.report.writers import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.run.checkpoint import CheckpointError

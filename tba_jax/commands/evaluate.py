@@ -35,6 +35,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     import numpy as np
     from jax.sharding import Mesh
 
+    from tba_jax.devices.site import Site
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.evaluating import make_evaluator, make_metrics
     from tba_jax.run.modeling import decoder_weights, make_decoder, start_weights
@@ -50,23 +51,24 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         )
     task = make_task(config)
     tokenizer = Tokenizer.load(folder)
-    source, mesh = reading_mesh(model_config, devices), Mesh(np.array(devices[:num]), ("model",))
+    source = reading_mesh(model_config, devices)
+    site = Site(Mesh(np.array(devices[:num]), ("model",)))
 
     @functools.cache
     def start_params() -> Any:
-        return start_weights(config, model_config, source, mesh)
+        return start_weights(config, model_config, source, site.mesh)
 
-    rewards = make_rewards(config, task, tokenizer, [mesh])
+    rewards = make_rewards(config, task, tokenizer, [site])
     gold = None
     try:
-        gold = make_gold(config, task, tokenizer, mesh)
+        gold = make_gold(config, task, tokenizer, site)
         metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
-        decoder = make_decoder(config, model_config, tokenizer, mesh)
+        decoder = make_decoder(config, model_config, tokenizer, site)
         evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
-        weights = decoder_weights(config, model_config, params, source, mesh)
+        weights = decoder_weights(config, model_config, params, source, site.mesh)
         return evaluator.run(weights).metrics()
     finally:
         rewards.close()

@@ -7,14 +7,17 @@ nothing.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.decoding import programs
-from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.sharding import AXIS_RULES
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -39,10 +42,8 @@ class Compiled:
         cache_dtype: dtype of cached keys and values; None: compute_dtype.
         chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
             on average; each chunk costs one round trip to the device.
-        cache_sharding: sharding of a cache [n g c e] on a mesh; None: the device of the weights.
         implementation: who computes attention.
-        in_turn: where other threads launch programs on the mesh, makes every program wait for its
-            turn.
+        site: the devices that divide weights and caches; by default the one device of the weights.
     """
 
     def __init__(
@@ -56,9 +57,8 @@ class Compiled:
         max_length: int,
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
-        cache_sharding: jax.sharding.NamedSharding | None = None,
         implementation: Implementation = "auto",
-        in_turn: InTurn = no_turns,
+        site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:
             raise ValueError(
@@ -74,14 +74,14 @@ class Compiled:
         self.max_length = max_length
         self.chunk_steps = chunk_steps
         self.cache_lengths = cache_lengths(max_length + chunk_steps)
-        self.cache_sharding = cache_sharding
-        self._in_turn = in_turn
+        self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
+        self._in_turn = site.in_turn
         self._traced: set[tuple[Any, ...]] = set()
         static = {
             "config": config,
             "compute_dtype": self.compute_dtype,
             "implementation": implementation,
-            "cache_sharding": cache_sharding,
+            "cache_sharding": self.cache_sharding,
         }
         self.prefill = self._jit(
             programs.prefill, "prefill", **static, cache_dtype=self.cache_dtype
@@ -99,7 +99,7 @@ class Compiled:
             pad_id=pad_id,
         )
         self._new_cache: dict[jax.sharding.Sharding, Any] = {}
-        self._unstack = in_turn(
+        self._unstack = site.in_turn(
             jax.jit(functools.partial(transformer.unstack_layers, config=config))
         )
 
@@ -168,3 +168,23 @@ def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
         lengths += [size] if size + size // 2 >= last else [size, size + size // 2]
         size *= 2
     return (*lengths, last)
+
+
+def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
+    """Sharding of a cache [n g c e]: over key/value heads.
+
+    With fewer of them than devices, neighbours that share a head keep a copy of it each: the mesh
+    axis is split in two. (Kept whole, the compiler would cut out each device's head at every chunk:
+    half a cache more for 2 heads on 4 devices.)
+    """
+    axis = AXIS_RULES["kv_heads"].mesh_axis
+    if axis not in mesh.shape:
+        return NamedSharding(mesh, PartitionSpec(None, None, None, None))
+    divided = math.gcd(mesh.shape[axis], config.num_kv_heads)
+    copies = mesh.shape[axis] // divided
+    if copies > 1:
+        at = mesh.axis_names.index(axis)
+        before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
+        names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
+        mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
+    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))

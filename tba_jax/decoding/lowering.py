@@ -7,7 +7,6 @@ arguments; it does not know what the figures should be. The invariant it owns: t
 that a `Session` passes.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
-from tba_jax.devices.sharding import AXIS_RULES, tree_shardings
+from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import transformer
 from tba_jax.models.attention import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -55,26 +54,6 @@ def weight_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
     axes["layers"] = (layer_axes,) * config.num_layers
     units["layers"] = (layer_units,) * config.num_layers
     return tree_shardings(axes, units, mesh)
-
-
-def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Sharding of a cache [n g c e]: over key/value heads.
-
-    With fewer of them than devices, neighbours that share a head keep a copy of it each: the mesh
-    axis is split in two. (Kept whole, the compiler would cut out each device's head at every chunk:
-    half a cache more for 2 heads on 4 devices.)
-    """
-    axis = AXIS_RULES["kv_heads"].mesh_axis
-    if axis not in mesh.shape:
-        return NamedSharding(mesh, PartitionSpec(None, None, None, None))
-    divided = math.gcd(mesh.shape[axis], config.num_kv_heads)
-    copies = mesh.shape[axis] // divided
-    if copies > 1:
-        at = mesh.axis_names.index(axis)
-        before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
-        names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
-        mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
-    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
 
 
 def abstract_weights(config: TransformerConfig, dtype: Any, where: Mesh | Sharding) -> Params:

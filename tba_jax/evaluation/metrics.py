@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.flow.trajectory import bucket_length, left_pad
 from tba_jax.models import transformer
@@ -108,7 +108,7 @@ class ReferenceDistance:
         compute_dtype: dtype of matmul inputs.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
-        in_turn: as in `Decoder`.
+        site: the devices of policy and reference.
 
     References:
         TBA, arXiv:2503.18929, section 5.3 and its code (perplexity.py).
@@ -124,14 +124,14 @@ class ReferenceDistance:
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
-        in_turn: InTurn = no_turns,
+        site: Site = ANY_DEVICE,
     ) -> None:
         self._reference_params = reference_params
         self._prompt_buckets = tuple(prompt_buckets)
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._vocab_size = config.vocab_size
-        self._program = in_turn(make_distance_program(config, temperature, compute_dtype))
+        self._program = site.in_turn(make_distance_program(config, temperature, compute_dtype))
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """The four means."""

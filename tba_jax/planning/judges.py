@@ -20,6 +20,7 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement
+from tba_jax.devices.site import Site
 from tba_jax.evaluation.attacks import make_embed_program
 from tba_jax.evaluation.metrics import distance_rows, make_distance_program
 from tba_jax.flow.trajectory import length_buckets
@@ -163,7 +164,7 @@ def _scores(
 ) -> Planned:
     shape = config_json.transformer_config(models[role])
     params = _params(role, config, models[role], mesh)
-    program = make_score_program(shape, _dtype(role, config), mesh)
+    program = make_score_program(shape, _dtype(role, config), Site(mesh))
     width = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, shape.max_positions)
     size = config.reward.batch_size
     return Planned(

@@ -19,6 +19,7 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement
+from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
@@ -152,7 +153,7 @@ def residents(
         searcher["start model, for evaluation"] = shard_bytes(
             abstract_weights(config, model_config, placement)
         )
-    decoder = modeling.make_decoder(config, model_config, Ids(), mesh)
+    decoder = modeling.make_decoder(config, model_config, Ids(), Site(mesh))
     sizes = sizes_of(config)
     columns = decoder.cache_lengths[-1]
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
@@ -212,7 +213,7 @@ def _searcher_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
-    decoder = modeling.make_decoder(config, model_config, Ids(), mesh)
+    decoder = modeling.make_decoder(config, model_config, Ids(), Site(mesh))
     weights = abstract_weights(config, model_config, placement)
     columns = decoder.cache_lengths[-1]
     lowered = dict(
@@ -304,7 +305,7 @@ def _scoring(
     config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
 ) -> Planned:
     program = searching.make_reference_program_from(
-        config, model_config, Ids().eos_ids, placement.searcher_meshes[0]
+        config, model_config, Ids().eos_ids, Site(placement.searcher_meshes[0])
     )
     params = abstract_reference(config, model_config, placement)
     shape = (sizes.round_prompts, sizes.samples)

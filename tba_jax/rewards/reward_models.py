@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
-from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import model as models
 from tba_jax.models.classifier import classify
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
@@ -50,7 +49,7 @@ class RewardModel:
         offset: subtracted from every score, e.g. the mean score of reference responses, so that
             `missing_eos` stands in a known place.
         compute_dtype: dtype of matmul inputs.
-        mesh: the devices that divide the weights; None: they are on one device.
+        site: the devices that divide the weights.
         where: what error messages call the model.
         program: from `make_score_program` for these devices; None: made here.
 
@@ -69,7 +68,7 @@ class RewardModel:
         missing_eos: float | None = None,
         offset: float = 0.0,
         compute_dtype: Any = jnp.float32,
-        mesh: Mesh | None = None,
+        site: Site = ANY_DEVICE,
         where: str = "the reward model",
         program: Any = None,
     ) -> None:
@@ -90,27 +89,25 @@ class RewardModel:
         self._missing_eos = missing_eos
         self._offset = offset
         self._compute_dtype = jnp.dtype(compute_dtype)
-        self._mesh = mesh
+        self._site = site
         self._where = where
-        self._program = program or make_score_program(config, self._compute_dtype, mesh)
+        self._program = program or make_score_program(config, self._compute_dtype, site)
 
     @classmethod
     def load(
         cls,
         path_or_hub_id: str,
         *,
-        mesh: Mesh,
+        site: Site,
         param_dtype: Any = jnp.float32,
-        in_turn: InTurn = no_turns,
         **options: Any,
     ) -> "RewardModel":
         """The reward model of a Hugging Face folder or hub id, its weights divided over a mesh.
 
         Args:
             path_or_hub_id: where it is.
-            mesh: devices to score on, with the axis `model`.
+            site: devices to score on, with the axis `model`.
             param_dtype: storage dtype, also of matmul inputs.
-            in_turn: makes a program of these devices wait for its turn, as in `Decoder`.
             options: further arguments of the class.
 
         Raises:
@@ -118,41 +115,34 @@ class RewardModel:
         """
         found = models.describe(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
-        shardings = _shardings(found.config, mesh, where)
+        shardings = _shardings(found.config, site, where)
         return cls(
             found.config,
             found.load_params(param_dtype=param_dtype, shardings=shardings),
             found.load_tokenizer(),
             compute_dtype=param_dtype,
-            mesh=mesh,
+            site=site,
             where=where,
-            program=in_turn(make_score_program(found.config, param_dtype, mesh)),
             **options,
         )
 
-    def on(self, mesh: Mesh, in_turn: InTurn = no_turns) -> "RewardModel":
-        """The same model on other devices; itself where it is there already.
-
-        Args:
-            mesh, in_turn: as in `load`.
-        """
-        if mesh == self._mesh:
+    def on(self, site: Site) -> "RewardModel":
+        """The same model on other devices; itself where it is there already."""
+        if site == self._site:
             return self
-        # One program serves all single devices.
-        is_shared = mesh.size == 1 and (self._mesh is None or self._mesh.size == 1)
-        program = make_score_program(self._config, self._compute_dtype, mesh)
+        is_shared = site.program_site == self._site.program_site
         return RewardModel(
             self._config,
-            hand_over(self._params, _shardings(self._config, mesh, self._where)),
+            hand_over(self._params, _shardings(self._config, site, self._where)),
             self._tokenizer,
             policy_tokenizer=self._policy_tokenizer,
             batch_size=self._batch_size,
             missing_eos=self._missing_eos,
             offset=self._offset,
             compute_dtype=self._compute_dtype,
-            mesh=mesh,
+            site=site,
             where=self._where,
-            program=self._program if is_shared else in_turn(program),
+            program=self._program if is_shared else None,
         )
 
     def check(self) -> None:
@@ -247,23 +237,24 @@ class RewardModel:
 
 
 def make_score_program(
-    config: TransformerConfig, compute_dtype: Any, mesh: Mesh | None = None
+    config: TransformerConfig, compute_dtype: Any, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
     """Jitted (params, tokens [b s], lengths [b]) -> float32 [b], the scores of right-padded rows.
 
     Args:
         config: the architecture; one label.
         compute_dtype: dtype of matmul inputs.
-        mesh: the devices that divide the parameters; None: they are on one device, any.
+        site: the devices that divide the parameters.
     """
-    return jax.jit(
+    program = jax.jit(
         functools.partial(
             _scores,
             config=config,
             compute_dtype=jnp.dtype(compute_dtype),
-            sharding=ComputeSharding(config, mesh) if mesh is not None and mesh.size > 1 else None,
+            sharding=ComputeSharding(config, site.mesh) if site.is_divided else None,
         )
     )
+    return site.in_turn(program)
 
 
 def _scores(
@@ -282,11 +273,11 @@ def _scores(
     return scores[:, 0]
 
 
-def _shardings(config: TransformerConfig, mesh: Mesh, where: str) -> Any:
+def _shardings(config: TransformerConfig, site: Site, where: str) -> Any:
     try:
-        return on_mesh(mesh, param_shardings(config, mesh))
+        return on_mesh(site.mesh, param_shardings(config, site.mesh))
     except ValueError as error:
         raise ValueError(
-            f"{where} is divided over the search.num_devices = {mesh.size} devices of a searcher: "
-            f"{error}"
+            f"{where} is divided over the search.num_devices = {site.mesh.size} devices of a "
+            f"searcher: {error}"
         ) from error

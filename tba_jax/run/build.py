@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
-from tba_jax.devices import device_turns
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
@@ -30,7 +29,7 @@ from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.evaluating import make_evaluator, make_metrics
 from tba_jax.run.modeling import model_path, policy_config, sampling_settings, start_weights
-from tba_jax.run.placing import place_run, reading_mesh, turns_of
+from tba_jax.run.placing import open_sites, place_run
 from tba_jax.run.repartition import repartition
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
 from tba_jax.run.run import Run, RunClock, forget_after, schedule_name
@@ -82,16 +81,14 @@ def build(
     mine = len(placement.searcher_meshes)
     num_searchers = mine * num_hosts
     first_searcher = mine * cluster.process_id
-    turns = turns_of(config, placement)
+    sites = open_sites(config, placement)
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     progress.note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
     model = models.describe(model_path(config))
     tokenizer = model.load_tokenizer()
-    # Searcher 0 runs evaluations, on the weights that it has.
-    evaluation_mesh = placement.searcher_meshes[0]
-    rewards = make_rewards(config, task, tokenizer, placement.searcher_meshes, turns)
-    gold = make_gold(config, task, tokenizer, evaluation_mesh, turns)
+    rewards = make_rewards(config, task, tokenizer, sites.searchers)
+    gold = make_gold(config, task, tokenizer, sites.evaluation)
     model_config = model.config
     policy = policy_config(config, model_config)
     has_adapters = policy.adapters is not None
@@ -116,7 +113,7 @@ def build(
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
     if config.reference.placement == "searcher":
-        references = make_references(config, policy, tokenizer.eos_ids, placement, turns, params)
+        references = make_references(config, policy, tokenizer.eos_ids, sites, params)
     if has_adapters:
         base = params
         params = lora.init_adapters(policy, config.seed, shardings.state.params)
@@ -131,7 +128,7 @@ def build(
         if has_adapters:
             lora.check_base(model.folder, host_states[0]["run"][1]["base_fingerprint"])
 
-    transport = make_transport(config, policy, placement, turns, folder, base)
+    transport = make_transport(config, policy, sites, folder, base)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
@@ -145,7 +142,7 @@ def build(
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))
     metrics_log = JsonlWriter(folder / "metrics.jsonl") if cluster.is_primary else None
-    decoders = make_decoders(config, model_config, tokenizer, placement, turns)
+    decoders = make_decoders(config, model_config, tokenizer, sites)
     streams = [
         PromptStream(
             task,
@@ -161,7 +158,7 @@ def build(
     ]
     given = None
     if not newest:  # all are taken before the first step, whatever became of the file since
-        given = make_start_data(config, task, tokenizer, model_config, placement, turns)
+        given = make_start_data(config, task, tokenizer, model_config, sites)
     if given is not None:
         progress.note(
             f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds"
@@ -173,11 +170,11 @@ def build(
             index=first_searcher + i,
             reader=i,
             stream=streams[i],
-            decoder=decoders[placement.searcher_meshes[i]],
+            decoder=decoders[sites.searchers[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards_on(rewards, placement.searcher_meshes[i], turns),
-            reference=references.get(placement.searcher_meshes[i]),
+            rewards=rewards_on(rewards, sites.searchers[i]),
+            reference=references.get(sites.searchers[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,
             first_kind=first_kind,
@@ -203,16 +200,17 @@ def build(
 
     @functools.cache
     def start_params() -> Any:
-        if evaluation_mesh in references:
-            return references[evaluation_mesh].params
+        if sites.evaluation in references:
+            return references[sites.evaluation].params
         # From devices of this process: only one evaluates.
-        source = reading_mesh(model_config, placement.trainer_mesh.local_devices)
-        load = device_turns.on(turns, source)(start_weights)
-        return load(config, model_config, source, evaluation_mesh)
+        source = sites.reading(model_config)
+        load = source.in_turn(start_weights)
+        return load(config, model_config, source.mesh, sites.evaluation.mesh)
 
-    in_turn = device_turns.on(turns, evaluation_mesh)
-    metrics = make_metrics(config, tokenizer, model_config, gold, start_params, in_turn)
-    evaluator = make_evaluator(config, task, tokenizer, decoders[evaluation_mesh], rewards, metrics)
+    metrics = make_metrics(config, tokenizer, model_config, gold, start_params, sites.evaluation)
+    evaluator = make_evaluator(
+        config, task, tokenizer, decoders[sites.evaluation], rewards, metrics
+    )
     if evaluator.num_skipped:
         skipped = evaluator.num_skipped
         progress.note(f"{skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
@@ -224,7 +222,7 @@ def build(
         make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
         return jax.tree.map(make, batch)
 
-    train_step = device_turns.on(turns, placement.trainer_mesh)(
+    train_step = sites.trainer.in_turn(
         make_train_step(
             policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
         )
@@ -274,9 +272,8 @@ def build(
         rewards=rewards,
         gold=gold,
         evaluator=evaluator,
-        decoder=decoders[placement.searcher_meshes[0]],
-        placement=placement,
-        turns=turns,
+        decoder=decoders[sites.evaluation],
+        sites=sites,
         model_config=model_config,
         checkpoints=checkpoints,
         metrics=MultiWriter([*([metrics_log] if metrics_log else []), progress, *extra_writers]),

@@ -253,8 +253,8 @@ class _AsyncLoop:
             self._count_idle()
             extra.update(summarise_rounds(summaries))
             extra["search/idle_s"] = sum(run.searcher_idle_s.values())
-            if run.turns is not None:
-                extra["sync/turn_wait_s"] = run.turns.wait_s
+            if (turns := run.sites.trainer.turns) is not None:
+                extra["sync/turn_wait_s"] = turns.wait_s
             if after_step(run, values, extra):
                 extra, summaries = {}, []
             self._watchdog.kick()

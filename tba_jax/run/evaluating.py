@@ -8,7 +8,7 @@ import jax
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
-from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.attacks import SentenceEmbedder, attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, MetricFunction
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
@@ -26,7 +26,7 @@ def make_metrics(
     model_config: TransformerConfig,
     gold: RewardSource | None,
     reference_params: Callable[[], Any],
-    in_turn: InTurn = no_turns,
+    site: Site = ANY_DEVICE,
 ) -> list[MetricFunction]:
     """The metric functions that the config asks for.
 
@@ -36,7 +36,7 @@ def make_metrics(
         model_config: architecture of policy and reference.
         gold: judge of the win rate, if any.
         reference_params: gives the start model's weights on the device that evaluates.
-        in_turn: of the searcher that evaluates, as in `Decoder`.
+        site: of the searcher that evaluates.
     """
     metrics: list[MetricFunction] = []
     if gold is not None:
@@ -52,7 +52,7 @@ def make_metrics(
                 prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
                 response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
                 pad_id=tokenizer.pad_id,
-                in_turn=in_turn,
+                site=site,
             )
         )
     return metrics

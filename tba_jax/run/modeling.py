@@ -12,8 +12,8 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.trajectory import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
@@ -132,8 +132,7 @@ def make_decoder(
     config: Config,
     model_config: TransformerConfig,
     tokenizer: SpecialIds,
-    mesh: Mesh | None = None,
-    in_turn: InTurn = no_turns,
+    site: Site = ANY_DEVICE,
 ) -> Decoder:
     """The decoder of a run, for training and for evaluation.
 
@@ -141,8 +140,7 @@ def make_decoder(
         config: of the run.
         model_config: the architecture.
         tokenizer: the model's.
-        mesh: the searcher's; None or of one device: for weights on any one device.
-        in_turn: as in `Decoder`.
+        site: the searcher's; one device serves weights on any one device.
 
     Raises:
         ValueError: the model has fewer positions than prompt and response may take.
@@ -166,10 +164,7 @@ def make_decoder(
         ),
         max_length=longest,
         cache_dtype=config.search.cache_dtype or None,
-        cache_sharding=lowering.cache_sharding(model_config, mesh)
-        if mesh is not None and mesh.size > 1
-        else None,
-        in_turn=in_turn,
+        site=site,
     )
 
 

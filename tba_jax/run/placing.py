@@ -2,15 +2,16 @@
 """Where a run lies: meshes of trainer and searchers, as its config asks for, and their turns."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import trainer_mesh
 from tba_jax.config.schema import Config
-from tba_jax.devices import device_turns, sharding
 from tba_jax.devices.sharding import MESH_AXES, MeshShape, Placement, PlacementError, place
+from tba_jax.devices.site import Site
+from tba_jax.devices.turns import turns_for
 from tba_jax.models.transformer import TransformerConfig
 
 
@@ -56,12 +57,41 @@ def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mes
     return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
 
 
-def turns_of(config: Config, placement: sharding.Placement) -> device_turns.DeviceTurns | None:
-    """Turns for the threads of the asynchronous driver, None where their devices are apart."""
-    if config.driver != "async":
-        return None
-    launchers = [placement.trainer_mesh, *placement.searcher_meshes]
-    if config.sync.transport == "checkpoint":
-        launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
-    # Half: the error says more than the watchdog, and comes first.
-    return device_turns.turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+class Sites(NamedTuple):
+    """Where the parts of a run are, as one process sees them, and whose turn it is there.
+
+    Attributes:
+        trainer: its mesh has the axes MESH_AXES.
+        publication: the trainer's devices as the publish program leaves the weights on them.
+        searchers: one for each searcher of this process; those that share devices are equal.
+    """
+
+    trainer: Site
+    publication: Site
+    searchers: tuple[Site, ...]
+
+    @property
+    def evaluation(self) -> Site:
+        """Searcher 0 evaluates, on the weights that it has."""
+        return self.searchers[0]
+
+    def reading(self, model_config: TransformerConfig) -> Site:
+        """To load a model on, with the trainer's devices of this process: the others go on."""
+        devices = self.trainer.mesh.local_devices
+        return Site(reading_mesh(model_config, devices), self.trainer.turns)
+
+
+def open_sites(config: Config, placement: Placement) -> Sites:
+    """The sites of a placement; turns are for the threads of the asynchronous driver."""
+    turns = None
+    if config.driver == "async":
+        launchers = [placement.trainer_mesh, *placement.searcher_meshes]
+        if config.sync.transport == "checkpoint":
+            launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+        # Half: the error says more than the watchdog, and comes first.
+        turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+    return Sites(
+        Site(placement.trainer_mesh, turns),
+        Site(placement.publication_mesh, turns),
+        tuple(Site(mesh, turns) for mesh in placement.searcher_meshes),
+    )

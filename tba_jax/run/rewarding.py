@@ -13,11 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
-from tba_jax.devices import device_turns
-from tba_jax.devices.device_turns import DeviceTurns
+from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.classifiers import ClassifierSettings, make_classifier
 from tba_jax.rewards.pool import RewardPool
@@ -42,8 +40,7 @@ def make_rewards(
     config: Config,
     task: Task,
     policy_tokenizer: Tokenizer,
-    meshes: Sequence[Mesh],
-    turns: DeviceTurns | None = None,
+    sites: Sequence[Site],
 ) -> RewardSource:
     """The source of rewards for training and evaluation; close it after use.
 
@@ -51,9 +48,8 @@ def make_rewards(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        meshes: of the searchers, for models that rewards need; a reward model is divided over the
+        sites: of the searchers, for models that rewards need; a reward model is divided over the
             first (`rewards_on` makes those of the others), a victim has a copy on a device of each.
-        turns: of the threads that launch on them.
 
     Raises:
         ValueError: the reward function or model cannot be used, or there is none.
@@ -62,9 +58,8 @@ def make_rewards(
         missing_eos = config.reward.missing_eos
         return RewardModel.load(
             config.reward.model_path,
-            mesh=meshes[0],
+            site=sites[0],
             param_dtype=jnp.dtype(config.reward.dtype),
-            in_turn=device_turns.on(turns, meshes[0]),
             policy_tokenizer=policy_tokenizer,
             batch_size=config.reward.batch_size,
             missing_eos=None if missing_eos == math.inf else missing_eos,
@@ -72,7 +67,7 @@ def make_rewards(
         )
     function = config.task.reward or task.reward
     if not function and task.name == "redteam":
-        return make_victim_reward(config, [mesh.devices.flat[0] for mesh in meshes])
+        return make_victim_reward(config, [site.mesh.devices.flat[0] for site in sites])
     if not function:
         raise ValueError(
             f"task {task.name} has no reward of its own; set --config.reward.model_path to a "
@@ -94,19 +89,16 @@ def _reward_pool(
     )
 
 
-def rewards_on(rewards: RewardSource, mesh: Mesh, turns: DeviceTurns | None = None) -> RewardSource:
+def rewards_on(rewards: RewardSource, site: Site) -> RewardSource:
     """A reward model on a searcher's devices; other sources as they are."""
-    if not isinstance(rewards, RewardModel):
-        return rewards
-    return rewards.on(mesh, device_turns.on(turns, mesh))
+    return rewards.on(site) if isinstance(rewards, RewardModel) else rewards
 
 
 def make_gold(
     config: Config,
     task: Task,
     policy_tokenizer: Tokenizer,
-    mesh: Mesh,
-    turns: DeviceTurns | None = None,
+    site: Site,
 ) -> RewardSource | None:
     """The judge of the win rate, None where the config names none; close it after use.
 
@@ -114,8 +106,7 @@ def make_gold(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        mesh: of the searcher that evaluates; a model is divided over it.
-        turns: of the threads that launch on it.
+        site: of the searcher that evaluates; a model is divided over it.
 
     Raises:
         ValueError: it cannot be used, there is nothing to compare responses with, or the task's
@@ -131,9 +122,8 @@ def make_gold(
     if config.eval.gold_model:
         return RewardModel.load(
             config.eval.gold_model,
-            mesh=mesh,
+            site=site,
             param_dtype=jnp.dtype(config.eval.gold_dtype),
-            in_turn=device_turns.on(turns, mesh),
             policy_tokenizer=policy_tokenizer,
             batch_size=config.reward.batch_size,
         )

@@ -15,8 +15,6 @@ import numpy as np
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.device_turns import DeviceTurns, on
-from tba_jax.devices.sharding import Placement
 from tba_jax.evaluation.evaluator import Evaluation, Evaluator
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.replay.buffer import ReplayBuffer
@@ -25,7 +23,7 @@ from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.modeling import start_weights
-from tba_jax.run.placing import reading_mesh
+from tba_jax.run.placing import Sites
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.searcher import Searcher
 from tba_jax.tasks.registry import Task
@@ -40,7 +38,6 @@ class Run:
     Attributes:
         cluster: the processes of the run; searchers, streams, outboxes and buffer are this one's.
         num_searchers: of all processes.
-        turns: of the threads of an asynchronous run, where they could block one another's devices.
         rewards: what training learns from; gold: what judges the win rate, if anything.
         clock: seconds of running time, accumulated over resumes.
         before: the first evaluation with its sample texts, None until it is done.
@@ -64,8 +61,7 @@ class Run:
     gold: RewardSource | None
     evaluator: Evaluator
     decoder: Decoder
-    placement: Placement
-    turns: DeviceTurns | None
+    sites: Sites
     model_config: TransformerConfig
     checkpoints: Checkpoints
     metrics: MultiWriter
@@ -181,10 +177,9 @@ class Run:
         """Measure where the run began, for one that was interrupted before it knew."""
         start = self.clock()
         # On devices of this process: the others go on meanwhile.
-        source = reading_mesh(self.model_config, self.placement.trainer_mesh.local_devices)
-        load = on(self.turns, source)(start_weights)
-        evaluation_mesh = self.placement.searcher_meshes[0]
-        weights = load(self.config, self.model_config, source, evaluation_mesh)
+        source = self.sites.reading(self.model_config)
+        load = source.in_turn(start_weights)
+        weights = load(self.config, self.model_config, source.mesh, self.sites.evaluation.mesh)
         self.record_evaluation(0, self.evaluator.run(weights), start)
 
     def close_rewards(self) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
-from tba_jax.devices import device_turns, sharding
+from tba_jax.devices.sharding import hand_over
+from tba_jax.devices.site import Site
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.tokenizer import Tokenizer
@@ -25,6 +25,7 @@ from tba_jax.run.modeling import (
     reference_shardings,
     searcher_shardings,
 )
+from tba_jax.run.placing import Sites
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
@@ -38,9 +39,9 @@ from tba_jax.weights.transport import (
 
 
 def make_reference_program_from(
-    config: Config, model_config: TransformerConfig, eos_ids: tuple[int, ...], mesh: Mesh
+    config: Config, model_config: TransformerConfig, eos_ids: tuple[int, ...], site: Site
 ) -> Callable[..., Array]:
-    """The reference scorer's program on a searcher's mesh."""
+    """The reference scorer's program on a searcher's devices."""
     return make_reference_program(
         model_config,
         temperature=config.search.sampling_temperature,
@@ -49,7 +50,7 @@ def make_reference_program_from(
         eos_ids=eos_ids,
         mask_eos=config.objective.mask_eos,
         min_new_tokens=config.search.min_new_tokens,
-        mesh=mesh,
+        site=site,
     )
 
 
@@ -57,33 +58,31 @@ def make_references(
     config: Config,
     policy: TransformerConfig,
     eos_ids: tuple[int, ...],
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
+    sites: Sites,
     params: Any,
-) -> dict[Mesh, Reference]:
+) -> dict[Site, Reference]:
     """A reference scorer for each set of searcher devices.
 
     Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
     shared with the trainer.
     """
     plain = dataclasses.replace(policy, adapters=None)
-    mesh = placement.publication_mesh
-    if policy.adapters is None or mesh != placement.trainer_mesh:
+    mesh = sites.publication.mesh
+    if policy.adapters is None or mesh != sites.trainer.mesh:
         # A copy, because the train state will be made of `params` and then donated; or because
         # they span processes.
         copy = make_publish_program(
             jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
         )
         params = copy(params)
-    programs: dict[Any, Callable[..., Array]] = {}
+    programs: dict[Site, Callable[..., Array]] = {}
     references = {}
-    for mesh in dict.fromkeys(placement.searcher_meshes):
-        key = mesh if mesh.size > 1 else None  # one program serves any one device
+    for site in dict.fromkeys(sites.searchers):
+        key = site.program_site
         if key not in programs:
-            program = make_reference_program_from(config, plain, eos_ids, mesh)
-            programs[key] = device_turns.on(turns, mesh)(program)
-        own = sharding.hand_over(params, reference_shardings(plain, mesh))
-        references[mesh] = Reference(programs[key], own)
+            programs[key] = make_reference_program_from(config, plain, eos_ids, key)
+        own = hand_over(params, reference_shardings(plain, site.mesh))
+        references[site] = Reference(programs[key], own)
     return references
 
 
@@ -92,8 +91,7 @@ def make_start_data(
     task: Task,
     tokenizer: Tokenizer,
     model_config: TransformerConfig,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
+    sites: Sites,
 ) -> StartData | None:
     """The responses that searcher 0 begins with, if the config gives any."""
     if not config.task.start_path:
@@ -116,7 +114,7 @@ def make_start_data(
         eos_ids=tokenizer.eos_ids,
         min_new_tokens=search.min_new_tokens,
         max_new_tokens=search.max_new_tokens,
-        in_turn=device_turns.on(turns, placement.searcher_meshes[0]),
+        site=sites.searchers[0],
     )
     return StartData(
         groups,
@@ -132,33 +130,30 @@ def make_start_data(
 def make_transport(
     config: Config,
     policy: TransformerConfig,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
+    sites: Sites,
     workdir: Path,
     base: Any,
 ) -> Transport:
     """The weight transport; where adapters are trained they alone travel, and `base` stays."""
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
-    meshes = placement.searcher_meshes
-    layout, published = make_publication(config, plain, placement.publication_mesh)
-    wanted = [searcher_shardings(plain, mesh) for mesh in meshes]
-    merges = {}
+    where = sites.publication.mesh
+    layout, published = make_publication(config, plain, where)
+    wanted = [searcher_shardings(plain, site.mesh) for site in sites.searchers]
+    merges: dict[Site, Callable[[Any], Any]] = {}
     if policy.adapters is not None:
         # Each set of devices has the base once, in the decoder's layout.
         weights = make_publish_program(dtype, layout, published)(base)
-        for mesh, where in zip(meshes, wanted, strict=True):
-            if mesh not in merges:
-                own = sharding.hand_over(weights, where)
-                merge = functools.partial(lora.merge, own, config=policy)
-                merges[mesh] = device_turns.on(turns, mesh)(merge)
+        for site, shardings in zip(sites.searchers, wanted, strict=True):
+            if site not in merges:
+                own = hand_over(weights, shardings)
+                merges[site] = site.in_turn(functools.partial(lora.merge, own, config=policy))
         layout = None
-        published = lora.split(param_shardings(policy, placement.publication_mesh))[1]
-        wanted = [adapter_shardings(policy, mesh) for mesh in meshes]
-    in_turn = device_turns.on(turns, placement.trainer_mesh)
+        published = lora.split(param_shardings(policy, where))[1]
+        wanted = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
     transport: Transport
     if config.sync.transport == "memory":
-        transport = MemoryTransport(dtype, wanted, layout, published, in_turn)
+        transport = MemoryTransport(dtype, wanted, layout, published, sites.trainer)
     else:
         transport = CheckpointTransport(
             str(workdir),
@@ -167,23 +162,22 @@ def make_transport(
             shardings=wanted,
             layout=layout,
             published=published,
-            in_turn=in_turn,
+            site=sites.trainer,
         )
-    return MergingTransport(transport, [merges[mesh] for mesh in meshes]) if merges else transport
+    if not merges:
+        return transport
+    return MergingTransport(transport, [merges[site] for site in sites.searchers])
 
 
 def make_decoders(
     config: Config,
     model_config: TransformerConfig,
     tokenizer: Tokenizer,
-    placement: sharding.Placement,
-    turns: device_turns.DeviceTurns | None,
-) -> dict[Mesh, Decoder]:
+    sites: Sites,
+) -> dict[Site, Decoder]:
     """The decoder of each set of searcher devices; one serves all that have one device each."""
-    decoders: dict[Any, Decoder] = {}
-    for mesh in placement.searcher_meshes:
-        key = mesh if mesh.size > 1 else None
-        if key not in decoders:
-            in_turn = device_turns.on(turns, mesh)
-            decoders[key] = make_decoder(config, model_config, tokenizer, mesh, in_turn)
-    return {m: decoders[m if m.size > 1 else None] for m in placement.searcher_meshes}
+    programs = {
+        key: make_decoder(config, model_config, tokenizer, key)
+        for key in dict.fromkeys(site.program_site for site in sites.searchers)
+    }
+    return {site: programs[site.program_site] for site in sites.searchers}

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array
 
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models.logprobs import response_mask, token_logprobs
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
@@ -64,7 +64,7 @@ def make_reference_program(
     eos_ids: tuple[int, ...],
     mask_eos: bool,
     min_new_tokens: int,
-    mesh: Mesh | None = None,
+    site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
     """Jitted (params, tokens, prompt_lengths, response_lengths, *, response_bucket) -> [p S].
 
@@ -73,10 +73,9 @@ def make_reference_program(
         temperature, chunk_tokens, min_new_tokens: as in `token_logprobs`.
         compute_dtype: name of the matmul input type.
         eos_ids, mask_eos: as in `response_mask`.
-        mesh: the devices that divide the parameters; None: they are on one device, any.
+        site: the devices that divide the parameters.
     """
-    sharding = ComputeSharding(config, mesh) if mesh is not None and mesh.size > 1 else None
-    return jax.jit(
+    program = jax.jit(
         functools.partial(
             _score,
             config=config,
@@ -86,10 +85,11 @@ def make_reference_program(
             eos_ids=eos_ids,
             mask_eos=mask_eos,
             min_new_tokens=min_new_tokens,
-            sharding=sharding,
+            sharding=ComputeSharding(config, site.mesh) if site.is_divided else None,
         ),
         static_argnames=("response_bucket",),
     )
+    return site.in_turn(program)
 
 
 def _score(

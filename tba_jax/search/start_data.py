@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.decoding.engine import Decoded
-from tba_jax.devices.device_turns import InTurn, no_turns
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.trajectory import Prompt, left_pad
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -195,7 +195,7 @@ def make_start_program(
     eos_ids: tuple[int, ...],
     min_new_tokens: int,
     max_new_tokens: int,
-    in_turn: InTurn = no_turns,
+    site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
     """Jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
 
@@ -204,7 +204,7 @@ def make_start_program(
         temperature, chunk_tokens, eos_ids, min_new_tokens: as in `token_logprobs`.
         compute_dtype: name of the matmul input type.
         max_new_tokens: t.
-        in_turn: as in `Decoder`.
+        site: the devices of the parameters.
     """
 
     def program(params: Any, *rows: Array) -> Array:
@@ -220,4 +220,4 @@ def make_start_program(
             eos_ids=eos_ids,
         )
 
-    return in_turn(jax.jit(program))
+    return site.in_turn(jax.jit(program))

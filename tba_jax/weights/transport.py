@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.devices.device_turns import InTurn, no_turns
 from tba_jax.devices.sharding import hand_over
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models.trees import check_same_tree
 
 
@@ -93,8 +93,7 @@ class MemoryTransport:
             the trainer has it.
         published: a tree of shardings on the trainer's devices, in which the publish program
             leaves its copy; None: XLA's choice.
-        in_turn: where other threads launch programs on the trainer's devices, makes the publish
-            program wait for its turn.
+        site: the trainer's devices.
     """
 
     def __init__(
@@ -103,9 +102,9 @@ class MemoryTransport:
         shardings: Sequence[Any],
         layout: Layout | None = None,
         published: Any = None,
-        in_turn: InTurn = no_turns,
+        site: Site = ANY_DEVICE,
     ) -> None:
-        self._program = in_turn(make_publish_program(dtype, layout, published))
+        self._program = site.in_turn(make_publish_program(dtype, layout, published))
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
@@ -159,7 +158,7 @@ class CheckpointTransport:
     Args:
         workdir: the run's directory.
         keep: versions kept on disk, at least 2 (one may be being read while one is written).
-        dtype, shardings, layout, published, in_turn: as MemoryTransport; files have the trainer's
+        dtype, shardings, layout, published, site: as MemoryTransport; files have the trainer's
             layout.
     """
 
@@ -172,17 +171,17 @@ class CheckpointTransport:
         shardings: Sequence[Any],
         layout: Layout | None = None,
         published: Any = None,
-        in_turn: InTurn = no_turns,
+        site: Site = ANY_DEVICE,
     ) -> None:
         self._folder = epath.Path(workdir) / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marker = epath.Path(workdir) / "versions.json"
         self._keep = keep
-        self._program = in_turn(make_publish_program(dtype))
+        self._program = site.in_turn(make_publish_program(dtype))
         # With a layout only: without one the copy that was restored already is what readers want.
         self._layout: Layout = lambda params: params
         if layout is not None:
-            self._layout = in_turn(jax.jit(layout, out_shardings=published))
+            self._layout = site.in_turn(jax.jit(layout, out_shardings=published))
         self._mailbox = MemoryTransport(dtype, shardings)
         self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
+from tba_jax.devices.site import Site
 from tba_jax.models import transformer
 
 pytestmark = pytest.mark.skipif(
@@ -56,7 +57,7 @@ def compile_all(topology, parts, implementation, names=None):
         pad_id=1,
         prompt_buckets=(128,),
         max_length=1016,
-        cache_sharding=lowering.cache_sharding(CONFIG, mesh),
+        site=Site(mesh),
         implementation=implementation,
     )
     weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)

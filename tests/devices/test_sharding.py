@@ -12,9 +12,11 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding import lowering
+from tba_jax.decoding.compiled import cache_sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import AXIS_RULES, Rule, partition_spec, tree_shardings
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
 
 # Two key/value heads: divided over 2 devices; on 4, two devices share one.
@@ -85,11 +87,11 @@ def decoded(parts, implementation, temperature):
     config = CONFIG
     params = random_params(config)
     if parts == 1:
-        cache_sharding = None
+        site = ANY_DEVICE
         weights = transformer.unstack_layers(params, config)
     else:
         devices = mesh(model=parts)
-        cache_sharding = lowering.cache_sharding(config, devices)
+        site = Site(devices)
         weights = jax.device_put(
             transformer.unstack_layers(params, config), lowering.weight_shardings(config, devices)
         )
@@ -102,7 +104,7 @@ def decoded(parts, implementation, temperature):
         prompt_buckets=(6,),
         max_length=16,
         chunk_steps=4,
-        cache_sharding=cache_sharding,
+        site=site,
         implementation=implementation,
     )
     return decoder.decode(
@@ -145,6 +147,6 @@ def test_a_tensor_parallel_decoder_equals_one_device(parts, implementation, temp
 )
 def test_each_device_caches_the_heads_that_its_queries_read(axes, heads):
     """Two key/value heads; None: both. Query heads are divided in the order of the devices."""
-    sharding = lowering.cache_sharding(CONFIG, mesh(**axes))
+    sharding = cache_sharding(CONFIG, mesh(**axes))
     parts = sharding.devices_indices_map((4, CONFIG.num_kv_heads, 16, 8)).values()
     assert [index[1].start for index in parts] == heads

@@ -26,6 +26,7 @@ from tba_jax.models.hf import hf_weights
 from tba_jax.models.hf.config_json import hf_config
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
+from tba_jax.run.placing import open_sites
 from tba_jax.run.searching import make_references
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
@@ -304,9 +305,9 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
 @pytest.mark.parametrize("has_adapters", [True, False])
 def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapters):
     placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
-    policy = POLICY if has_adapters else CONFIG
+    config, policy = default_config(), POLICY if has_adapters else CONFIG
     base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
-    found = make_references(default_config(), policy, (2,), placement, None, base)
+    found = make_references(config, policy, (2,), open_sites(config, placement), base)
     (reference,) = found.values()
 
     def pointers(tree):

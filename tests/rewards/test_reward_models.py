@@ -12,6 +12,8 @@ from fakes import write_word_tokenizer
 from jax.sharding import Mesh
 from model_folders import load_folder
 
+from tba_jax.devices.site import Site
+from tba_jax.devices.turns import DeviceTurns
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
@@ -37,12 +39,12 @@ def folder(tmp_path_factory):
 
 def load(folder, policy=None, **options):
     tokenizer = Tokenizer.load(policy or folder)
-    options = {"batch_size": 4, "mesh": one(jax.devices()[0]), **options}
+    options = {"batch_size": 4, "site": one(jax.devices()[0]), **options}
     return RewardModel.load(str(folder), policy_tokenizer=tokenizer, **options)
 
 
 def one(device):
-    return Mesh([device], ("model",))
+    return Site(Mesh([device], ("model",)))
 
 
 def words(ids):
@@ -128,16 +130,18 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
     model = load(folder)
     pair = Mesh(jax.devices()[4:6], ("model",))
     want = score(model, rows).rewards
-    turns = []
+    launched = []
 
-    def in_turn(program):
-        return lambda *args: turns.append(pair) or program(*args)
+    class Turns(DeviceTurns):
+        def in_turn(self, program, devices):
+            return lambda *args: launched.append(list(devices)) or program(*args)
 
-    for there in (load(folder, mesh=pair, in_turn=in_turn), model.on(pair, in_turn)):
-        turns.clear()
+    site = Site(pair, Turns(1.0))
+    for there in (load(folder, site=site), model.on(site)):
+        launched.clear()
         # Sums over two devices: float32 rounding in another order.
         np.testing.assert_allclose(score(there, rows).rewards, want, atol=TOLERANCE)
-        assert turns == [pair]  # a program of several devices waits for its turn
+        assert launched == [list(pair.devices.flat)]
         leaves = jax.tree.leaves(there._params)
         assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
         held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
@@ -149,7 +153,7 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
 def test_a_model_that_the_searchers_devices_do_not_divide_is_refused(folder):
     trio = Mesh(jax.devices()[:3], ("model",))
     with pytest.raises(ValueError, match=r"search.num_devices = 3 .* make that axis one of"):
-        load(folder, mesh=trio)
+        load(folder, site=Site(trio))
 
 
 def test_bfloat16_takes_half_and_moves_scores_by_its_rounding(folder):

@@ -9,12 +9,13 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import default_config
+from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
-MESHES = [Mesh([device], ("model",)) for device in jax.devices()]
+SITES = [Site(Mesh([device], ("model",))) for device in jax.devices()]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
         ("", {"answer": [7]}, 0.0),  # "abc" is no number
     ):
         config.task.reward = path
-        with contextlib.closing(make_rewards(config, task, tokenizer, MESHES)) as source:
+        with contextlib.closing(make_rewards(config, task, tokenizer, SITES)) as source:
             source.check()
             got = source.score(
                 [POST], ["abc"], columns, completion_ids=[np.zeros(1, np.int32)], has_eos=[True]
@@ -54,16 +55,16 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
 def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     config, task = of_task("tldr_toy")
     config.reward.model_path = REWARD_MODEL
-    plain = make_rewards(config, task, tokenizer, MESHES)
+    plain = make_rewards(config, task, tokenizer, SITES)
     config.reward.update(missing_eos=-1.0, offset=0.25)
-    set_up = make_rewards(config, task, tokenizer, MESHES)
+    set_up = make_rewards(config, task, tokenizer, SITES)
     own = score(plain, tokenizer, "abc")
     # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
     assert score(set_up, tokenizer, "abc", has_eos=False) == -1.0
     assert score(set_up, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
-    assert rewards_on(set_up, MESHES[0]) is set_up
-    copy = rewards_on(set_up, MESHES[3])
+    assert rewards_on(set_up, SITES[0]) is set_up
+    copy = rewards_on(set_up, SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
 
@@ -71,19 +72,19 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
     config, task = of_task("tldr", str(tmp_path))
     with pytest.raises(ValueError, match=r"task tldr has no reward of its own; set --config"):
-        make_rewards(config, task, tokenizer, MESHES)
+        make_rewards(config, task, tokenizer, SITES)
     with pytest.raises(ValueError, match=r"judged by its win rate, and nothing judges; set --conf"):
-        make_gold(config, task, tokenizer, MESHES[0])
-    assert make_gold(*of_task("arithmetic"), tokenizer, MESHES[0]) is None
+        make_gold(config, task, tokenizer, SITES[0])
+    assert make_gold(*of_task("arithmetic"), tokenizer, SITES[0]) is None
 
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     config, task = of_task("tldr_toy")
     config.reward.update(missing_eos=-1.0, offset=0.25)
     config.eval.gold_model = REWARD_MODEL
-    gold = make_gold(config, task, tokenizer, MESHES[0])
+    gold = make_gold(config, task, tokenizer, SITES[0])
     config.reward.model_path, config.reward.offset = REWARD_MODEL, 0.0
-    trains = make_rewards(config, task, tokenizer, MESHES)
+    trains = make_rewards(config, task, tokenizer, SITES)
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
 
@@ -97,7 +98,7 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
         config.eval.update(gold_reward="", gold_model="")
         config.eval[field] = judge
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
-            make_gold(config, task, tokenizer, MESHES[0])
+            make_gold(config, task, tokenizer, SITES[0])
 
 
 def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
@@ -106,7 +107,7 @@ def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
     config.reward.model_path = config.eval.gold_model = REWARD_MODEL
     config.eval.gold_dtype = "bfloat16"
     for source, dtype in (
-        (make_rewards(config, task, tokenizer, MESHES), "float32"),
-        (make_gold(config, task, tokenizer, MESHES[0]), "bfloat16"),
+        (make_rewards(config, task, tokenizer, SITES), "float32"),
+        (make_gold(config, task, tokenizer, SITES[0]), "bfloat16"),
     ):
         assert {x.dtype.name for x in jax.tree.leaves(source._params)} == {dtype}

@@ -10,6 +10,7 @@ from test_shardings import CONFIG as DIVISIBLE
 from test_shardings import make_batch, sharded
 
 from tba_jax.decoding import lowering
+from tba_jax.devices.site import Site
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.search.reference import Reference, make_reference_program
@@ -36,7 +37,7 @@ def test_a_reference_on_a_mesh_equals_one_device():
             eos_ids=(2,),
             mask_eos=False,
             min_new_tokens=0,
-            mesh=mesh,
+            site=Site(mesh),
         )
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))
         assert len(params["embed"].addressable_shards) == num

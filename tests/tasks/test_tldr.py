@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from tba_jax.devices.site import Site
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.digests import gold_reward, gold_score
@@ -66,7 +67,7 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
     policy = Tokenizer.load("embedded:tldr_toy_policy")
     model = RewardModel.load(
         "embedded:tldr_toy_reward",
-        mesh=Mesh(jax.devices()[:1], ("model",)),
+        site=Site(Mesh(jax.devices()[:1], ("model",))),
         policy_tokenizer=policy,
         batch_size=128,
     )

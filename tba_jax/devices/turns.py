@@ -14,24 +14,17 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 Program = Callable[..., Any]
-InTurn = Callable[[Program], Program]
-"""Makes a program wait for its turn whenever it is called."""
 
 
 class TurnError(RuntimeError):
     """A turn did not come in time; the message says who has the devices and what to do."""
-
-
-def no_turns(program: Program) -> Program:
-    """The program itself: nobody else launches programs of several devices on its devices."""
-    return program
 
 
 @dataclasses.dataclass(eq=False)
@@ -64,31 +57,24 @@ class DeviceTurns:
         self._line: list[_Turn] = []  # in order of arrival, those whose turn it is among them
         self._changed = threading.Condition()
 
-    def on(self, mesh: Mesh) -> InTurn:
-        """What makes a program of this mesh wait for its turn.
+    def in_turn(self, program: Program, devices: Iterable[Any]) -> Program:
+        """A program of these devices, waiting for its turn whenever it is called.
 
-        A program of one device needs none: it waits for no other device. What it is called with and
-        returns are as without turns, except that results are ready; a program that raises gives up
-        its turn.
+        What it is called with and returns are as without turns, except that results are ready; a
+        program that raises gives up its turn.
 
         Raises (when the program is called):
             TurnError: others had the devices for longer than `timeout_s`.
         """
-        devices = frozenset(mesh.devices.flat)
-        if len(devices) == 1:
-            return no_turns
+        needed = frozenset(devices)
+        name = getattr(program, "__name__", "unnamed")
 
-        def in_turn(program: Program) -> Program:
-            name = getattr(program, "__name__", "unnamed")
+        @functools.wraps(program)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            with self._turn(needed, name):
+                return jax.block_until_ready(program(*args, **kwargs))
 
-            @functools.wraps(program)
-            def launch(*args: Any, **kwargs: Any) -> Any:
-                with self._turn(devices, name):
-                    return jax.block_until_ready(program(*args, **kwargs))
-
-            return launch
-
-        return in_turn
+        return launch
 
     @contextlib.contextmanager
     def _turn(self, devices: frozenset[Any], program: str) -> Iterator[None]:
@@ -144,8 +130,3 @@ def turns_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceTurns | None
     several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
     meet = any(a & b for a, b in itertools.combinations(several, 2))
     return DeviceTurns(timeout_s) if meet else None
-
-
-def on(turns: DeviceTurns | None, mesh: Mesh) -> InTurn:
-    """`turns.on(mesh)`, where there are turns."""
-    return no_turns if turns is None else turns.on(mesh)

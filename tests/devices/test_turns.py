@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.device_turns import DeviceTurns, TurnError, no_turns, on, turns_for
+from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.devices.turns import DeviceTurns, TurnError, turns_for
 from tba_jax.devices.worker import StopFlag, Worker
 
 
@@ -37,8 +38,21 @@ def test_turns_exist_where_programs_of_several_devices_can_meet(meshes, wants_tu
 
 def test_without_turns_and_on_one_device_a_program_is_left_alone():
     program = jax.jit(lambda x: x)
-    assert on(None, mesh_of(0, 1)) is no_turns and no_turns(program) is program
-    assert DeviceTurns(1.0).on(mesh_of(0))(program) is program
+    turns = DeviceTurns(1.0)
+    for site in (Site(mesh_of(0, 1)), Site(mesh_of(0), turns), ANY_DEVICE):
+        assert site.in_turn(program) is program
+    assert Site(mesh_of(0, 1), turns).in_turn(program) is not program
+
+
+def test_equal_sites_are_the_same_devices_under_the_same_turns():
+    turns = DeviceTurns(1.0)
+    pair, single = Site(mesh_of(0, 1), turns), Site(mesh_of(3), turns)
+    assert len({pair, Site(mesh_of(0, 1), turns), Site(mesh_of(0, 1)), single}) == 3
+    assert Site(mesh_of(1, 0), turns) != pair
+    assert pair.program_site == pair and pair.is_divided
+    # One compiled program serves every single device.
+    assert single.program_site == Site(mesh_of(4)).program_site == ANY_DEVICE
+    assert not single.is_divided and not ANY_DEVICE.is_divided
 
 
 def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
@@ -60,7 +74,7 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
             running.remove(ids)
             return out
 
-        launch = turns.on(mesh)(watched)
+        launch = Site(mesh, turns).in_turn(watched)
         data = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
         return lambda: np.asarray(launch(data))
 
@@ -101,7 +115,9 @@ def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
             order.append(name)
             assert gates[name].wait(30.0)
 
-        return threading.Thread(target=turns.on(meshes[name])(program), name=name, daemon=True)
+        return threading.Thread(
+            target=Site(meshes[name], turns).in_turn(program), name=name, daemon=True
+        )
 
     def in_line(count):
         end = time.monotonic() + 10
@@ -134,7 +150,7 @@ def test_a_turn_that_does_not_come_names_who_has_the_devices():
         may_end.wait(30.0)
 
     thread = threading.Thread(
-        target=turns.on(mesh_of(0, 1, 2))(hang), name="searcher-0", daemon=True
+        target=Site(mesh_of(0, 1, 2), turns).in_turn(hang), name="searcher-0", daemon=True
     )
     thread.start()
     assert has_begun.wait(10.0)
@@ -142,7 +158,7 @@ def test_a_turn_that_does_not_come_names_who_has_the_devices():
     def train_step():
         return jnp.zeros(())
 
-    launch = turns.on(mesh_of(1, 2, 3))(train_step)
+    launch = Site(mesh_of(1, 2, 3), turns).in_turn(train_step)
     with pytest.raises(TurnError) as caught:
         launch()
     assert "'train_step' on devices 1, 2, which 'hang' of thread searcher-0 has had" in str(
@@ -161,5 +177,5 @@ def test_a_program_that_raises_gives_up_its_turn():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        turns.on(mesh_of(0, 1))(fail)()
-    assert turns.on(mesh_of(0, 1))(lambda: 1)() == 1
+        Site(mesh_of(0, 1), turns).in_turn(fail)()
+    assert Site(mesh_of(0, 1), turns).in_turn(lambda: 1)() == 1

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A site: the devices that a part of a run has, and whose turn it is to launch programs on them.
+
+Parts get one site in place of a mesh and a way to wait. Equal sites are the same devices under the
+same turns, so what was made for one serves the other. It knows nothing of what is computed there.
+"""
+
+import dataclasses
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax.devices.turns import DeviceTurns, Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Devices and the turns on them; hashable.
+
+    Attributes:
+        mesh: the devices; the empty one: any one device, on which a program's arguments lie.
+        turns: of the threads that launch there; None: no two of them can block one another.
+    """
+
+    mesh: Mesh
+    turns: DeviceTurns | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether programs here are of several devices, which divide their arrays."""
+        return self.mesh.size > 1
+
+    @property
+    def program_site(self) -> "Site":
+        """What its programs are compiled for: those of one device serve any one device."""
+        return self if self.is_divided else ANY_DEVICE
+
+    def in_turn(self, program: Program) -> Program:
+        """The program, waiting for its turn whenever it is called.
+
+        A program of one device needs none: it waits for no other device. With turns its results are
+        ready when it returns; a program that raises gives up its turn.
+
+        Raises (when the program is called):
+            TurnError: others had the devices for too long.
+        """
+        if self.turns is None or not self.is_divided:
+            return program
+        return self.turns.in_turn(program, self.mesh.devices.flat)
+
+
+ANY_DEVICE = Site(Mesh(np.empty((), dtype=object), ()))
+"""Any one device, where nobody waits."""
