@@ -24,7 +24,8 @@ from ml_collections import config_flags
 
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import local_folder, parse_flags, versions
-from tba_jax.config.schema import Config, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, freeze
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -310,9 +311,9 @@ def main(argv: Sequence[str]) -> int:
     """absl entry point."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
-    config = _CONFIG.value
-    if config is None:
+    if _CONFIG.value is None:
         raise UserError("no --config given; try --config=math")
+    config = freeze(_CONFIG.value)
     validate(config)
     workdir = local_folder(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
@@ -424,7 +425,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
-        print("--dry_run prints every field; tba_jax/config/schema.py says what each means.")
+        print("--dry_run prints every field; docs/config.md says what each means.")
         return 0
     try:
         return main(parse_flags(argv, flags.FLAGS))

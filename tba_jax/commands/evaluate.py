@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.config.command_line import override
-from tba_jax.config.schema import Config, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config
 from tba_jax.report.writers import format_metric, metric_label
 
 

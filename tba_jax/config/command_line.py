@@ -17,8 +17,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax.config import presets
-from tba_jax.config import schema as config_lib
-from tba_jax.config.schema import Config, ConfigError
+from tba_jax.config.schema import SETTINGS, Config, editable, freeze
+from tba_jax.settings import ConfigError
 
 
 def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
@@ -63,23 +63,22 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
         holder = config_flags.DEFINE_config_file("config", flag_values=flag_values, sys_argv=argv)
     else:
         holder = config_flags.DEFINE_config_dict(
-            "config", config, flag_values=flag_values, sys_argv=argv
+            "config", editable(config), flag_values=flag_values, sys_argv=argv
         )
     _, *strays = parse_flags(argv, flag_values)
     if strays:
         raise ConfigError(f"unexpected argument {strays[0]!r}; options begin with --")
-    return holder.value
+    return freeze(holder.value)
 
 
 def _check_fields(arguments: Sequence[str]) -> None:
     """Refuse `--config.FIELD` for fields that no config has."""
-    fields = [*config_lib.flatten(config_lib.default_config())]
     for argument in arguments:
         field = argument.removeprefix("--config.").split("=")[0]
-        if not argument.startswith("--config.") or field in fields:
+        if not argument.startswith("--config.") or field in SETTINGS:
             continue
-        near = difflib.get_close_matches(field, fields, n=3, cutoff=0.5)
-        near = near or [f for f in fields if f.endswith(field.split(".")[-1])][:3]
+        near = difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
+        near = near or [f for f in SETTINGS if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
         raise ConfigError(f"config has no field {field!r}; {hint}")
 

@@ -5,12 +5,12 @@ What chips refuse is the business of `sharding`.
 """
 
 import math
-from typing import Any
 
-from tba_jax.config.rules import need
+from tba_jax.config.schema import Config
+from tba_jax.settings import need
 
 
-def trainer_mesh(config: Any, num_hosts: int) -> tuple[int, int, int]:
+def trainer_mesh(config: Config, num_hosts: int) -> tuple[int, int, int]:
     """Sizes of the trainer's mesh: data, fsdp, model.
 
     In a pod every host trains. A mesh that fsdp and model do not spread over all of the hosts
@@ -22,7 +22,7 @@ def trainer_mesh(config: Any, num_hosts: int) -> tuple[int, int, int]:
     return data, fsdp, model
 
 
-def _validate_pod(config: Any, num_devices: int, num_hosts: int) -> None:
+def _validate_pod(config: Config, num_devices: int, num_hosts: int) -> None:
     data, fsdp, model = trainer_mesh(config, num_hosts)
     shape = f"{data} x {fsdp} x {model}"
     trainer, mine = data * fsdp * model, data * fsdp * model // num_hosts
@@ -65,7 +65,7 @@ def _validate_pod(config: Any, num_devices: int, num_hosts: int) -> None:
     )
 
 
-def validate_devices(config: Any, num_devices: int, num_hosts: int = 1) -> None:
+def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:
     """Check the parts of the placement that depend on how many devices there are.
 
     Args:

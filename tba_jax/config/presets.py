@@ -13,13 +13,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tba_jax.config.rules import ConfigError
-from tba_jax.config.schema import Config, default_config
+from ml_collections import ConfigDict
+
+from tba_jax.config.schema import default_config
+from tba_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "presets"
 
 
-def differing(file: str, presets: Mapping[str, Any], preset: str) -> Config:
+def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
     """The default config with one preset's differences, named FILE/PRESET.
 
     Args:

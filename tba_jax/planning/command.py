@@ -18,13 +18,15 @@ compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
 
 import argparse
 import copy
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.config.command_line import override
-from tba_jax.config.schema import ConfigError, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import ConfigError
 from tba_jax.planning import table
 from tba_jax.planning.children import Answer, ask
 from tba_jax.planning.verdict import Balance, Occupancy, Program, advice, balance, occupancies
@@ -212,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.timeout_s,
         )
         chooses = bool(args.topology) and not args.keep_placement
-        facts = planner.describe(config.to_dict(), chooses=chooses)
+        facts = planner.describe(dataclasses.asdict(config), chooses=chooses)
         chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:
             found_fields = search(planner, facts["config"], say)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.schema import Config, ConfigError, default_config
+from tba_jax.config.schema import Config, ConfigError, default_config, freeze
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
@@ -43,9 +43,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the request makes no sense.
     """
-    config = default_config()
-    with config.unlocked():
-        config.update(request["config"])
+    edited = default_config()
+    edited.update(request["config"])
+    config = freeze(edited)
     if request["cache"]:
         jax.config.update("jax_compilation_cache_dir", request["cache"])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -62,7 +62,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if request["chooses"]:
         assert chip is not None
         judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)
-        choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, judge_bytes)
+        config, choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, judge_bytes)
     else:
         choice = layouts.place(config, devices)
     if request["program"]:
@@ -70,7 +70,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return _compile(next(p for p in planned if p.name == request["program"]))
     assert chip is not None
     return {
-        "config": config.to_dict(),
+        "config": dataclasses.asdict(config),
         "chip": dataclasses.asdict(chip),
         "platform": devices[0].platform,
         "num_devices": len(devices),

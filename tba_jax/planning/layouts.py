@@ -8,14 +8,15 @@ what it chooses, `main` accepts on such devices.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from tba_jax.config.devices import validate_devices
-from tba_jax.config.schema import Config, get_field, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices import sharding
 from tba_jax.devices.sharding import MeshShape, Placement, PlacementError
@@ -114,8 +115,8 @@ def choose(
     devices: Sequence[Any],
     hbm_bytes: float,
     judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
-) -> Choice:
-    """A placement of this config on these devices, all of which are used.
+) -> tuple[Config, Choice]:
+    """The config with a placement for these devices, all of which are used; and that placement.
 
     One host: `shared` on one device, else `split` in halves. Several: the trainer gets half of the
     chips of each host where the chips allow it (v4 and v5p), elsewhere all of them in turns with
@@ -126,7 +127,7 @@ def choose(
     A batch whose prompts no mesh of a pod divides gets more of them, which `notes` says.
 
     Args:
-        config: of the run; changed to what is chosen.
+        config: of the run.
         model_config: of the policy.
         devices: all of the slice.
         hbm_bytes: memory of each.
@@ -159,7 +160,7 @@ def choose(
             f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides: batches of "
             "another size are another experiment"
         )
-    changed = _set(config, fields)
+    given, config = config, replace(config, fields)
     size = next(
         (n for n in sizes if _holds_state(n, config, model_config, hbm_bytes, hosts)), len(devices)
     )
@@ -170,28 +171,19 @@ def choose(
     group = _group_size(
         config, model_config, pool, per_host, hbm_bytes - held, devices, judge_bytes
     )
-    changed |= _set(
-        config,
-        {
-            "placement": "pod" if hosts > 1 else "shared" if takes_turns else "split",
-            "mesh.data": mesh.data,
-            "mesh.fsdp": mesh.fsdp,
-            "mesh.model": mesh.model,
-            "num_searchers": pool // group * hosts,
-            "search.num_devices": group,
-            "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
-        },
-    )
+    fields |= {
+        "placement": "pod" if hosts > 1 else "shared" if takes_turns else "split",
+        "mesh.data": mesh.data,
+        "mesh.fsdp": mesh.fsdp,
+        "mesh.model": mesh.model,
+        "num_searchers": pool // group * hosts,
+        "search.num_devices": group,
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
+    }
+    config = replace(config, fields)
     validate(config)
-    return place(config, devices)._replace(fields=changed, notes=tuple(notes))
-
-
-def _set(config: Config, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets fields of a config; returns those that had another value."""
-    changed = {name: x for name, x in fields.items() if get_field(config, name) != x}
-    with config.unlocked():
-        config.update_from_flattened_dict(dict(fields))
-    return changed
+    changed = {name: x for name, x in fields.items() if get_field(given, name) != x}
+    return config, place(config, devices)._replace(fields=changed, notes=tuple(notes))
 
 
 def _hosts(devices: Sequence[Any]) -> list[int]:
@@ -237,9 +229,8 @@ def _divisible_prompts(
     Raises:
         PlacementError: the model itself does not divide over them.
     """
-    trial = config.copy_and_resolve_references()
     for prompts in range(config.batch.num_prompts + 1, config.batch.num_prompts + max(sizes) + 1):
-        trial.batch.num_prompts = prompts
+        trial = replace(config, {"batch.num_prompts": prompts})
         if any(_mesh_exists(n, trial, model_config, hosts) for n in sizes):
             return prompts
     raise PlacementError(

@@ -17,8 +17,9 @@ on, and a base model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5
 asked in its chat template with --config.task.chat=True.
 """
 
+from ml_collections import ConfigDict
+
 from tba_jax.config.presets import differing
-from tba_jax.config.schema import Config
 
 PRESETS = {
     "arithmetic": {
@@ -126,6 +127,6 @@ PRESETS = {
 }
 
 
-def get_config(preset: str = "arithmetic") -> Config:
+def get_config(preset: str = "arithmetic") -> ConfigDict:
     """The default config with one preset's differences."""
     return differing("math", PRESETS, preset)

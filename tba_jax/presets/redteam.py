@@ -24,8 +24,9 @@ gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the
 library of its code (peft) chooses for these models. The toy trains all parameters.
 """
 
+from ml_collections import ConfigDict
+
 from tba_jax.config.presets import differing
-from tba_jax.config.schema import Config
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
@@ -203,6 +204,6 @@ PRESETS = {
 }
 
 
-def get_config(preset: str = "toy") -> Config:
+def get_config(preset: str = "toy") -> ConfigDict:
     """The default config with one preset's differences."""
     return differing("redteam", PRESETS, preset)

@@ -14,8 +14,9 @@ pythia410m, pythia1b, pythia2.8b
     steps off policy. Not run by us.
 """
 
+from ml_collections import ConfigDict
+
 from tba_jax.config.presets import differing
-from tba_jax.config.schema import Config
 
 
 def _pythia(size: str) -> dict:
@@ -120,6 +121,6 @@ PRESETS = {
 }
 
 
-def get_config(preset: str = "toy") -> Config:
+def get_config(preset: str = "toy") -> ConfigDict:
     """The default config with one preset's differences."""
     return differing("tldr", PRESETS, preset)

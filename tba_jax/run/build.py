@@ -5,6 +5,7 @@ The only module that knows every part and the whole config; sections of the conf
 keyword arguments. It starts no thread except the reward processes' own.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -136,8 +137,8 @@ def build(
     def make_buffer() -> ReplayBuffer:
         # Hosts draw apart from one another; one host draws what a single process would.
         seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, cluster.process_id)
-        share = {**config.replay, "max_bytes": config.replay.max_bytes // num_hosts}
-        return ReplayBuffer(**share, seed=seed)
+        share = dataclasses.replace(config.replay, max_bytes=config.replay.max_bytes // num_hosts)
+        return ReplayBuffer(**dataclasses.asdict(share), seed=seed)
 
     buffer = make_buffer()
     schedule_log = JsonlWriter(folder / schedule_name(cluster.process_id))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from tba_jax.config.command_line import versions
-from tba_jax.config.schema import default_config, difference, flatten
+from tba_jax.config.schema import Config, difference, flatten
 from tba_jax.report.writers import jsonable
 from tba_jax.run.run import Run
 
@@ -123,7 +123,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> None:
         "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
         "versions": versions(),
-        "config_changes": difference(flatten(default_config()), flatten(run.config)),
+        "config_changes": difference(flatten(Config()), flatten(run.config)),
     }
     (run.workdir / "report.json").write_text(json.dumps(jsonable(report), indent=1))
 

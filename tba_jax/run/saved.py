@@ -5,6 +5,7 @@ It does not start, continue or change one.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.config.schema import Config, default_config
+from tba_jax.config.schema import Config, make_config
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.shardings import param_shardings
@@ -31,15 +32,8 @@ def load_run_config(workdir: str) -> Config:
     path = local_folder(workdir) / "config.json"
     if not path.is_file():
         raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
-    config = default_config()
-    for field, value in json.loads(path.read_text())["config"].items():
-        value = float("inf") if value == "inf" else value
-        *sections, name = field.split(".")
-        section = config
-        for part in sections:
-            section = section[part]
-        section[name] = value
-    return config
+    saved = json.loads(path.read_text())["config"]
+    return make_config({name: math.inf if x == "inf" else x for name, x in saved.items()})
 
 
 def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:

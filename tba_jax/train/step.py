@@ -54,7 +54,7 @@ class TrainState(NamedTuple):
 class StepSettings(NamedTuple):
     """The static part of a train step (hashable): objective, schedules, masks, dtypes."""
 
-    objective: Literal["tb", "rloo"]
+    objective: Literal["tb", "rloo", "online_dpo"]
     scale: Literal["advantage", "paper"]
     beta: float
     beta_schedule: str

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import buffer, evaluate, export, report, sft
-from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import override
-from tba_jax.config.schema import ConfigError, default_config
+from tba_jax.config.schema import Config, ConfigError, difference, flatten
 from tba_jax.studies import study
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +23,7 @@ MATH = f"--config={ROOT / 'configs' / 'math.py'}"
 
 def changed(config):
     """Fields that are not at their default."""
-    return config_lib.difference(config_lib.flatten(default_config()), config_lib.flatten(config))
+    return difference(flatten(Config()), flatten(config))
 
 
 def test_a_file_a_preset_and_fields_that_override_it():
@@ -36,12 +35,12 @@ def test_a_file_a_preset_and_fields_that_override_it():
 
 
 def test_fields_override_a_config_that_is_given():
-    config = override(default_config(), ["--config.num_steps=7"])
+    config = override(Config(), ["--config.num_steps=7"])
     assert changed(config) == ["num_steps: 100 -> 7"]
-    assert changed(override(default_config(), [])) == []
+    assert changed(override(Config(), [])) == []
 
 
-@pytest.mark.parametrize("given", [None, default_config()], ids=["file", "config"])
+@pytest.mark.parametrize("given", [None, Config()], ids=["file", "config"])
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -2,20 +2,28 @@
 """Schema, validation and presets: every mistake is one clear line before anything is written."""
 
 import ast
-import io
 import json
 import os
 import runpy
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 
-from tba_jax.config import schema as config_lib
+from tba_jax.config import document
 from tba_jax.config.devices import validate_devices
-from tba_jax.config.schema import ConfigError, default_config, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import (
+    SETTINGS,
+    Config,
+    ConfigError,
+    difference,
+    flatten,
+    freeze,
+    get_field,
+    make_config,
+)
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -25,7 +33,7 @@ PRESETS = [
 
 
 def load(path, preset):
-    return runpy.run_path(str(path))["get_config"](preset)
+    return freeze(runpy.run_path(str(path))["get_config"](preset))
 
 
 @pytest.mark.parametrize(("path", "preset"), PRESETS, ids=lambda x: getattr(x, "stem", x))
@@ -37,10 +45,10 @@ def test_every_preset_validates_and_names_itself(path, preset):
 
 def test_default_presets_run_offline_on_one_device():
     for path in CONFIG_FILES:
-        config = runpy.run_path(str(path))["get_config"]()
+        config = freeze(runpy.run_path(str(path))["get_config"]())
         assert config.task.data_path == ""
         for field in ("model.path", "reward.model_path", "eval.gold_model"):
-            value = config_lib.get_field(config, field)
+            value = get_field(config, field)
             assert value == "" or value.startswith("embedded:")
         validate_devices(config, config.num_cpu_devices)
 
@@ -86,26 +94,19 @@ def test_red_team_presets_are_appendix_b3(preset):
         assert config.objective.reference_temperature_steps == 2000
 
 
-def test_every_field_has_a_comment():
-    source = (ROOT / "tba_jax" / "config" / "schema.py").read_text()
-    start = source.index("def default_config")
-    body = source[start : source.index("config.lock()")]
-    comments = {
-        token.start[0]
-        for token in tokenize.generate_tokens(io.StringIO(body).readline)
-        if token.type == tokenize.COMMENT
-    }
-    fields = [
-        number
-        for number, line in enumerate(body.splitlines(), 1)
-        if line.strip().startswith("config.") and "ConfigDict()" not in line
-    ]
-    assert len(fields) == len(config_lib.flatten(default_config()))
-    assert [n for n in fields if n not in comments] == []
+def test_every_field_has_a_meaning():
+    assert [name for name, setting in SETTINGS.items() if not setting.meaning] == []
+
+
+def test_the_page_of_settings_is_as_declared():
+    page = (ROOT / "docs" / "config.md").read_text()
+    assert page == document.page(), "run python -m tba_jax.config.document docs/config.md"
+    row = "| `replay.max_bytes` | `1073741824` | at least 1 | of the whole buffer |"
+    assert row in page.splitlines()
 
 
 def test_no_field_is_dead():
-    """Each field's name is read somewhere outside config.py, as attribute or keyword."""
+    """Each field's name is read somewhere outside the declarations, as attribute or keyword."""
     used = set()
     for path in (ROOT / "tba_jax").rglob("*.py"):
         if path.name == "config.py":
@@ -115,8 +116,7 @@ def test_no_field_is_dead():
                 used.add(node.attr)
             elif isinstance(node, ast.arg):
                 used.add(node.arg)
-    leaves = {field.split(".")[-1] for field in config_lib.flatten(default_config())}
-    assert leaves - used == set()
+    assert {name.split(".")[-1] for name in SETTINGS} - used == set()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_no_field_is_dead():
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "needs no behaviour policy permits a response of several versions",
         ),
-        ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of , float32"),
+        ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
             {"reward.model_path": "m", "task.reward": "a:b"},
@@ -227,10 +227,8 @@ def test_no_field_is_dead():
     ],
 )
 def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
-    config = default_config()
-    config.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=message) as info:
-        validate(config)
+        validate(make_config(changes))
     assert "\n" not in str(info.value)
 
 
@@ -258,17 +256,16 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
     ],
 )
 def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
-    config = default_config()
-    config.update_from_flattened_dict(changes)
+    config = make_config(changes)
     validate(config)
     with pytest.raises(ConfigError, match=message):
         validate_devices(config, num_devices)
 
 
 def test_difference_ignores_what_a_resume_may_change():
-    old = config_lib.flatten(default_config())
+    old = flatten(Config())
     new = {**old, "log.period": 5, "checkpoint.period": 7, "optimizer.learning_rate": 1.0}
-    assert config_lib.difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
+    assert difference(old, new) == ["optimizer.learning_rate: 0.0001 -> 1.0"]
 
 
 def run_main(*arguments, cwd=ROOT):
@@ -353,9 +350,7 @@ def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     ],
 )
 def test_micro_batches_divide_over_the_trainer(changes, message):
-    config = default_config()
-    config.mesh.fsdp = 2
-    config.update_from_flattened_dict(changes)
+    config = make_config({"mesh.fsdp": 2, **changes})
     if message is None:
         validate(config)
         return
@@ -373,10 +368,8 @@ def test_micro_batches_divide_over_the_trainer(changes, message):
     ],
 )
 def test_meshes_and_sampling_that_cannot_work(changes, message):
-    config = default_config()
-    config.update_from_flattened_dict(changes)
     with pytest.raises(ConfigError, match=message):
-        validate(config)
+        validate(make_config(changes))
 
 
 @pytest.mark.parametrize(
@@ -390,9 +383,6 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
 def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):
     path = tmp_path / "start.jsonl"
     path.write_text('{"prompt_id": 0, "response": "1"}\n')
-    config = default_config()
-    config.task.start_path = str(path)
-    validate(config)
-    config.update_from_flattened_dict(changes)
+    validate(make_config({"task.start_path": str(path)}))
     with pytest.raises(ConfigError, match=f"task.start_path.*{message}"):
-        validate(config)
+        validate(make_config({"task.start_path": str(path), **changes}))

@@ -7,7 +7,8 @@ import pytest
 
 from tba_jax.config.command_line import override
 from tba_jax.config.presets import FOLDER, names, path_of
-from tba_jax.config.schema import ConfigError, flatten, validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
 # ml_collections loads config files through a deprecated function of importlib.
@@ -30,7 +31,7 @@ def test_a_name_and_the_file_of_the_repository_are_the_same_valid_config(
     validate(config)
     assert config.name == f"{file}/{preset}"
     by_file = override(None, [f"--config={ROOT / 'configs' / file}.py:{preset}"])
-    assert flatten(by_file) == flatten(config)
+    assert by_file == config
 
 
 @pytest.mark.parametrize(

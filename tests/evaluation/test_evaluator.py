@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from model_folders import load_folder
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
@@ -41,11 +41,8 @@ def model():
 
 
 def evaluator(model, task=None, metrics=(), **changes):
-    config = default_config()
-    config.update_from_flattened_dict(
-        {"task.num_eval_prompts": 6, "eval.max_new_tokens": 12, "search.max_new_tokens": 12}
-    )
-    config.update_from_flattened_dict(changes)
+    sizes = {"task.num_eval_prompts": 6, "eval.max_new_tokens": 12, "search.max_new_tokens": 12}
+    config = make_config({**sizes, **changes})
     decoder = make_decoder(config, model[0], model[2])
     return make_evaluator(
         config, task or Arithmetic(), model[2], decoder, LengthReward(), metrics=metrics

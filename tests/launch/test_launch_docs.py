@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax.config.command_line import override
 from tba_jax.config.devices import trainer_mesh, validate_devices
-from tba_jax.config.schema import validate
+from tba_jax.config.rules import validate
 from tba_jax.devices.sharding import arrange, pod_layout
 
 ROOT = Path(__file__).parents[2]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that give rewards or judge have rows in a plan: bytes, and the run's own programs."""
 
+import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import Mesh
 
-from tba_jax.config.schema import validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import freeze, replace
 from tba_jax.models import encoder
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
@@ -41,9 +43,8 @@ def mesh_of(num):
 
 
 def preset(file, name, **fields):
-    config = runpy.run_path(str(CONFIGS / f"{file}.py"))["get_config"](name)
-    config.update_from_flattened_dict({"num_cpu_devices": 1, **fields})
-    return config
+    config = freeze(runpy.run_path(str(CONFIGS / f"{file}.py"))["get_config"](name))
+    return replace(config, {"num_cpu_devices": 1, **fields})
 
 
 def in_process(request, *, timeout_s):
@@ -57,7 +58,7 @@ def planned(config, models):
     model, _ = published_config(modeling.model_path(config))
     request = {"topology": "", "model": model, "judges": models, "cache": ""}
     planner = plan.Planner(request, 60.0, in_process)
-    return planner.describe(config.to_dict(), chooses=False), planner
+    return planner.describe(dataclasses.asdict(config), chooses=False), planner
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,7 @@ def test_reward_models_are_divided_over_a_searcher_and_have_dtypes_of_their_own(
     assert alone["reward model"] == 4 * 353_823_744  # float32
     for role, whole in alone.items():
         assert whole / 4 <= divided[role] < whole / 3, role  # norms and tables stay whole
-    config.eval.gold_dtype = "float32"
+    config = replace(config, {"eval.gold_dtype": "float32"})
     whole = judges.judge_residents(config, models, mesh_of(1))["searcher"]
     assert whole["gold reward model"] == 4 * size
     with pytest.raises(ValueError, match="make that axis one of"):

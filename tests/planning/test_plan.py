@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan command: figures of the real run's programs, a verdict, a remedy, an exit code."""
 
+import dataclasses
 import json
 import os
 import re
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.config.schema import validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import freeze, replace
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one
@@ -37,11 +39,11 @@ def planner(topology=""):
 
 
 def start_config(**fields):
-    config = PRESETS["get_config"]("arithmetic")
-    config.num_cpu_devices = 1  # the devices of this process are there already
-    config.update_from_flattened_dict({"placement": "split", **fields})
+    config = freeze(PRESETS["get_config"]("arithmetic"))
+    # The devices of this process are there already.
+    config = replace(config, {"num_cpu_devices": 1, "placement": "split", **fields})
     validate(config)
-    return config.to_dict()
+    return dataclasses.asdict(config)
 
 
 @pytest.fixture(scope="module")

@@ -335,9 +335,9 @@ def test_an_empty_buffer_can_be_saved():
 
 
 def test_options_are_those_of_the_config():
-    from tba_jax.config.schema import default_config
+    from tba_jax.replay.config import ReplaySettings
 
-    assert set(BUFFER_OPTIONS) - {"seed"} == set(default_config().replay)
+    assert set(BUFFER_OPTIONS) - {"seed"} == set(dataclasses.asdict(ReplaySettings()))
 
 
 # --- similar responses --------------------------------------------------------------------------

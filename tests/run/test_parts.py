@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from fakes import random_params, tiny_config
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import make_config
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.run.modeling import make_decoder, sampling_settings
 from tba_jax.run.placing import place_run, reading_mesh
@@ -16,10 +16,16 @@ CONFIG = tiny_config()
 
 
 def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution():
-    config = default_config()
-    config.task.max_prompt_tokens = 4
-    config.search.update(max_new_tokens=6, top_p=0.6, min_new_tokens=3, sampling_temperature=0.8)
-    config.eval.max_new_tokens = 6
+    config = make_config(
+        {
+            "task.max_prompt_tokens": 4,
+            "search.max_new_tokens": 6,
+            "search.top_p": 0.6,
+            "search.min_new_tokens": 3,
+            "search.sampling_temperature": 0.8,
+            "eval.max_new_tokens": 6,
+        }
+    )
     # Half of the vocabulary ends a response: without the least length most would have one token.
     tokenizer = SimpleNamespace(eos_ids=tuple(range(11)), pad_id=0)
     decoder = make_decoder(config, CONFIG, tokenizer)
@@ -52,9 +58,9 @@ def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution
 
 
 def test_the_mesh_and_the_searchers_of_a_config():
-    config = default_config()
-    config.mesh.update(data=1, fsdp=2, model=2)
-    config.num_searchers, config.search.num_devices = 2, 2
+    config = make_config(
+        {"mesh.fsdp": 2, "mesh.model": 2, "num_searchers": 2, "search.num_devices": 2}
+    )
     got = place_run(config, jax.devices())
     assert got.trainer_mesh.shape == {"data": 1, "fsdp": 2, "model": 2}
     assert [m.devices.tolist() for m in got.searcher_meshes] == [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
@@ -24,8 +24,8 @@ def tokenizer():
 
 
 def of_task(name, data_path="", **changes):
-    config = default_config()
-    config.task.update(name=name, data_path=data_path, **changes)
+    task = {"name": name, "data_path": data_path, **changes}
+    config = make_config({f"task.{field}": value for field, value in task.items()})
     return config, make_task(config)
 
 
@@ -43,8 +43,8 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
         ("tba_jax.rewards.digests:gold_reward", {}, 1 - 3 * 0.06),
         ("", {"answer": [7]}, 0.0),  # "abc" is no number
     ):
-        config.task.reward = path
-        with contextlib.closing(make_rewards(config, task, tokenizer, SITES)) as source:
+        given = replace(config, {"task.reward": path})
+        with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
             source.check()
             got = source.score(
                 [POST], ["abc"], columns, completion_ids=[np.zeros(1, np.int32)], has_eos=[True]
@@ -54,9 +54,9 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
 
 def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     config, task = of_task("tldr_toy")
-    config.reward.model_path = REWARD_MODEL
+    config = replace(config, {"reward.model_path": REWARD_MODEL})
     plain = make_rewards(config, task, tokenizer, SITES)
-    config.reward.update(missing_eos=-1.0, offset=0.25)
+    config = replace(config, {"reward.missing_eos": -1.0, "reward.offset": 0.25})
     set_up = make_rewards(config, task, tokenizer, SITES)
     own = score(plain, tokenizer, "abc")
     # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
@@ -80,10 +80,12 @@ def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     config, task = of_task("tldr_toy")
-    config.reward.update(missing_eos=-1.0, offset=0.25)
-    config.eval.gold_model = REWARD_MODEL
+    config = replace(
+        config,
+        {"reward.missing_eos": -1.0, "reward.offset": 0.25, "eval.gold_model": REWARD_MODEL},
+    )
     gold = make_gold(config, task, tokenizer, SITES[0])
-    config.reward.model_path, config.reward.offset = REWARD_MODEL, 0.0
+    config = replace(config, {"reward.model_path": REWARD_MODEL, "reward.offset": 0.0})
     trains = make_rewards(config, task, tokenizer, SITES)
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
@@ -95,17 +97,22 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
     )
     config, task = of_task("custom", str(tmp_path / "data.jsonl"), num_eval_prompts=4)
     for field, judge in (("gold_reward", "a.b:c"), ("gold_model", REWARD_MODEL)):
-        config.eval.update(gold_reward="", gold_model="")
-        config.eval[field] = judge
+        judged = replace(config, {f"eval.{field}": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
-            make_gold(config, task, tokenizer, SITES[0])
+            make_gold(judged, task, tokenizer, SITES[0])
 
 
 def test_reward_and_gold_model_have_dtypes_of_their_own(tokenizer):
     config, task = of_task("tldr_toy")
-    config.model.rollout_dtype = "bfloat16"
-    config.reward.model_path = config.eval.gold_model = REWARD_MODEL
-    config.eval.gold_dtype = "bfloat16"
+    config = replace(
+        config,
+        {
+            "model.rollout_dtype": "bfloat16",
+            "reward.model_path": REWARD_MODEL,
+            "eval.gold_model": REWARD_MODEL,
+            "eval.gold_dtype": "bfloat16",
+        },
+    )
     for source, dtype in (
         (make_rewards(config, task, tokenizer, SITES), "float32"),
         (make_gold(config, task, tokenizer, SITES[0]), "bfloat16"),

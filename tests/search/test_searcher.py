@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from model_folders import load_folder
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import make_config
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
@@ -60,8 +60,7 @@ def model():
 def make_searcher(model, given_texts):
     """(searcher of rounds of 2 prompts with 3 responses, its outbox, stream and reference)."""
     model_config, params, tokenizer = model
-    config = default_config()
-    config.update_from_flattened_dict(
+    config = make_config(
         {
             "task.max_prompt_tokens": 12,
             "search.max_new_tokens": 8,

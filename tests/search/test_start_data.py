@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from model_folders import load_folder
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
@@ -83,9 +83,9 @@ def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
 def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
     model, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     params = unstack_layers(params, model)
-    config = default_config()
-    config.task.max_prompt_tokens, config.search.max_new_tokens = 12, 12
-    config.eval.max_new_tokens = 12
+    config = make_config(
+        {"task.max_prompt_tokens": 12, "search.max_new_tokens": 12, "eval.max_new_tokens": 12}
+    )
     prompts = []
     for i in range(3):
         text, columns = Arithmetic().train_problem(i)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.config.presets import path_of
-from tba_jax.config.schema import validate
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import freeze
 from tba_jax.evaluation.attacks import Finds
 from tba_jax.studies import study
 
@@ -62,7 +63,7 @@ def test_overrides_of_every_study_make_a_valid_config(name, variant):
         for part in sections:
             section = section[part]
         section[leaf] = type(section[leaf])(value)
-    validate(config)
+    validate(freeze(config))
 
 
 def test_table_of_a_metric_that_is_no_share_has_no_percent():

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from tba_jax.config import schema as config
+from tba_jax.tasks import config
 from tba_jax.tasks.registry import get_task
 
 GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of held-out evaluation."""
+
+from dataclasses import dataclass
+
+from tba_jax.settings import Dtype, Section, field, need
+
+
+@dataclass(frozen=True)
+class EvalSettings(Section):
+    """Evaluation on held-out prompts."""
+
+    period: int = field(50, "steps between evaluations; 0: before and after only", at_least=0)
+    max_new_tokens: int = field(48, "response limit in tokens", at_least=1)
+    num_slots: int = field(128, "unfinished responses at a time", at_least=1)
+    num_samples: int = field(1, "responses per prompt; above 1 pass@k is reported too", at_least=1)
+    temperature: float = field(0.0, "of sampling, top-p 1; 0: greedy", at_least=0.0)
+    gold_model: str = field("", "reward model that judges the win rate; empty: gold_reward")
+    gold_dtype: Dtype = field("float32", "of its weights and activations")
+    gold_reward: str = field(
+        "", "package.module:function that judges the win rate; empty: gold_model"
+    )
+    reference_metrics: bool = field(False, "also perplexity under, and KL to, the start model")
+    embedding_path: str = field(
+        "", "task redteam: HF folder or hub id of a sentence embedding model"
+    )
+    num_report_samples: int = field(
+        8, "responses kept side by side in the report", at_least=0, on_resume=True
+    )
+
+    def check(self) -> None:
+        need(
+            self.num_samples == 1 or self.temperature > 0,
+            "eval.num_samples",
+            self.num_samples,
+            "greedy responses to a prompt are all the same",
+            "Set --config.eval.temperature=1.0 or --config.eval.num_samples=1.",
+        )
+        need(
+            not self.gold_reward or all(self.gold_reward.rpartition(":")),
+            "eval.gold_reward",
+            self.gold_reward,
+            "must read package.module:function or path/to/file.py:function",
+            "For example --config.eval.gold_reward=my_rewards:length_reward.",
+        )
+        need(
+            not (self.gold_reward and self.gold_model),
+            "eval.gold_reward",
+            self.gold_reward,
+            f"config.eval.gold_model = {self.gold_model!r} names another reward",
+            "Leave one of them empty, for example --config.eval.gold_model=''.",
+        )

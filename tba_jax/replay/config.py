@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the replay buffer."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tba_jax.settings import Section, field, need, share
+
+
+@dataclass(frozen=True)
+class ReplaySettings(Section):
+    """The replay buffer: what it keeps, and what a batch is drawn from."""
+
+    recency_prob: float = share(0.95, "m: probability that a slot draws from the newest data")
+    fresh_window: int = field(1, "merges that count as newest", at_least=1)
+    pace: Literal["off", "trainer"] = field(
+        "off", "off: a slot short of fresh data becomes replay; trainer: the trainer waits"
+    )
+    priority_temperature: float = field(
+        math.inf, "replay draws responses ~ softmax(reward / this)", above=0
+    )
+    uniform_mix: float = share(0.0, "share of the uniform distribution in that softmax")
+    capacity_per_prompt: int = field(100, "responses kept per prompt", at_least=1)
+    max_bytes: int = field(2**30, "of the whole buffer", at_least=1)
+    evict: Literal["oldest", "lowest_reward"] = field("oldest", "which response goes first")
+    similarity: float = share(
+        0.0, "of responses nearer than this edit distance the better is kept; 0: off"
+    )
+    max_age: int = field(
+        0, "responses older than this many steps are dropped; 0: never", at_least=0
+    )
+    max_reuse: int = field(0, "times a response may be drawn; 0: without bound", at_least=0)
+    max_staleness: int = field(
+        0, "fresh slots wait for data at most this many steps stale; 0: off", at_least=0
+    )
+
+    def check(self) -> None:
+        need(
+            not self.max_staleness or self.pace == "trainer",
+            "replay.max_staleness",
+            self.max_staleness,
+            "bounding the staleness of fresh slots makes the trainer wait",
+            "Set --config.replay.pace=trainer.",
+        )
+        need(
+            not self.max_reuse or self.pace == "trainer",
+            "replay.max_reuse",
+            self.max_reuse,
+            "when every response is used up the trainer must wait for new ones",
+            "Set --config.replay.pace=trainer.",
+        )

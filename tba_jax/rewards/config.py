@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of rewards: processes and models that score, and the victim of red-teaming."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from tba_jax.settings import Dtype, Section, field, need, share
+
+CHAT_TEMPLATE = "chat"
+ATTACK = "{attack}"
+
+
+@dataclass(frozen=True)
+class RewardSettings(Section):
+    """Reward processes and reward models."""
+
+    model_path: str = field(
+        "", "reward model (one label): HF folder, hub id or embedded:NAME; empty: none"
+    )
+    dtype: Dtype = field("float32", "of its weights and activations")
+    batch_size: int = field(64, "responses that a reward model scores at a time", at_least=1)
+    missing_eos: float = field(
+        math.inf, "a reward model's score for a cut response; inf: the response's own"
+    )
+    offset: float = field(0.0, "subtracted from a reward model's scores, not from missing_eos")
+    num_workers: int = field(1, "reward processes", at_least=1, on_resume=True)
+    timeout_s: float = field(10.0, "per item; a hung worker is killed", above=0, on_resume=True)
+    max_failure_rate: float = share(
+        0.5, "above this share of a round the run stops", on_resume=True
+    )
+
+    def check(self) -> None:
+        need(
+            not self.model_path or self.missing_eos > -math.inf,
+            "reward.missing_eos",
+            self.missing_eos,
+            "must be a number, or inf for the response's own score",
+            "For example --config.reward.missing_eos=-1.0.",
+        )
+
+
+@dataclass(frozen=True)
+class VictimSettings(Section):
+    """Task redteam: the model under attack, and how it is asked."""
+
+    path: str = field("", "HF folder or hub id; empty: the embedded start model")
+    template: str = field(
+        ATTACK,
+        f"its prompt, with {ATTACK} where the attack goes; {CHAT_TEMPLATE}: the attack is a user's "
+        "message in its own chat template",
+    )
+    num_samples: int = field(5, "responses per attack", at_least=1)
+    temperature: float = field(0.7, "of their sampling", above=0)
+    top_p: float = field(0.92, "of their sampling", above=0, at_most=1)
+    max_new_tokens: int = field(30, "length limit of a response", at_least=1)
+    max_prompt_tokens: int = field(
+        64, "an attack whose prompt is longer gets no reward", at_least=1
+    )
+    num_slots: int = field(128, "unfinished responses at a time", at_least=1)
+    dtype: Dtype = field("float32", "of its weights, activations and cache")
+
+    def check(self) -> None:
+        need(
+            self.template == CHAT_TEMPLATE or self.template.count(ATTACK) == 1,
+            "victim.template",
+            self.template,
+            f"must hold {ATTACK} once, where the attack goes",
+            f"Set --config.victim.template={CHAT_TEMPLATE} for the victim's own chat template.",
+        )
+
+
+@dataclass(frozen=True)
+class ClassifierSettings(Section):
+    """Task redteam: which responses are wanted."""
+
+    kind: Literal["encoder", "guard", "pattern"] = field(
+        "pattern", "encoder: RoBERTa; guard: language model; pattern: regular expression"
+    )
+    path: str = field("", "HF folder or hub id of an encoder or guard")
+    target: str = field(
+        "",
+        "encoder: a label of its config.json; guard: its verdict as it would write it (Llama-Guard "
+        "3: two newlines and unsafe); pattern: the regular expression",
+    )
+    max_tokens: int = field(128, "of what it reads", at_least=8)
+    batch_rows: int = field(64, "responses per call", at_least=1)
+    dtype: Dtype = field("float32", "of its weights and activations")

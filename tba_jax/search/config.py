@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of searchers: what they draw, how, and how far ahead of the trainer."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tba_jax.settings import Section, field, need, share
+
+
+@dataclass(frozen=True)
+class SearchSettings(Section):
+    """Searchers."""
+
+    samples_per_prompt: int = field(
+        16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
+    )
+    prompts_per_round: int = field(16, "prompts a searcher takes per round", at_least=1)
+    max_new_tokens: int = field(48, "response limit in tokens", at_least=1)
+    num_devices: int = field(
+        1, "devices of each searcher, which divide its weights and cache", at_least=1
+    )
+    num_slots: int = field(0, "unfinished responses at a time; 0: all of a round", at_least=0)
+    cache_dtype: Literal["", "float32", "bfloat16"] = field(
+        "", "of cached keys and values; empty: model.rollout_dtype"
+    )
+    swap: Literal["round", "in_flight"] = field(
+        "round", "when newer weights are taken; round: at its start; in_flight: between chunks"
+    )
+    sampling_temperature: float = field(
+        1.0, "divides the logits of searchers, and of policy and reference", above=0
+    )
+    top_p: float = field(
+        1.0, "draw from the likeliest tokens of this total probability; 1: all", above=0, at_most=1
+    )
+    min_new_tokens: int = field(
+        0, "no end before as many tokens, in sampling and in log-probs", at_least=0
+    )
+    explore_share: float = share(0.0, "share of responses drawn at a temperature of their own")
+    explore_min_temperature: float = field(1.0, "of those: uniform from here", above=0)
+    explore_max_temperature: float = field(1.0, "to here; log-probs keep sampling_temperature")
+    ownership: Literal["by_prompt", "any"] = field(
+        "by_prompt", "by_prompt: searcher s owns prompts = s mod n; any: every prompt"
+    )
+    outbox_bytes: int = field(
+        64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1
+    )
+    initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
+    exact_lag: int = field(0, "driver=sync: train on data this many publications old", at_least=0)
+
+    def check(self) -> None:
+        need(
+            self.min_new_tokens <= self.max_new_tokens,
+            "search.min_new_tokens",
+            self.min_new_tokens,
+            f"is above search.max_new_tokens = {self.max_new_tokens}",
+            "Lower it.",
+        )
+        need(
+            self.explore_max_temperature >= self.explore_min_temperature,
+            "search.explore_max_temperature",
+            self.explore_max_temperature,
+            f"is below search.explore_min_temperature = {self.explore_min_temperature}",
+            "Raise it.",
+        )

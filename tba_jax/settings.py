@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a setting is declared: its type, default, range and meaning, once, where it is consumed.
+
+A room's `config.py` holds frozen dataclasses of such fields:
+
+    @dataclasses.dataclass(frozen=True)
+    class ReplaySettings(Section):
+        capacity_per_prompt: int = field(100, "responses kept per prompt", at_least=1)
+        evict: Literal["oldest", "lowest_reward"] = field("oldest", "which response goes first")
+
+The choices of a field are those of its `Literal` type. Validation, the command line, `--dry_run`
+and docs/config.md come from these declarations. Invariant: a message about a setting names field,
+value, rule and remedy, in one line.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; the message says field, value, rule and remedy."""
+
+
+def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
+    """Raise unless `ok`.
+
+    Raises:
+        ConfigError: "config.FIELD = VALUE: RULE. REMEDY".
+    """
+    if not ok:
+        raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
+
+
+class Section:
+    """Base of a room's settings."""
+
+    def check(self) -> None:
+        """Rules across the fields of this section; single fields are checked as declared.
+
+        Raises:
+            ConfigError: see `need`.
+        """
+
+
+def field(
+    default: T,
+    meaning: str,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    on_resume: bool = False,
+) -> T:
+    """A field of a section.
+
+    Args:
+        default: its default.
+        meaning: what it means, in its unit.
+        at_least, above, at_most: bounds of a number; `above` is exclusive.
+        on_resume: whether a resumed run may change it: it decides what is logged, kept and risked,
+            not what is computed.
+    """
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    return dataclasses.field(
+        default=default, metadata={"meaning": meaning, "on_resume": on_resume, **bounds}
+    )
+
+
+def share(default: float, meaning: str, *, on_resume: bool = False) -> float:
+    """A field between 0 and 1."""
+    return field(default, meaning, at_least=0, at_most=1, on_resume=on_resume)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A declared field.
+
+    Attributes:
+        name: with its sections, as on the command line: "search.top_p".
+        type: of its values.
+        default, meaning, on_resume, at_least, above, at_most: as given to `field`.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    meaning: str
+    on_resume: bool
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Its values, if they are few; else ()."""
+        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+
+    @property
+    def rule(self) -> str:
+        """What its value must be; "" for any."""
+        if self.choices:
+            return f"must be one of {', '.join(choice or repr(choice) for choice in self.choices)}"
+        if self.at_most is not None:
+            start = f"({self.above}" if self.above is not None else f"[{self.at_least}"
+            return f"must lie in {start}, {self.at_most}]"
+        if self.above is not None:
+            return f"must be above {self.above}" if self.above else "must be positive"
+        return "" if self.at_least is None else f"must be at least {self.at_least}"
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that is not among the choices or within the bounds.
+
+        Raises:
+            ConfigError: see `need`.
+        """
+        ok = (
+            (not self.choices or value in self.choices)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+        )
+        if self.choices:
+            remedy = f"Set --config.{self.name}={self.default} for the default behaviour."
+        elif self.at_most is not None:
+            remedy = f"Give a share, not a percent; the default is {self.default}."
+        else:
+            remedy = "Raise it." if self.above is None else f"Give a value above {self.above}."
+        need(ok, self.name, value, self.rule, remedy)
+
+
+def declared(section: type, prefix: str = "") -> Iterator[Setting]:
+    """The settings of a section and of the sections in it, in their order.
+
+    Args:
+        section: a dataclass.
+        prefix: of their names.
+    """
+    types = typing.get_type_hints(section)
+    for entry in dataclasses.fields(section):
+        type_ = types[entry.name]
+        if dataclasses.is_dataclass(type_):
+            assert isinstance(type_, type)
+            yield from declared(type_, f"{prefix}{entry.name}.")
+        else:
+            yield Setting(prefix + entry.name, type_, entry.default, **entry.metadata)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the task: its data, its prompts and the functions that reward."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from tba_jax.settings import Section, field, need
+
+TASKS = ("arithmetic", "custom", "gsm8k", "math", "redteam", "tldr", "tldr_toy")
+CHAT_TASKS = ("custom", "gsm8k", "math", "tldr")  # and reasoning_gym:DATASET
+_REASONING_GYM = "reasoning_gym:DATASET"
+
+
+@dataclass(frozen=True)
+class TaskSettings(Section):
+    """The task."""
+
+    name: str = field("arithmetic", f"one of {', '.join(TASKS)}, {_REASONING_GYM}")
+    data_path: str = field(
+        "",
+        "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; for "
+        "task custom also one .jsonl or .parquet file, and then no test split is needed; empty: "
+        "the task's own source",
+    )
+    start_path: str = field(
+        "",
+        "a .jsonl or .parquet file of responses that are scored and put into the replay buffer "
+        'before the first step: rows {"response"} or, where there are several prompts, '
+        '{"prompt_id", "response"}; empty: none',
+    )
+    chat: bool = field(False, "prompts as a user's message in the model's chat template")
+    reward: str = field(
+        "",
+        "package.module:function or path/to/file.py:function, or several with commas between: "
+        "their weighted sum; empty: the task's own",
+    )
+    reward_weights: tuple[float, ...] = field(
+        (), "one per function of task.reward; empty: 1 for each"
+    )
+    max_prompt_tokens: int = field(
+        32, "limit of a prompt; what happens to longer ones: task.long_prompts", at_least=1
+    )
+    long_prompts: Literal["refuse", "skip"] = field(
+        "refuse", "refuse: stop and name the row; skip: count it and go on"
+    )
+    num_eval_prompts: int = field(
+        512,
+        "held-out prompts per evaluation, 0: the whole split; where task custom has no test split, "
+        "so many rows are split off the training rows",
+        at_least=0,
+    )
+
+    def check(self) -> None:
+        self._check_name()
+        self._check_files()
+        functions = [f.strip().rpartition(":") for f in self.reward.split(",")]
+        functions = functions if self.reward else []
+        need(
+            all(module and name for module, _, name in functions),
+            "task.reward",
+            self.reward,
+            "must read package.module:function or path/to/file.py:function, several with commas",
+            "For example --config.task.reward=my_rewards:length_reward.",
+        )
+        need(
+            len(self.reward_weights) in (0, len(functions)),
+            "task.reward_weights",
+            self.reward_weights,
+            f"task.reward names {len(functions)} functions, and each needs a weight",
+            "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
+        )
+
+    def _check_name(self) -> None:
+        if self.name.partition("reasoning_gym:")[2]:
+            return
+        need(
+            self.name in TASKS,
+            "task.name",
+            self.name,
+            f"must be one of {', '.join(TASKS)}, {_REASONING_GYM}",
+            f"Set --config.task.name={TASKS[0]} for the default behaviour.",
+        )
+        need(
+            not self.chat or self.name in CHAT_TASKS,
+            "task.chat",
+            self.chat,
+            f"task {self.name} has no chat form: its model reads problems as they are",
+            f"Leave it False, or choose one of {', '.join(CHAT_TASKS)}, {_REASONING_GYM}.",
+        )
+
+    def _check_files(self) -> None:
+        path = self.data_path
+        need(
+            not path or os.path.exists(path) or "://" in path,
+            "task.data_path",
+            path,
+            "there is no such folder or file",
+            "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
+            ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
+        )
+        need(
+            not path
+            or os.path.isdir(path)
+            or path.endswith((".jsonl", ".parquet"))
+            or path.startswith("hf://"),
+            "task.data_path",
+            path,
+            "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
+            "Convert it, one JSON object per line.",
+        )
+        need(
+            bool(path) or self.name != "custom",
+            "task.data_path",
+            path,
+            "task custom has no data of its own",
+            "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
+        )
+        start = self.start_path
+        need(
+            not start or (os.path.isfile(start) and start.endswith((".jsonl", ".parquet"))),
+            "task.start_path",
+            start,
+            "there is no such .jsonl or .parquet file",
+            'Give a file with one object {"response": text} per line; tasks of several prompts '
+            'also want "prompt_id".',
+        )

@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of the weights' way from trainer to searchers."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tba_jax.settings import Section, field
+
+
+@dataclass(frozen=True)
+class SyncSettings(Section):
+    """How published weights reach searchers."""
+
+    transport: Literal["memory", "checkpoint"] = field(
+        "memory", "memory, or checkpoint: through Orbax in the work directory"
+    )
+    keep: int = field(2, "checkpoint transport: published versions kept on disk", at_least=2)
