@@ -190,7 +190,7 @@ def compiled_step(case: Case) -> Any:
     from jax.sharding import Mesh
 
     from tba_jax.devices.sharding import MESH_AXES
-    from tba_jax.flow.trajectory import Batch
+    from tba_jax.flow.batch import Batch
     from tba_jax.models import transformer
     from tba_jax.train.step import StepSettings, init_state, make_train_step, step_shardings
 

@@ -26,7 +26,7 @@ import optax
 
 from tba_jax.bench import roofline
 from tba_jax.bench.decode_engine import SHAPES
-from tba_jax.flow.trajectory import Batch
+from tba_jax.flow.batch import Batch
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights

@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.flow.trajectory import bucket_length, left_pad
+from tba_jax.flow.packing import bucket_length, left_pad
 from tba_jax.models import transformer
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig

@@ -20,7 +20,8 @@ from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
-from tba_jax.flow.trajectory import Batch, PackedBatch, length_buckets
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights

@@ -12,7 +12,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.attacks import SentenceEmbedder, attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, MetricFunction
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
-from tba_jax.flow.trajectory import length_buckets
+from tba_jax.flow.packing import length_buckets
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource

@@ -14,7 +14,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.trajectory import length_buckets
+from tba_jax.flow.packing import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh, param_shardings

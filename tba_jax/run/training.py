@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
-from tba_jax.flow.trajectory import row_buckets
+from tba_jax.flow.packing import row_buckets
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.run.modeling import policy_config

@@ -19,8 +19,9 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.flow.packing import bucket_length, left_pad
 from tba_jax.flow.rounds import RoundCommit
-from tba_jax.flow.trajectory import Group, Prompt, Trajectory, bucket_length, left_pad
+from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.source import PART_PREFIX, RewardSource, ScoreResult, part_means
 from tba_jax.weights.transport import Published, Transport

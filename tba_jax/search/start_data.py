@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 from tba_jax.decoding.engine import Decoded
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.trajectory import Prompt, left_pad
+from tba_jax.flow.packing import left_pad
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.search.prompts import Encoder, train_prompt

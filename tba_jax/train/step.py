@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tba_jax.devices.sharding import BATCH_AXES, shardings_like
-from tba_jax.flow.trajectory import Batch, PackedBatch
+from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.models import lora
 from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.shardings import ComputeSharding, param_shardings

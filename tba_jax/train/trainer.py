@@ -16,15 +16,9 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.devices.step_plan import Offer, Planner, StepPlan
-from tba_jax.flow.trajectory import (
-    Batch,
-    Draw,
-    PackedBatch,
-    bucket_length,
-    longest,
-    pack_batch,
-    pack_rows,
-)
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import bucket_length, longest, pack_batch, pack_rows
+from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.train.step import TrainState

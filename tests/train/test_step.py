@@ -11,7 +11,8 @@ import optax
 import pytest
 from fakes import random_params, tiny_config
 
-from tba_jax.flow.trajectory import Batch, pack_rows
+from tba_jax.flow.batch import Batch
+from tba_jax.flow.packing import pack_rows
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.step import StepSettings, init_state, make_train_step
 

@@ -9,7 +9,8 @@ import pytest
 
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
-from tba_jax.flow.trajectory import Batch, Draw, PackedBatch, Prompt, Trajectory
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.train.trainer import NonFiniteError, Trainer
 
 

@@ -4,10 +4,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.flow.trajectory import (
-    Draw,
-    Prompt,
-    Trajectory,
+from tba_jax.flow.packing import (
     bucket_length,
     left_pad,
     length_buckets,
@@ -15,6 +12,7 @@ from tba_jax.flow.trajectory import (
     pack_rows,
     row_buckets,
 )
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
 
 def make_trajectory(tokens, *, reward=0.0, version=0, prompt_id=0) -> Trajectory:
