@@ -5,7 +5,7 @@ import json
 
 import numpy as np
 
-from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
 
@@ -53,6 +53,12 @@ def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, search
     )
 
 
+def make_report(round, **changes):
+    """Of half a second in which four tokens were drawn."""
+    metrics = RoundMetrics(4, 0.25, 2.0, 1.0, 0.5, {})._replace(**changes)
+    return RoundReport(metrics, PhaseTimes(float(round), round + 0.5, 0.25, 0.125, 0.125))
+
+
 def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rewards=None):
     """One round.
 
@@ -80,7 +86,7 @@ def make_commit(responses, *, round=0, version=0, searcher=0, rejected=None, rew
         groups=tuple(groups),
         prompt_state={"position": round + 1},
         generated=sum(len(g.trajectories) + sum(g.rejected.values()) for g in groups),
-        wall={"start_s": float(round), "end_s": round + 0.5},
+        report=make_report(round),
     )
 
 

@@ -88,7 +88,7 @@ def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> 
         meta: the snapshot's metadata.
     """
     from tba_jax.evaluation.attacks import finds
-    from tba_jax.flow.rounds import ROW_FIELDS, SettingsTable, unflatten, unpack
+    from tba_jax.flow.records import ROW_FIELDS, SettingsTable, unflatten, unpack
 
     columns = [arrays[f"row_{name}"].tolist() for name, _ in ROW_FIELDS]
     return finds(

@@ -1,36 +1,126 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoundCommit, and the packed form of prompts and trajectories that outbox and buffer share.
+"""A finished round: what it brought, what it measured, and when.
 
-Packed means: token ids and log-probs as bytes, the scalar fields as one row of a numpy table, what
-is the same for many trajectories as an index into a table of settings. A million dataclass objects
-would cost several times their tokens. This module knows nothing of sampling or eviction. It owns
-one invariant: unpacking gives back exactly what was packed.
+`RoundCommit` is what a searcher commits and the buffer takes in; `RoundReport` is what the logs
+keep of it. This module knows nothing of how rounds are made or where they are stored. It owns two
+invariants: a commit that `check_commit` lets pass counts every response once, and a commit that was
+packed for a file comes back exactly.
 """
 
 import dataclasses
 import itertools
 import math
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
-
-# The scalar fields of a trajectory, in this order.
-ROW_FIELDS = (
-    ("prompt_id", "<i8"),
-    ("reward", "<f8"),
-    ("reference_logprob", "<f8"),
-    ("version_min", "<i4"),
-    ("version_max", "<i4"),
-    ("round", "<i4"),
-    ("settings", "<i4"),
+from tba_jax.flow.records import (
+    ROW_DTYPE,
+    ROW_FIELDS,
+    SettingsTable,
+    Snapshot,
+    flatten,
+    pack_extras,
+    pack_prompts,
+    pack_row,
+    pack_tokens,
+    unflatten,
+    unpack,
+    unpack_prompts,
 )
-ROW_DTYPE = np.dtype(list(ROW_FIELDS))
+from tba_jax.flow.trajectory import Group
 
-Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
+
+class PhaseTimes(NamedTuple):
+    """The clock of a round: start and end since the run began, and what its phases took.
+
+    `reference_s` is what was left of the reference after the rewards were there.
+    """
+
+    start_s: float
+    end_s: float
+    decode_s: float
+    reward_s: float
+    reference_s: float
+
+
+class RoundMetrics(NamedTuple):
+    """What the responses of a round were like.
+
+    Attributes:
+        tokens: drawn; 0 where the responses were given.
+        reward_mean: over the responses that have a reward; nan without one.
+        response_length_mean: tokens, end-of-sequence included.
+        unique_fraction: share of different responses among those to one prompt.
+        kind_share: share of the task's first response kind.
+        reward_parts: mean of each of several rewards, by the name of its metric.
+    """
+
+    tokens: int
+    reward_mean: float
+    response_length_mean: float
+    unique_fraction: float
+    kind_share: float
+    reward_parts: Mapping[str, float]
+
+
+class RoundReport(NamedTuple):
+    """What the logs keep of a round."""
+
+    metrics: RoundMetrics
+    times: PhaseTimes
+
+    def record(self) -> dict[str, float]:
+        """Flat and JSON-compatible: the fields of a `round` event, and of a saved round."""
+        metrics = self.metrics._asdict()
+        parts = metrics.pop("reward_parts")
+        return {**self.times._asdict(), **metrics, **parts}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, float]) -> "RoundReport":
+        """Inverse of `record`.
+
+        Raises:
+            ValueError: a field is missing.
+        """
+        plain = RoundMetrics._fields[:-1]  # all but the parts, which are named by the task
+        names = [*PhaseTimes._fields, *plain]
+        if missing := [name for name in names if name not in record]:
+            raise ValueError(
+                f"a saved round has no {', '.join(missing)}: another version of tba_jax saved it; "
+                "continue the run with that version, or begin again in another --workdir"
+            )
+        values: dict[str, Any] = {name: record[name] for name in plain}
+        parts = {name: value for name, value in record.items() if name not in names}
+        times = PhaseTimes(*(record[name] for name in PhaseTimes._fields))
+        return cls(RoundMetrics(**values, reward_parts=parts), times)
+
+
+def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
+    """Search metrics over the rounds merged at one sync; {} when there were none."""
+    if not reports:
+        return {}
+    metrics = [report.metrics for report in reports]
+    busy = sum(times.end_s - times.start_s for _, times in reports)
+    out = {
+        "search/rounds": float(len(reports)),
+        "search/tokens_per_s": sum(m.tokens for m in metrics) / max(busy, 1e-9),
+        "search/reward_mean": mean_known([m.reward_mean for m in metrics]),
+        "search/response_length_mean": mean_known([m.response_length_mean for m in metrics]),
+        "search/kind_share": mean_known([m.kind_share for m in metrics]),
+        "search/unique_fraction": mean_known([m.unique_fraction for m in metrics]),
+    }
+    for name in metrics[0].reward_parts:
+        out[f"search/{name}"] = mean_known([m.reward_parts[name] for m in metrics])
+    return out
+
+
+def mean_known(values: Sequence[float]) -> float:
+    """Mean of what is not nan; nan where nothing is."""
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    return float(known.mean()) if known.size else math.nan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +136,7 @@ class RoundCommit:
         groups: the scored groups.
         prompt_state: JSON-compatible state of the prompt iterator after this round.
         generated: responses drawn or given: trajectories plus rejected ones, over all groups.
-        wall: start, end and phase seconds, for the timeline.
+        report: what it measured, and its times.
     """
 
     searcher: int
@@ -55,7 +145,7 @@ class RoundCommit:
     groups: tuple[Group, ...]
     prompt_state: Mapping[str, Any]
     generated: int
-    wall: Mapping[str, float]
+    report: RoundReport
     swaps: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -98,152 +188,6 @@ def check_commit(commit: RoundCommit) -> None:
                 )
 
 
-class Settings(NamedTuple):
-    """What many trajectories share; stored once."""
-
-    searcher: int
-    sampling_temperature: float
-    finish_reason: FinishReason
-    part_names: tuple[str, ...]
-
-
-class SettingsTable:
-    """Settings by small index; grows by one for every combination not seen before."""
-
-    def __init__(self, rows: Iterable[Sequence[Any]] = ()) -> None:
-        self._index: dict[Settings, int] = {}
-        self._rows: list[Settings] = []
-        for searcher, temperature, finish, names in rows:
-            self.index(Settings(searcher, temperature, finish, tuple(names)))
-
-    def index(self, settings: Settings) -> int:
-        """Index of these settings, new or known."""
-        found = self._index.setdefault(settings, len(self._rows))
-        if found == len(self._rows):
-            self._rows.append(settings)
-        return found
-
-    def __getitem__(self, index: int) -> Settings:
-        return self._rows[index]
-
-    def to_json(self) -> list[list[Any]]:
-        """Rows for SettingsTable(rows)."""
-        return [[*row[:3], list(row.part_names)] for row in self._rows]
-
-
-def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
-    """Scalar fields of `y` in the order of ROW_FIELDS."""
-    settings = Settings(y.searcher, y.sampling_temperature, y.finish_reason, tuple(y.reward_parts))
-    return (
-        y.prompt_id,
-        y.reward,
-        y.reference_logprob,
-        y.version_min,
-        y.version_max,
-        y.round,
-        table.index(settings),
-    )
-
-
-def pack_tokens(y: Trajectory) -> bytes:
-    """Response token ids, 4 bytes each; equal bytes mean equal responses."""
-    return np.ascontiguousarray(y.response_tokens, "<i4").tobytes()
-
-
-def pack_extras(y: Trajectory) -> bytes:
-    """Behavior log-probs (float32), then the values of the reward parts (float64)."""
-    parts = y.reward_parts.values()
-    logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
-    return logprobs + struct.pack(f"<{len(parts)}d", *parts)
-
-
-def unpack(
-    rows: Sequence[Sequence[Any]],
-    tokens: Sequence[bytes],
-    extras: Sequence[bytes],
-    table: SettingsTable,
-) -> list[Trajectory]:
-    """Inverse of the three pack functions; the arrays are read-only views of one shared copy.
-
-    Args:
-        rows: fields in the order of ROW_FIELDS (further ones are ignored), as Python numbers.
-        tokens: from `pack_tokens`.
-        extras: from `pack_extras`.
-        table: the table the rows were packed with.
-    """
-    # One copy and two arrays for all: a pair of arrays for each would take a third of the time.
-    all_tokens = np.frombuffer(b"".join(tokens), np.int32)
-    all_extras = np.frombuffer(b"".join(extras), np.float32)
-    start = extra_start = 0
-    out = []
-    for row, token_bytes, extra_bytes in zip(rows, tokens, extras, strict=True):
-        prompt_id, reward, reference_logprob, version_min, version_max, round_, settings = row[:7]
-        searcher, temperature, finish_reason, part_names = table[settings]
-        parts: Mapping[str, float] = {}
-        if part_names:
-            values = struct.unpack_from(f"<{len(part_names)}d", extra_bytes, len(token_bytes))
-            parts = dict(zip(part_names, values, strict=True))
-        count = len(token_bytes) // 4
-        out.append(
-            Trajectory(
-                prompt_id=prompt_id,
-                response_tokens=all_tokens[start : start + count],
-                reward=reward,
-                reward_parts=parts,
-                behavior_token_logprobs=all_extras[extra_start : extra_start + count],
-                reference_logprob=reference_logprob,
-                version_min=version_min,
-                version_max=version_max,
-                searcher=searcher,
-                round=round_,
-                sampling_temperature=temperature,
-                finish_reason=finish_reason,
-            )
-        )
-        start += count
-        extra_start += len(extra_bytes) // 4
-    return out
-
-
-def flatten(blobs: Sequence[bytes], name: str) -> dict[str, np.ndarray]:
-    """Byte strings as two flat arrays, for a file: `name` (uint8) and `name_sizes` (int64)."""
-    return {
-        name: np.frombuffer(b"".join(blobs), np.uint8),
-        f"{name}_sizes": np.fromiter(map(len, blobs), np.int64, len(blobs)),
-    }
-
-
-def unflatten(arrays: Mapping[str, np.ndarray], name: str) -> list[bytes]:
-    """Inverse of `flatten`."""
-    data = memoryview(np.ascontiguousarray(arrays[name], np.uint8)).cast("B")
-    ends = np.cumsum(arrays[f"{name}_sizes"]).tolist()
-    return [bytes(data[i:j]) for i, j in itertools.pairwise([0, *ends])]
-
-
-def pack_prompts(prompts: Sequence[Prompt]) -> Snapshot:
-    """Prompts as flat arrays and JSON-compatible metadata."""
-    arrays = flatten([p.tokens.astype("<i4").tobytes() for p in prompts], "prompt_tokens")
-    arrays["prompt_ids"] = np.array([p.prompt_id for p in prompts], np.int64)
-    return arrays, {
-        "texts": [p.text for p in prompts],
-        "columns": [dict(p.columns) for p in prompts],
-    }
-
-
-def unpack_prompts(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Prompt]:
-    """Inverse of `pack_prompts`."""
-    return [
-        Prompt(prompt_id, text, np.frombuffer(tokens, np.int32), columns)
-        for prompt_id, text, tokens, columns in zip(
-            arrays["prompt_ids"].tolist(),
-            meta["texts"],
-            unflatten(arrays, "prompt_tokens"),
-            meta["columns"],
-            strict=True,
-        )
-    ]
-
-
 def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
     """Commits as flat arrays and JSON-compatible metadata, exact."""
     table = SettingsTable()
@@ -267,7 +211,7 @@ def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
                 "num_groups": len(c.groups),
                 "prompt_state": dict(c.prompt_state),
                 "generated": c.generated,
-                "wall": dict(c.wall),
+                "wall": c.report.record(),
             }
             for c in commits
         ],
@@ -300,7 +244,7 @@ def unpack_commits(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) ->
             groups=tuple(itertools.islice(groups, c["num_groups"])),
             prompt_state=c["prompt_state"],
             generated=c["generated"],
-            wall=c["wall"],
+            report=RoundReport.from_record(c["wall"]),
         )
         for c in meta["commits"]
     ]

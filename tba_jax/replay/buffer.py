@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from tba_jax.flow.edit_distance import near_duplicates
-from tba_jax.flow.rounds import RoundCommit, Snapshot, check_commit
+from tba_jax.flow.records import Snapshot
+from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
 from tba_jax.replay.draws import FreshPrompts, choose, response_log_weights
 from tba_jax.replay.prompt_pool import PromptPool

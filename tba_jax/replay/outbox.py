@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.rounds import RoundCommit, Snapshot, check_commit, pack_commits, unpack_commits
+from tba_jax.flow.records import Snapshot
+from tba_jax.flow.rounds import RoundCommit, check_commit, pack_commits, unpack_commits
 
 
 class OutboxCounts(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from tba_jax.flow.rounds import (
+from tba_jax.flow.records import (
     ROW_FIELDS,
     SettingsTable,
     Snapshot,

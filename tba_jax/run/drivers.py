@@ -18,8 +18,8 @@ from typing import Any
 
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import Evaluation
+from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.run.run import Run
-from tba_jax.search.searcher import summarise_rounds
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
@@ -103,12 +103,12 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                     did_round = searcher.step()
                     assert did_round  # weights are published, and the outbox has no bound here
             merge_start = run.clock()
-            summaries = trainer.merge(rounds if lag else None)
+            reports = trainer.merge(rounds if lag else None)
             extra = {
                 "sync/publish_s": publish_s,
                 "sync/merge_s": run.clock() - merge_start,
                 "sync/version": step,
-                **summarise_rounds(summaries),
+                **summarise_rounds(reports),
             }
         values = trainer.step(run.is_interrupted(interrupted))
         if values is None:
@@ -225,9 +225,9 @@ class _AsyncLoop:
         run, trainer = self._run, self._run.trainer
         num_steps = run.config.num_steps
         # First data, then the evaluation of the start model: the trainer waits for the former only.
-        summaries = self._fill(interrupted)
+        reports = self._fill(interrupted)
         self._submit_evaluation(trainer.step_index)
-        summaries += self._merge()  # what the outboxes held when the run was interrupted
+        reports += self._merge()  # what the outboxes held when the run was interrupted
         extra: dict[str, Any] = {}
         sync = False  # published when the driver began
         while trainer.step_index < num_steps and not _stops(run, interrupted):
@@ -238,25 +238,25 @@ class _AsyncLoop:
                 extra["sync/publish_s"] = trainer.publish()
                 extra["sync/version"] = step
                 merge_start = run.clock()
-                summaries += self._merge()
+                reports += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
                 self._submit_evaluation(step)
             values = trainer.step(run.is_interrupted(interrupted))
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
                 self._stop.wait(POLL_S)
-                summaries += self._merge()
+                reports += self._merge()
                 self._drain()
                 continue
             sync = trainer.plan.sync
             self._drain()
             self._count_idle()
-            extra.update(summarise_rounds(summaries))
+            extra.update(summarise_rounds(reports))
             extra["search/idle_s"] = sum(run.searcher_idle_s.values())
             if (turns := run.sites.trainer.turns) is not None:
                 extra["sync/turn_wait_s"] = turns.wait_s
             if after_step(run, values, extra):
-                extra, summaries = {}, []
+                extra, reports = {}, []
             self._watchdog.kick()
 
     def _submit_evaluation(self, step: int) -> None:
@@ -280,14 +280,14 @@ class _AsyncLoop:
 
         run.searchers[0].submit(job)
 
-    def _fill(self, interrupted: Callable[[], bool]) -> list[Any]:
+    def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait, before the first step, for start data and `search.initial_fill` more responses.
 
         Returns:
-            Summaries of the rounds that filled the buffer.
+            Of the rounds that filled the buffer.
         """
         run = self._run
-        summaries: list[Any] = []
+        reports: list[RoundReport] = []
         start = run.clock()
         given = sum(searcher.num_given for searcher in run.searchers)
         target = given + run.config.search.initial_fill
@@ -299,20 +299,20 @@ class _AsyncLoop:
         ):
             self._stop.check()
             if interrupted():
-                return summaries
-            summaries += self._merge()
+                return reports
+            reports += self._merge()
             self._stop.wait(POLL_S)
         # The first step of a process compiles; the display drops the phase when a step is made.
         run.progress.phase("compiling the training step")
         run.trainer.wait_s += run.clock() - start
-        return summaries
+        return reports
 
-    def _merge(self) -> list[Any]:
+    def _merge(self) -> list[RoundReport]:
         """Merge; finished rounds are a sign of life."""
-        summaries = self._run.trainer.merge()
-        if summaries:
+        reports = self._run.trainer.merge()
+        if reports:
             self._watchdog.kick()
-        return summaries
+        return reports
 
     def _drain(self) -> None:
         """Record the evaluations that searcher 0 has finished, another sign of life."""

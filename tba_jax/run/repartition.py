@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.flow.rounds import (
+from tba_jax.flow.records import (
     ROW_FIELDS,
     Settings,
     SettingsTable,
     Snapshot,
     flatten,
-    pack_commits,
     pack_prompts,
     unflatten,
     unpack_prompts,
 )
+from tba_jax.flow.rounds import pack_commits
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.replay.store import FIELDS, ID, SYNC, USES, VERSION

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.writers import read_jsonl
 from tba_jax.run.drivers import after_step, evaluate_now
 from tba_jax.run.run import Run
-from tba_jax.search.searcher import summarise_rounds
 from tba_jax.weights.transport import Published
 
 
@@ -53,7 +53,7 @@ def drive_schedule(
         for version in (e["version"], *(version for _, version in e["swaps"]))
     }
     weights: dict[tuple[int, int], Published] = {}
-    summaries: list[Mapping[str, float]] = []
+    reports: list[RoundReport] = []
     for i, event in enumerate(events):
         if interrupted() or trainer.step_index >= run.config.num_steps:
             return
@@ -71,15 +71,15 @@ def drive_schedule(
             searcher = run.searchers[event["searcher"]]
             swaps = {chunk: weights[version, searcher.index] for chunk, version in event["swaps"]}
             searcher.do_round(weights[event["version"], searcher.index], swaps.get)
-            summaries += trainer.merge()
+            reports += trainer.merge()
             _compare(trainer.last_event, event, ("round", "swaps", "prompt_ids", "rejected"))
         else:
             values = trainer.step()
             if values is None:
                 raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
             _compare(trainer.last_event, event, ("step", "trajectory_ids", "bucket"))
-            if after_step(run, values, summarise_rounds(summaries)):
-                summaries = []
+            if after_step(run, values, summarise_rounds(reports)):
+                reports = []
 
 
 def _compare(done: Mapping[str, Any], logged: Mapping[str, Any], fields: Sequence[str]) -> None:

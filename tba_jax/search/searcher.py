@@ -11,7 +11,7 @@ stands still in those. It does no learning and cannot see the trainer.
 
 import itertools
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,10 +20,10 @@ import numpy as np
 from tba_jax.decoding.engine import Decoded, Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.packing import bucket_length, left_pad
-from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport, mean_known
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.outbox import Outbox
-from tba_jax.rewards.source import PART_PREFIX, RewardSource, ScoreResult, part_means
+from tba_jax.rewards.source import RewardSource, ScoreResult, part_means
 from tba_jax.weights.transport import Published, Transport
 
 # First fold of the root key: keeps searcher draws apart from any other use of the seed.
@@ -255,22 +255,26 @@ class Searcher:
                 groups=groups,
                 prompt_state=self._stream.state(),
                 generated=len(responses),
-                wall={
-                    "start_s": start,
-                    "end_s": end,
-                    "decode_s": decoded_at - start,
-                    "reward_s": scored_at - decoded_at,
-                    "reference_s": end - scored_at,
-                    "tokens": num_tokens,
-                    "reward_mean": _mean_known(known),
-                    "response_length_mean": float(np.mean([len(r) for r in responses])),
-                    "unique_fraction": len(
-                        {(r.tobytes(), i) for (i, _), r in zip(where, responses, strict=True)}
-                    )
-                    / len(responses),
-                    "kind_share": sum(kind == self._first_kind for kind in kinds) / len(kinds),
-                    **part_means(scores.parts),
-                },
+                report=RoundReport(
+                    RoundMetrics(
+                        tokens=num_tokens,
+                        reward_mean=mean_known(known),
+                        response_length_mean=float(np.mean([len(r) for r in responses])),
+                        unique_fraction=len(
+                            {(r.tobytes(), i) for (i, _), r in zip(where, responses, strict=True)}
+                        )
+                        / len(responses),
+                        kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds),
+                        reward_parts=part_means(scores.parts),
+                    ),
+                    PhaseTimes(
+                        start_s=start,
+                        end_s=end,
+                        decode_s=decoded_at - start,
+                        reward_s=scored_at - decoded_at,
+                        reference_s=end - scored_at,
+                    ),
+                ),
             )
         )
 
@@ -392,23 +396,3 @@ def _logged(
         return published
 
     return ask
-
-
-def _mean_known(values: Sequence[float]) -> float:
-    """Mean of what is not nan; nan where nothing is."""
-    known = np.asarray(values, np.float64)
-    known = known[~np.isnan(known)]
-    return float(known.mean()) if known.size else float("nan")
-
-
-def summarise_rounds(summaries: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Search metrics over the rounds merged at one sync; {} when there were none."""
-    if not summaries:
-        return {}
-    tokens = sum(s["tokens"] for s in summaries)
-    busy = sum(s["end_s"] - s["start_s"] for s in summaries)
-    out = {"search/rounds": float(len(summaries)), "search/tokens_per_s": tokens / max(busy, 1e-9)}
-    parts = [name for name in summaries[0] if name.startswith(PART_PREFIX)]
-    for name in ("reward_mean", "response_length_mean", "kind_share", "unique_fraction", *parts):
-        out[f"search/{name}"] = _mean_known([s[name] for s in summaries])
-    return out

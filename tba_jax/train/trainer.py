@@ -18,6 +18,7 @@ from jaxtyping import Array
 from tba_jax.devices.step_plan import Offer, Planner, StepPlan
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import bucket_length, longest, pack_batch, pack_rows
+from tba_jax.flow.rounds import RoundReport
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
@@ -123,21 +124,20 @@ class Trainer:
         self.sync_s.append(end - start)
         return end - start
 
-    def merge(self, max_rounds: int | None = None) -> list[Mapping[str, float]]:
+    def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
         """Move finished rounds into the buffer and check the ledger.
 
         Args:
             max_rounds: take at most this many per outbox (exact lag); None: all.
 
         Returns:
-            One summary per merged round, for the search metrics.
+            The report of each merged round, for the search metrics.
         """
         commits = [c for outbox in self._outboxes for c in outbox.take(max_rounds)]
         if commits:
             self._buffer.merge(commits, self.step_index)
         counts = [outbox.counts for outbox in self._outboxes]
         self._buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
-        summaries = []
         for commit in commits:
             rejected: dict[str, int] = {}
             for group in commit.groups:
@@ -154,11 +154,10 @@ class Trainer:
                     "generated": commit.generated,
                     "rejected": rejected,
                     "merge_step": self.step_index,
-                    **commit.wall,
+                    **commit.report.record(),
                 }
             )
-            summaries.append(commit.wall)
-        return summaries
+        return [commit.report for commit in commits]
 
     def _offer(self, wants_stop: bool) -> Offer:
         size = (self._num_prompts, self._group_size, self.step_index)

@@ -11,7 +11,7 @@ from commands import SYNC, lines, losses, run, start, wait_for
 from model_folders import load_folder
 
 from tba_jax.commands import buffer, evaluate, export
-from tba_jax.flow.rounds import unflatten
+from tba_jax.flow.records import unflatten
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run import modeling
 from tba_jax.run import saved as saved_run

@@ -77,7 +77,7 @@ def test_room_ends_at_the_byte_bound_and_returns():
 
 
 def _assert_same_commit(a: RoundCommit, b: RoundCommit):
-    for name in ("searcher", "round", "version", "prompt_state", "generated", "wall"):
+    for name in ("searcher", "round", "version", "prompt_state", "generated", "report"):
         assert getattr(a, name) == getattr(b, name), name
     assert len(a.groups) == len(b.groups)
     for left, right in zip(a.groups, b.groups, strict=True):
