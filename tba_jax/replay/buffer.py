@@ -18,30 +18,14 @@ from tba_jax.flow.edit_distance import near_duplicates
 from tba_jax.flow.records import Snapshot
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
-from tba_jax.replay.draws import FreshPrompts, choose, response_log_weights
+from tba_jax.replay.draws import choose, response_log_weights
+from tba_jax.replay.fresh import FreshWindow
+from tba_jax.replay.ledger import Ledger
 from tba_jax.replay.prompt_pool import PromptPool
 from tba_jax.replay.store import ID, PROMPT_ID, SYNC, USES, OrderField, TrajectoryStore
 
 # Lowers the log-weight of responses that were drawn before, far beyond the range of Gumbel noise.
 _AFTER_ALL_OTHERS = 1e3
-
-_COUNTERS = (
-    "generated",
-    "duplicate",
-    "evicted_capacity",
-    "evicted_bytes",
-    "evicted_age",
-    "evicted_reuse",
-    "evicted_similar",
-    "used",
-    "trained_unique",
-    "repeats",
-    "fresh_short",
-)
-
-
-class LedgerError(RuntimeError):
-    """Responses were lost or invented; the message has the numbers."""
 
 
 class ReplayBuffer:
@@ -85,7 +69,6 @@ class ReplayBuffer:
         seed: int | Sequence[int],
     ) -> None:
         self._recency_prob = recency_prob
-        self._fresh_window = fresh_window
         self._pace = pace
         self._priority_temperature = priority_temperature
         self._uniform_mix = uniform_mix
@@ -100,12 +83,10 @@ class ReplayBuffer:
         self._rng = np.random.default_rng(seed)
         self._store = TrajectoryStore()
         self._replay = PromptPool()  # the prompts of the store, for the epoch-style draws
-        self._fresh: dict[int, FreshPrompts] = {}  # sync number -> its prompts, oldest first
+        self._fresh = FreshWindow(fresh_window)
         self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
-        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS, 0)
-        self._rejected: dict[str, int] = {}
+        self._ledger = Ledger()
         self._next_id = 0
-        self._next_sync = 0
         self._step = 0
 
     def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
@@ -139,8 +120,8 @@ class ReplayBuffer:
         """One round, completely: how rounds are grouped into merges leaves no trace."""
         touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
         if touched:
-            self._open_sync(step)
-        self._counters["generated"] += commit.generated
+            self._fresh.open(step)
+        self._ledger.counters["generated"] += commit.generated
         for group in commit.groups:
             self._insert(group)
         for prompt_id in touched:
@@ -151,34 +132,20 @@ class ReplayBuffer:
             self._refresh(prompt_id)
 
     def _totals(self) -> dict[str, int]:
-        return {
-            **self._counters,
-            "stored": self._store.num_trajectories,
-            "rejected": sum(self._rejected.values()),
-        }
-
-    def _open_sync(self, step: int) -> None:
-        newest = next(reversed(self._fresh.values()), None)
-        if newest is not None and newest.step == step:
-            return
-        self._fresh[self._next_sync] = FreshPrompts(step)
-        self._next_sync += 1
-        if len(self._fresh) > self._fresh_window:
-            del self._fresh[next(iter(self._fresh))]
+        return self._ledger.totals(self._store.num_trajectories)
 
     def _insert(self, group: Group) -> None:
-        for reason, count in group.rejected.items():
-            self._rejected[reason] = self._rejected.get(reason, 0) + count
+        self._ledger.reject(group.rejected)
         for y in group.trajectories:
             if self._similarity and not self._is_best_of_similar(y):
-                self._counters["evicted_similar"] += 1
+                self._ledger.counters["evicted_similar"] += 1
                 continue
             replaced = self._store.insert(
-                group.prompt, y, row_id=self._next_id, sync=self._next_sync - 1
+                group.prompt, y, row_id=self._next_id, sync=self._fresh.newest
             )
             self._next_id += 1
             if replaced is not None:
-                self._counters["duplicate"] += 1
+                self._ledger.counters["duplicate"] += 1
                 self._lose_fresh(replaced)
             self._replay.add(group.prompt.prompt_id)
 
@@ -197,24 +164,22 @@ class ReplayBuffer:
 
     def _lose_fresh(self, row: Sequence[Any]) -> None:
         """A response (its row before) is used or removed: its prompt has one unused less."""
-        fresh = self._fresh.get(row[SYNC])
-        if fresh is not None and row[USES] == 0:
-            fresh.lose_one(row[PROMPT_ID])
+        if row[USES] == 0:
+            self._fresh.lose_one(row[SYNC], row[PROMPT_ID])
 
     def _refresh(self, prompt_id: int) -> None:
         """Set what the newest sync holds of this prompt."""
         if prompt_id not in self._store:
             return
-        sync, fresh = next(reversed(self._fresh.items()))
         rows = self._store.rows[self._store.slots(prompt_id)]
-        rows = rows[rows["sync"] == sync]
+        rows = rows[rows["sync"] == self._fresh.newest]
         unused = int((rows["uses"] == 0).sum())
         if unused:
-            fresh.put(prompt_id, unused, int(rows["version_min"].min()))
+            self._fresh.put(prompt_id, unused, int(rows["version_min"].min()))
 
     def _evict(self, slot: int, reason: str) -> None:
         row = self._store.remove(slot)
-        self._counters[f"evicted_{reason}"] += 1
+        self._ledger.counters[f"evicted_{reason}"] += 1
         self._lose_fresh(row)
         if row[PROMPT_ID] not in self._store:
             self._replay.discard(row[PROMPT_ID])
@@ -248,7 +213,7 @@ class ReplayBuffer:
             self._age(step)
             plan = self._slot_kinds(num_prompts)
             group = self._fresh_group(num_prompts, group_size)
-            short = sum(plan) - self._num_fresh(sum(plan), group)
+            short = sum(plan) - self._fresh.count(sum(plan), group)
             return not (short > 0 and self._pace == "trainer") and self._suffices(
                 num_prompts, group_size
             )
@@ -263,7 +228,7 @@ class ReplayBuffer:
         with self._lock:
             self._age(step)
             group = self._fresh_group(num_prompts, group_size)
-            return self._suffices(num_prompts, group_size), self._num_fresh(num_prompts, group)
+            return self._suffices(num_prompts, group_size), self._fresh.count(num_prompts, group)
 
     def sample(
         self,
@@ -303,7 +268,7 @@ class ReplayBuffer:
             group = self._fresh_group(num_prompts, group_size)
             if num_fresh is None:
                 plan = self._slot_kinds(num_prompts)
-                num_short = max(0, sum(plan) - self._num_fresh(sum(plan), group))
+                num_short = max(0, sum(plan) - self._fresh.count(sum(plan), group))
                 num_fresh = sum(plan) - num_short
                 if num_short and self._pace == "trainer":
                     return None
@@ -314,9 +279,9 @@ class ReplayBuffer:
             taken: set[int] = set()
             fresh = [self._draw_fresh(taken, group_size, group) for _ in range(num_fresh)]
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
-            for pool in (self._replay, *(f.pool for f in self._fresh.values())):
-                pool.give_back()
-            self._counters["fresh_short"] += num_short
+            self._replay.give_back()
+            self._fresh.give_back()
+            self._ledger.counters["fresh_short"] += num_short
             self._plan = None
             return [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
 
@@ -324,7 +289,8 @@ class ReplayBuffer:
         """What the passing of steps does: old responses go, and stop being fresh."""
         self._step = step
         self._evict_aged(step)
-        self._drop_stale(step)
+        if self._max_staleness:
+            self._fresh.drop_older(step - self._max_staleness)
 
     def _slot_kinds(self, num_prompts: int) -> list[bool]:
         """Which slots of the next batch should be fresh, decided once for each batch."""
@@ -336,26 +302,6 @@ class ReplayBuffer:
         """Unused responses that fill a fresh slot; 0: each prompt fills one slot at most."""
         return group_size if len(self._store) < num_prompts else 0
 
-    def _drop_stale(self, step: int) -> None:
-        if not self._max_staleness:
-            return
-        oldest = step - self._max_staleness
-        for fresh in self._fresh.values():
-            for prompt_id in [i for i, version in fresh.version.items() if version < oldest]:
-                fresh.drop(prompt_id)
-
-    def _num_fresh(self, enough: int, group: int) -> int:
-        """How many fresh slots can be filled, at least where it is `enough`: different prompts, or
-        groups of `group` unused responses where that is positive.
-        """
-        if group:
-            unused = [n for fresh in self._fresh.values() for n in fresh.unused.values()]
-            return sum(max(1, n // group) for n in unused)
-        largest = max((len(fresh.pool) for fresh in self._fresh.values()), default=0)
-        if largest >= enough or len(self._fresh) < 2:
-            return largest
-        return len(set().union(*(fresh.unused for fresh in self._fresh.values())))
-
     def _suffices(self, num_prompts: int, group_size: int) -> bool:
         if self._max_reuse and len(self._store) < num_prompts:
             # Prompts will come twice, so responses may be used up in the middle of the batch.
@@ -364,23 +310,16 @@ class ReplayBuffer:
         return len(self._store) > 0
 
     def _draw_fresh(self, taken: set[int], group_size: int, group: int) -> Draw:
-        for sync, fresh in reversed(self._fresh.items()):
-            prompt_id = fresh.pool.draw(self._rng, () if group else taken)
-            if prompt_id is None:
-                continue
-            if group and fresh.unused[prompt_id] >= 2 * group:
-                fresh.pool.discard(prompt_id)
-                fresh.pool.add(prompt_id)  # the draw took it out of the epoch
-            else:
-                fresh.drop(prompt_id)
-            rows = self._store.rows
-            slots = self._store.slots(prompt_id)
-            slots = slots[rows["sync"][slots] == sync]
-            log_weights = np.zeros(len(slots))
-            if len(slots) > group_size:
-                log_weights -= _AFTER_ALL_OTHERS * (rows["uses"][slots] > 0)
-            return self._hand_out(prompt_id, slots, log_weights, group_size, True, taken)
-        raise AssertionError("_num_fresh counted a prompt that no sync of the window holds")
+        found = self._fresh.draw(self._rng, taken, group)
+        assert found is not None, "count() promised a prompt that no sync of the window holds"
+        sync, prompt_id = found
+        rows = self._store.rows
+        slots = self._store.slots(prompt_id)
+        slots = slots[rows["sync"][slots] == sync]
+        log_weights = np.zeros(len(slots))
+        if len(slots) > group_size:
+            log_weights -= _AFTER_ALL_OTHERS * (rows["uses"][slots] > 0)
+        return self._hand_out(prompt_id, slots, log_weights, group_size, True, taken)
 
     def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
         if len(taken) >= len(self._store):
@@ -418,10 +357,10 @@ class ReplayBuffer:
             trajectories.append(trajectories[index])
             ids.append(ids[index])
         taken.add(prompt_id)
-        self._counters["used"] += group_size
-        self._counters["repeats"] += len(repeats)
+        self._ledger.counters["used"] += group_size
+        self._ledger.counters["repeats"] += len(repeats)
         for slot, row in zip(chosen.tolist(), rows, strict=True):
-            self._counters["trained_unique"] += row[USES] == 0
+            self._ledger.counters["trained_unique"] += row[USES] == 0
             self._lose_fresh(row)
             if self._max_reuse and row[USES] + 1 >= self._max_reuse:
                 self._evict(slot, "reuse")
@@ -445,14 +384,9 @@ class ReplayBuffer:
         return self._store.num_bytes
 
     def ledger(self) -> dict[str, Any]:
-        """Where every merged response went, and how often stored ones were used.
-
-        generated = stored + evicted_* + duplicate + sum of rejected. `used` counts responses
-        handed to the trainer, `repeats` those of them that are in a group twice, `trained_unique`
-        distinct ones, `fresh_short` the fresh slots that became replay slots.
-        """
+        """Where every merged response went (see `Ledger`), with what is stored now."""
         with self._lock:
-            return {**self._totals(), "rejected": dict(sorted(self._rejected.items()))}
+            return {**self._totals(), "rejected": dict(sorted(self._ledger.rejected.items()))}
 
     def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
         """Account for every response.
@@ -466,20 +400,12 @@ class ReplayBuffer:
             LedgerError: with the numbers, when they do not add up.
         """
         with self._lock:
-            totals = self._totals()
-            generated = outbox_generated
-            if generated is None:
-                generated = totals["generated"] + outbox_pending
-            stored = self._store.count_listed()
-            gone = {k: v for k, v in totals.items() if k.startswith("evicted_")}
-            gone["duplicate"] = totals["duplicate"]
-            total = outbox_pending + stored + sum(gone.values()) + totals["rejected"]
-            if generated != total or stored != totals["stored"]:
-                raise LedgerError(
-                    f"{generated} responses were generated, but {total} are accounted for: "
-                    f"{outbox_pending} in outboxes, {stored} stored (counted "
-                    f"{totals['stored']}), {gone}, rejected {self._rejected}"
-                )
+            self._ledger.check(
+                counted=self._store.num_trajectories,
+                listed=self._store.count_listed(),
+                outbox_pending=outbox_pending,
+                outbox_generated=outbox_generated,
+            )
 
     def stats(self) -> dict[str, float]:
         """Numbers for the metrics; means are over stored responses and 0 when there are none."""
@@ -508,19 +434,10 @@ class ReplayBuffer:
                 **meta,
                 "rng": self._rng.bit_generator.state,
                 "replay_left": self._replay.num_left,
-                "fresh": [
-                    {
-                        "sync": sync,
-                        "step": fresh.step,
-                        "prompts": [[i, fresh.unused[i], fresh.version[i]] for i in fresh.pool.ids],
-                    }
-                    for sync, fresh in self._fresh.items()
-                ],
+                **self._fresh.state(),
                 "plan": self._plan,
-                "counters": dict(self._counters),
-                "rejected": dict(self._rejected),
+                **self._ledger.state(),
                 "next_id": self._next_id,
-                "next_sync": self._next_sync,
                 "step": self._step,
             }
 
@@ -529,15 +446,9 @@ class ReplayBuffer:
         with self._lock:
             self._store = TrajectoryStore.restored(arrays, meta)
             self._replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
-            self._fresh = {}
-            for entry in meta["fresh"]:
-                fresh = self._fresh[entry["sync"]] = FreshPrompts(entry["step"])
-                for prompt_id, unused, version in entry["prompts"]:
-                    fresh.put(prompt_id, unused, version)
+            self._fresh.restore(meta)
+            self._ledger.restore(meta)
             self._rng.bit_generator.state = meta["rng"]
             self._plan = meta["plan"]
-            self._counters = dict(meta["counters"])
-            self._rejected = dict(meta["rejected"])
             self._next_id = meta["next_id"]
-            self._next_sync = meta["next_sync"]
             self._step = meta["step"]

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the replay buffer draws: weights of responses, draws without replacement, fresh prompts.
+"""How the replay buffer draws responses: their weights, and draws without replacement.
 
-It stores no response and knows no locks. Invariant: without replacement as long as there is enough.
+It stores nothing. Invariant: without replacement as long as there is enough.
 """
 
 import math
 
 import numpy as np
 from jaxtyping import Float, Int
-
-from tba_jax.replay.prompt_pool import PromptPool
 
 
 def response_log_weights(
@@ -46,36 +44,3 @@ def choose(
         return np.argpartition(-noisy, count - 1)[:count], np.empty(0, np.int64)
     noisy = log_weights + rng.gumbel(size=(count - n, n))
     return np.arange(n), noisy.argmax(axis=1)
-
-
-class FreshPrompts:
-    """Prompts with responses that arrived at one sync and were not drawn since.
-
-    Attributes:
-        step: trainer step of the sync.
-        pool: those prompts.
-        unused: prompt id -> how many of its responses are unused.
-        version: prompt id -> oldest policy version among its responses of this sync.
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.pool = PromptPool()
-        self.unused: dict[int, int] = {}
-        self.version: dict[int, int] = {}
-
-    def put(self, prompt_id: int, unused: int, version: int) -> None:
-        self.pool.add(prompt_id)
-        self.unused[prompt_id] = unused
-        self.version[prompt_id] = version
-
-    def drop(self, prompt_id: int) -> None:
-        self.pool.discard(prompt_id)
-        del self.unused[prompt_id], self.version[prompt_id]
-
-    def lose_one(self, prompt_id: int) -> None:
-        left = self.unused.get(prompt_id, 0) - 1
-        if left > 0:
-            self.unused[prompt_id] = left
-        elif left == 0:
-            self.drop(prompt_id)

@@ -22,7 +22,7 @@ from fake_rounds import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba_jax.replay.buffer import LedgerError
+from tba_jax.replay.ledger import LedgerError
 from tba_jax.replay.store import RESPONSE_OVERHEAD_BYTES
 
 # --- keeping -------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_the_ledger_check_sees_a_lost_and_an_invented_response():
     with pytest.raises(LedgerError, match="3 stored .counted 4."):
         buffer.check_ledger(0)
     buffer._store.num_trajectories -= 1
-    buffer._counters["generated"] -= 1
+    buffer._ledger.counters["generated"] -= 1
     with pytest.raises(LedgerError, match="2 responses were generated, but 3 .* 3 stored"):
         buffer.check_ledger(0)
 
