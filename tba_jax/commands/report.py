@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.report.build import build_report, load_run
+from tba_jax.report.build import build_report
+from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
 
 

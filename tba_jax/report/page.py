@@ -7,108 +7,16 @@ script, and every text in it is escaped, because model outputs may hold anything
 """
 
 import base64
-import dataclasses
 import html
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tba_jax.report import plots
+from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
+from tba_jax.report.files import Facts, Run, flat
+from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
-
-Facts = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a work directory tells about its run.
-
-    Attributes:
-        workdir: the directory.
-        report: report.json, {} when the run has not written it.
-        config: flat config fields, {} when absent.
-        versions: of what decides the numbers, {} when absent.
-        metrics: lines of metrics.jsonl.
-        schedule: lines of schedule.jsonl.
-    """
-
-    workdir: Path
-    report: Facts
-    config: Facts
-    versions: Facts
-    metrics: Sequence[Facts]
-    schedule: Sequence[Facts]
-
-    @property
-    def last_step(self) -> int:
-        """Newest step that left a trace."""
-        steps = [record.get("step", 0) for record in self.metrics]
-        return max([self.report.get("steps") or 0, *steps])
-
-    @property
-    def num_steps(self) -> int:
-        """Steps the run was asked for; those it made where no config says."""
-        return self.config.get("num_steps") or self.last_step
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the last step was made and the closing figures were written."""
-        return bool(self.report) and self.last_step >= self.num_steps
-
-    @property
-    def evals(self) -> list[Facts]:
-        """First and last evaluation: [], [before] or [before, after]."""
-        found: list[Facts] = [
-            {
-                "step": record.get("step", 0),
-                **{
-                    name.removeprefix("eval/"): value
-                    for name, value in record.items()
-                    if name.startswith("eval/")
-                },
-            }
-            for record in self.metrics
-            if isinstance(record.get(f"eval/{self.metric}"), int | float)
-        ]
-        ends = found[:1] + found[1:][-1:]
-        told = self.report.get("eval") or {}
-        if told.get("before") and told.get("after"):
-            after_step = ends[-1]["step"] if ends else self.last_step
-            return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
-        return ends
-
-    @property
-    def metric(self) -> str:
-        """Name of the headline metric, as the evaluations say it."""
-        named = [record["eval/metric"] for record in self.metrics if "eval/metric" in record]
-        return named[-1] if named else "pass_at_1"
-
-    @property
-    def decoding(self) -> str:
-        """How evaluations decode, in words."""
-        temperature = self.config.get("eval.temperature", 0.0)
-        if not temperature:
-            return "greedy decoding"
-        n = self.config.get("eval.num_samples", 1)
-        return f"{n} response{'s' if n > 1 else ''} each at temperature {temperature:g}"
-
-    @property
-    def kind(self) -> str:
-        """Name of the response kind whose share was measured."""
-        kinds = self.report.get("kinds") or []
-        return kinds[0] if kinds else ""
-
-
-def flat(facts: Facts, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted names."""
-    out: dict[str, Any] = {}
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            out.update(flat(value, f"{prefix}{name}."))
-        else:
-            out[prefix + name] = value
-    return out
 
 
 def _e(value: Any) -> str:
@@ -122,20 +30,6 @@ def _e(value: Any) -> str:
     return html.escape(text)
 
 
-def _percent(share: float, digits: int = 1) -> str:
-    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
-
-
-def _words(seconds: float) -> str:
-    """ "48 s", "3 min 12 s", "2 h 5 min"."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60} s" if total % 60 else f"{total // 60} min"
-    return f"{total // 3600} h {total // 60 % 60} min"
-
-
 def headline(run: Run) -> str:
     """One sentence: what got better, by how much, how fast."""
     evals = run.evals
@@ -144,7 +38,7 @@ def headline(run: Run) -> str:
         before, after = (_headline_value(run, e) for e in evals)
         change = f"{metric_label(run.metric)} {before} → {after}"
         if run.is_finished:
-            return f"{change} in {_words(seconds)}"
+            return f"{change} in {duration(seconds)}"
         return f"{change} after {evals[1]['step']} of {run.num_steps} steps"
     if evals:
         return f"{metric_label(run.metric)} {_headline_value(run, evals[0])} before training"
@@ -155,16 +49,12 @@ def headline(run: Run) -> str:
 
 def _headline_value(run: Run, evaluation: Facts) -> str:
     value = evaluation[run.metric]
-    return _percent(value) if is_share(run.metric) else format_metric(run.metric, value)
+    return percent(value) if is_share(run.metric) else format_metric(run.metric, value)
 
 
 def _last_time(run: Run) -> float:
     times = [record["time_s"] for record in run.metrics if record.get("time_s") is not None]
     return max(times, default=0.0)
-
-
-def _held_out(n: int) -> str:
-    return f"{n} held-out problem{'s' if n != 1 else ''}"
 
 
 def _subline(run: Run) -> str:
@@ -174,10 +64,10 @@ def _subline(run: Run) -> str:
         gain = evals[1][run.metric] - evals[0][run.metric]
         change = f"{100 * gain:+.1f} points" if is_share(run.metric) else f"{gain:+.3f}"
         n = evals[0].get("n")
-        problems = f" on {_held_out(n)}" if n else ""
+        problems = f" on {held_out(n)}" if n else ""
         parts.append(f"{change}{problems}, {run.decoding}")
     elif evals and evals[0].get("n"):
-        parts.append(f"{_held_out(evals[0]['n'])}, {run.decoding}")
+        parts.append(f"{held_out(evals[0]['n'])}, {run.decoding}")
     driver = {"async": "asynchronous", "sync": "synchronous"}.get(
         run.report.get("driver") or run.config.get("driver", ""), ""
     )
@@ -185,22 +75,11 @@ def _subline(run: Run) -> str:
         parts.append(f"{run.last_step} steps of {driver + ' ' if driver else ''}training")
     skipped = run.report.get("skipped_prompts") or {}
     if any(skipped.values()):
-        parts.append(f"prompts skipped as too long: {_plain(skipped)}")
+        parts.append(f"prompts skipped as too long: {plain(skipped)}")
     hardware = run.report.get("hardware")
     if hardware:
-        parts.append("on " + _plain(hardware))
+        parts.append("on " + plain(hardware))
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "." if parts else ""
-
-
-def _plain(value: Any) -> str:
-    """A JSON value as one readable line."""
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(_plain(item) for item in value)
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return str(value)
 
 
 def _notice(run: Run) -> str:
@@ -229,21 +108,21 @@ def _tiles(run: Run) -> str:
     wall = told.get("wall_s")
     tiles: list[tuple[str, str, str]] = []
     if told.get("time_to_first_step_s") is not None:
-        tiles.append((_words(told["time_to_first_step_s"]), "to the first training step", ""))
+        tiles.append((duration(told["time_to_first_step_s"]), "to the first training step", ""))
     if speed.get("decoded") is not None:
         trained = f"{format_count(speed['trained'])}/s trained" if speed.get("trained") else ""
         tiles.append((f"{format_count(speed['decoded'])}/s", "tokens decoded", trained))
     if shares:
-        busy = f"trainer busy {_percent(shares['trainer'], 0)}"
-        busy += f", searchers {_percent(sum(searchers) / len(searchers), 0)}"
-        tiles.append((_percent(shares["both"], 0), "of the time both sides work", busy))
+        busy = f"trainer busy {percent(shares['trainer'], 0)}"
+        busy += f", searchers {percent(sum(searchers) / len(searchers), 0)}"
+        tiles.append((percent(shares["both"], 0), "of the time both sides work", busy))
     if stale.get("mean") is not None:
         tail = f"95 % within {stale['p95']:g}, most {stale['max']:g}" if "p95" in stale else ""
         tiles.append((f"{stale['mean']:.1f} steps", "mean staleness", tail))
     if sync.get("count"):
         pause = f"{sync['count']} syncs, {1000 * sync['mean_s']:.0f} ms each"
         share = sync["count"] * sync["mean_s"] / wall if wall else 0.0
-        tiles.append((_percent(share), "of the time spent syncing", pause))
+        tiles.append((percent(share), "of the time spent syncing", pause))
     generated = (told.get("ledger") or {}).get("generated")
     if generated:
         used = (told.get("ledger") or {}).get("trained_unique")
@@ -256,61 +135,31 @@ def _tiles(run: Run) -> str:
     return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
 
 
-def _picture(
-    pictures: Mapping[str, tuple[bytes, bytes]],
-    name: str,
-    title: str,
-    text: str,
-    *,
-    is_titled: bool = True,
-) -> str:
-    if name not in pictures:
-        return ""
-    heading = f"<h3>{_e(title)}</h3>" if is_titled else ""
-    light, dark = (base64.b64encode(png).decode("ascii") for png in pictures[name])
-    return (
-        f'<figure class="{_e(name)}"><figcaption>{heading}<p>{_e(text)}</p>'
-        '</figcaption><div class="scroll"><picture>'
-        f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-        f'<img alt="{_e(title)}. {_e(text)}" src="data:image/png;base64,{light}">'
-        "</picture></div></figure>"
-    )
+def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: str) -> str:
+    """The pictures of a section; a picture that is alone in it needs no title."""
+    of_section = [figure for figure in FIGURES if figure.section == section]
+    cells = []
+    for figure in of_section:
+        if figure.name not in pictures:
+            continue
+        title, text = (_e(x if isinstance(x, str) else x(run)) for x in (figure.title, figure.text))
+        heading = f"<h3>{title}</h3>" if len(of_section) > 1 else ""
+        light, dark = (base64.b64encode(png).decode("ascii") for png in pictures[figure.name])
+        cells.append(
+            f'<figure class="{_e(figure.name)}"><figcaption>{heading}<p>{text}</p>'
+            '</figcaption><div class="scroll"><picture>'
+            f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
+            f'<img alt="{title}. {text}" src="data:image/png;base64,{light}">'
+            "</picture></div></figure>"
+        )
+    return "".join(cells)
 
 
 def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
-    evals = run.evals
-    name, interval = metric_label(run.metric), ""
-    if len(evals) == 2:
-        interval = " Bars: 90 % interval." if is_share(run.metric) else ""
-    is_known = len(evals) == 2 and "n" in evals[-1]
-    problems = _held_out(evals[-1]["n"]) if is_known else "held-out problems"
-    text = f"{name[0].upper()}{name[1:]} on {problems}, {run.decoding}.{interval}"
-    habit = "What the searchers sample, step by step."
-    if (
-        run.kind
-        and len(evals) == 2
-        and all("kind_share" in e and "response_length_mean" in e for e in evals)
-    ):
-        habit = (
-            f"Held out, {run.kind} answers went from {_percent(evals[0]['kind_share'], 0)} to "
-            f"{_percent(evals[1]['kind_share'], 0)}, the mean length from "
-            f"{evals[0]['response_length_mean']:.0f} to {evals[1]['response_length_mean']:.0f} "
-            "tokens."
-        )
-    title = "Accuracy" if run.metric == "pass_at_1" else name[0].upper() + name[1:]
-    figures = [
-        _picture(pictures, "accuracy", title, text),
-        _picture(pictures, "reward", "Reward", "Mean reward of sampled responses, per step."),
-        _picture(pictures, "habits", "How it answers", habit),
-        _picture(
-            pictures,
-            "staleness",
-            "Off-policy by how much",
-            "Share of the responses trained on, by the age of the weights that sampled them.",
-        ),
-    ]
-    missing = "" if evals else '<p class="missing">No evaluation has been logged yet.</p>'
-    return _section("What it learned", missing + f'<div class="grid">{"".join(figures)}</div>')
+    missing = "" if run.evals else '<p class="missing">No evaluation has been logged yet.</p>'
+    return _section(
+        LEARNED, f'{missing}<div class="grid">{_pictures(run, pictures, LEARNED)}</div>'
+    )
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
@@ -356,7 +205,7 @@ def _samples(run: Run) -> str:
     if len(samples) > 1 and len({sample.get("prompt") for sample in samples}) == 1:
         text = f"{len(samples)} responses to the one held-out problem"
     else:
-        text = f"The same {_held_out(len(samples))}, {run.decoding}"
+        text = f"The same {held_out(len(samples))}, {run.decoding}"
     if is_graded:
         right = [sum(r >= 1 for r in rewards) for rewards in known]
         text += f": {right[0]} right before training, {right[1]} after."
@@ -373,17 +222,9 @@ def _samples(run: Run) -> str:
 
 
 def _asynchrony(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
-    shares = plots.busy_shares(run.schedule)
-    if "timeline" not in pictures or not shares:
-        text = "No schedule has been logged yet, so there is no timeline."
-        return _section("Who works when", f'<p class="missing">{text}</p>')
-    text = (
-        f"Trainer and searchers work at the same time for {_percent(shares['both'], 0)} of the "
-        "run. Busy shares on the right are over the whole training time."
-    )
-    return _section(
-        "Who works when", _picture(pictures, "timeline", "Timeline", text, is_titled=False)
-    )
+    text = "No schedule has been logged yet, so there is no timeline."
+    missing = "" if "timeline" in pictures else f'<p class="missing">{text}</p>'
+    return _section(WORKED, missing + _pictures(run, pictures, WORKED))
 
 
 LEDGER_ROWS = {
@@ -414,14 +255,14 @@ def _ledger(run: Run) -> str:
     )
     cells = [
         f'<tr><th scope="row">{_e(label)}</th><td>{count:,}</td>'
-        f"<td>{_percent(count / generated)}</td>"
+        f"<td>{percent(count / generated)}</td>"
         f'<td class="bar"><i style="width:{100 * count / generated:.2f}%"></i></td></tr>'
         for label, count in rows
         if count
     ]
     cells.append(
         f'<tr class="total"><th scope="row">sampled</th><td>{generated:,}</td>'
-        f"<td>{_percent(1.0)}</td><td></td></tr>"
+        f"<td>{percent(1.0)}</td><td></td></tr>"
     )
     table = f'<table class="ledger"><tbody>{"".join(cells)}</tbody></table>'
     uses = ""
@@ -442,14 +283,14 @@ def _changes(run: Run) -> list[tuple[str, str]]:
     else:
         items = [str(line).replace("->", "→").partition(": ")[::2] for line in changes]
     return [
-        (str(field), " → ".join(map(str, value)) if isinstance(value, list) else _plain(value))
+        (str(field), " → ".join(map(str, value)) if isinstance(value, list) else plain(value))
         for field, value in items
     ]
 
 
 def _pairs(items: Iterable[tuple[str, Any]]) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{_e(name)}</th><td>{_e(_plain(value))}</td></tr>'
+        f'<tr><th scope="row">{_e(name)}</th><td>{_e(plain(value))}</td></tr>'
         for name, value in items
     )
     return f'<table class="pairs"><tbody>{rows}</tbody></table>' if rows else ""
@@ -482,13 +323,7 @@ def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     name = run.report.get("name") or run.config.get("name") or run.workdir.name
     seed = run.report.get("seed", run.config.get("seed"))
     eyebrow = f"tba_jax · {name}" + ("" if seed is None else f" · seed {seed}")
-    health = _picture(
-        pictures,
-        "optimisation",
-        "Optimisation",
-        "Dots are steps, lines their moving mean.",
-        is_titled=False,
-    )
+    health = _pictures(run, pictures, HEALTHY)
     parts = [
         f'<header><p class="eyebrow">{_e(eyebrow)}</p><h1>{_e(headline(run))}</h1>'
         f'<p class="lead">{_e(_subline(run))}</p></header>',
@@ -497,7 +332,7 @@ def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
         _learning(run, pictures),
         _samples(run),
         _asynchrony(run, pictures),
-        _section("Is the optimisation healthy?", health) if health else "",
+        _section(HEALTHY, health) if health else "",
         _ledger(run),
         _settings(run),
         f"<footer><p>Rebuild this page with <code>python -m tba_jax.report {_e(run.workdir)}</code>"

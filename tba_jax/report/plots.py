@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a run's report, drawn from the lines of metrics.jsonl and schedule.jsonl.
 
-Every function takes plain records and a theme and returns a matplotlib Figure, or None when the
-records hold nothing to draw. This module knows nothing of files or HTML. It owns one invariant: no
+A figure is a function of a run and a theme that returns a matplotlib Figure, or None when the run
+holds nothing to draw. This module knows nothing of files or HTML. It owns one invariant: no
 global matplotlib state (no pyplot), so it may run in any thread and beside anything else.
 matplotlib is imported on first use, because it would slow every start of the program.
 """
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tba_jax.report.files import Run
 from tba_jax.report.writers import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
@@ -252,11 +253,12 @@ def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
     axes.plot(x, smooth(y, max(3, len(y) // 15)), color=color, linewidth=2.2)
 
 
-def accuracy(metrics: Sequence[Record], metric: str, theme: Theme) -> "Figure | None":
+def accuracy(run: Run, theme: Theme) -> "Figure | None":
     """The headline metric of every evaluation against time, steps along the top.
 
     Shares in percent with their 90 % intervals.
     """
+    metrics, metric = run.metrics, run.metric
     name = f"eval/{metric}"
     evals = [r for r in metrics if isinstance(r.get(name), int | float)]
     if not evals:
@@ -317,12 +319,12 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
     top.spines["top"].set_visible(False)
 
 
-def reward(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
+def reward(run: Run, theme: Theme) -> "Figure | None":
     """Mean reward of what the searchers sample, per step, with its moving mean."""
     name = "search/reward_mean"
-    if not len(column(metrics, "step", name)[0]):
+    if not len(column(run.metrics, "step", name)[0]):
         name = "train/reward_mean"
-    x, y = column(metrics, "step", name)
+    x, y = column(run.metrics, "step", name)
     if len(x) == 0:
         return None
     figure = new_figure(5.0, 3.3, theme)
@@ -333,25 +335,25 @@ def reward(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
     return figure
 
 
-def habits(metrics: Sequence[Record], kind: str, theme: Theme) -> "Figure | None":
+def habits(run: Run, theme: Theme) -> "Figure | None":
     """How the model answers: share of the response kind, if one is named, above their length."""
     panels = [
         (
-            f"share of {kind} answers",
+            f"share of {run.kind} answers",
             "search/kind_share",
             theme.main,
         ),
         ("response length (tokens)", "search/response_length_mean", theme.second),
     ]
-    panels = panels if kind else panels[1:]
-    panels = [panel for panel in panels if len(column(metrics, "step", panel[1])[0])]
+    panels = panels if run.kind else panels[1:]
+    panels = [panel for panel in panels if len(column(run.metrics, "step", panel[1])[0])]
     if not panels:
         return None
     figure = new_figure(5.0, 3.3, theme)
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, name, color) in zip(rows, panels, strict=True):
         style_axes(axes, theme)
-        _smoothed(axes, *column(metrics, "step", name), color)
+        _smoothed(axes, *column(run.metrics, "step", name), color)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.margins(y=0.12)
         if name == "search/kind_share":
@@ -371,9 +373,9 @@ def staleness_counts(metrics: Iterable[Record]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def staleness(metrics: Iterable[Record], theme: Theme) -> "Figure | None":
+def staleness(run: Run, theme: Theme) -> "Figure | None":
     """How old the trained-on data was, in steps; the last bar collects the far tail."""
-    counts = staleness_counts(metrics)
+    counts = staleness_counts(run.metrics)
     total = sum(counts.values())
     if not total:
         return None
@@ -406,12 +408,12 @@ def staleness(metrics: Iterable[Record], theme: Theme) -> "Figure | None":
     return figure
 
 
-def timeline(schedule: Sequence[Record], theme: Theme) -> "Figure | None":
+def timeline(run: Run, theme: Theme) -> "Figure | None":
     """Who works when: ten seconds from the middle of the run, and the whole run underneath."""
     from matplotlib.patches import Patch
 
-    lanes = timeline_lanes(schedule)
-    shares = busy_shares(schedule)
+    lanes = timeline_lanes(run.schedule)
+    shares = busy_shares(run.schedule)
     if not shares:
         return None
     spans = [span for lane in lanes.values() for spans in lane.values() for span in spans]
@@ -513,7 +515,7 @@ def _utilisation(
     axes.stairs(place - 0.8 * top, edges, baseline=place - 0.8 * below, fill=True, color=color)
 
 
-def optimisation(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
+def optimisation(run: Run, theme: Theme) -> "Figure | None":
     """Small multiples of the quantities that tell whether the optimisation is healthy."""
     panels = [
         ("TB loss", "train/tb_loss"),
@@ -523,7 +525,7 @@ def optimisation(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
         ("effective sample size (share)", "train/ess_fraction"),
         ("staleness, mean (steps)", "buffer/staleness_mean"),
     ]
-    panels = [panel for panel in panels if len(column(metrics, "step", panel[1])[0])]
+    panels = [panel for panel in panels if len(column(run.metrics, "step", panel[1])[0])]
     if not panels:
         return None
     columns = 3
@@ -532,7 +534,7 @@ def optimisation(metrics: Sequence[Record], theme: Theme) -> "Figure | None":
     for i, (label, name) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
         style_axes(axes, theme)
-        _smoothed(axes, *column(metrics, "step", name), theme.main)
+        _smoothed(axes, *column(run.metrics, "step", name), theme.main)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)
         if i >= len(panels) - columns:

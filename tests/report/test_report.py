@@ -13,6 +13,7 @@ from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
+from tba_jax.report.files import Run
 
 VOID = {"meta", "img", "source", "br", "hr"}
 NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"}
@@ -87,12 +88,15 @@ def test_several_responses_to_the_only_problem_are_told_as_such(tmp_path):
     assert f"{len(told['samples'])} responses to the one held-out problem" in text
 
 
-def test_habits_without_a_watched_kind_are_lengths_alone():
+def test_habits_without_a_watched_kind_are_lengths_alone(tmp_path):
     metrics = [
         {"step": i, "search/kind_share": 0.0, "search/response_length_mean": 5.0 + i}
         for i in range(4)
     ]
-    panels = {kind: len(plots.habits(metrics, kind, plots.LIGHT).axes) for kind in ("", "worked")}
+    panels = {}
+    for kinds in ([], ["worked"]):
+        run = Run(tmp_path, {"kinds": kinds}, {}, {}, metrics, [])
+        panels[run.kind] = len(plots.habits(run, plots.LIGHT).axes)
     assert panels == {"": 1, "worked": 2}
 
 

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run left in its work directory, read back.
+
+These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing. It does
+not know how any of it was made, nor what is drawn of it.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tba_jax.report.writers import read_jsonl
+
+Facts = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a work directory tells about its run.
+
+    Attributes:
+        workdir: the directory.
+        report: report.json, {} when the run has not written it.
+        config: flat config fields, {} when absent.
+        versions: of what decides the numbers, {} when absent.
+        metrics: lines of metrics.jsonl.
+        schedule: lines of schedule.jsonl.
+    """
+
+    workdir: Path
+    report: Facts
+    config: Facts
+    versions: Facts
+    metrics: Sequence[Facts]
+    schedule: Sequence[Facts]
+
+    @property
+    def last_step(self) -> int:
+        """Newest step that left a trace."""
+        steps = [record.get("step", 0) for record in self.metrics]
+        return max([self.report.get("steps") or 0, *steps])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps the run was asked for; those it made where no config says."""
+        return self.config.get("num_steps") or self.last_step
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last step was made and the closing figures were written."""
+        return bool(self.report) and self.last_step >= self.num_steps
+
+    @property
+    def evals(self) -> list[Facts]:
+        """First and last evaluation: [], [before] or [before, after]."""
+        found: list[Facts] = [
+            {
+                "step": record.get("step", 0),
+                **{
+                    name.removeprefix("eval/"): value
+                    for name, value in record.items()
+                    if name.startswith("eval/")
+                },
+            }
+            for record in self.metrics
+            if isinstance(record.get(f"eval/{self.metric}"), int | float)
+        ]
+        ends = found[:1] + found[1:][-1:]
+        told = self.report.get("eval") or {}
+        if told.get("before") and told.get("after"):
+            after_step = ends[-1]["step"] if ends else self.last_step
+            return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
+        return ends
+
+    @property
+    def metric(self) -> str:
+        """Name of the headline metric, as the evaluations say it."""
+        named = [record["eval/metric"] for record in self.metrics if "eval/metric" in record]
+        return named[-1] if named else "pass_at_1"
+
+    @property
+    def decoding(self) -> str:
+        """How evaluations decode, in words."""
+        temperature = self.config.get("eval.temperature", 0.0)
+        if not temperature:
+            return "greedy decoding"
+        n = self.config.get("eval.num_samples", 1)
+        return f"{n} response{'s' if n > 1 else ''} each at temperature {temperature:g}"
+
+    @property
+    def kind(self) -> str:
+        """Name of the response kind whose share was measured."""
+        kinds = self.report.get("kinds") or []
+        return kinds[0] if kinds else ""
+
+
+def flat(facts: Facts, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level with dotted names."""
+    out: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            out.update(flat(value, f"{prefix}{name}."))
+        else:
+            out[prefix + name] = value
+    return out
+
+
+def load_run(workdir: str | os.PathLike[str]) -> Run:
+    """Read a work directory.
+
+    Raises:
+        ValueError: when it is not a work directory, or one of its files is damaged.
+    """
+    workdir = Path(workdir)
+    if not any((workdir / name).exists() for name in ("metrics.jsonl", "report.json")):
+        raise ValueError(
+            f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "
+            "of a run. Give the directory that was named by --workdir"
+        )
+    resolved = _read_json(workdir / "config.json")
+    return Run(
+        workdir=workdir,
+        report=_read_json(workdir / "report.json"),
+        config=flat(resolved.get("config", {})),
+        versions=resolved.get("versions", {}),
+        metrics=read_jsonl(workdir / "metrics.jsonl"),
+        schedule=read_jsonl(workdir / "schedule.jsonl"),
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}). Remove the file to go without it") from error
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path}: got {type(facts).__name__}, wanted a JSON object")
+    return facts

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures and facts as words for a report."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """A share in percent."""
+    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
+
+
+def duration(seconds: float) -> str:
+    """ "48 s", "3 min 12 s", "2 h 5 min"."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60} s" if total % 60 else f"{total // 60} min"
+    return f"{total // 3600} h {total // 60 % 60} min"
+
+
+def held_out(n: int) -> str:
+    """So many problems, in words."""
+    return f"{n} held-out problem{'s' if n != 1 else ''}"
+
+
+def plain(value: Any) -> str:
+    """A JSON value as one readable line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(plain(item) for item in value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return str(value)
