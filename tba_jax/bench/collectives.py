@@ -192,6 +192,8 @@ def compiled_step(case: Case) -> Any:
     from tba_jax.devices.sharding import MESH_AXES
     from tba_jax.flow.batch import Batch
     from tba_jax.models import transformer
+    from tba_jax.models.scoring import Scoring
+    from tba_jax.train.schedules import Schedule
     from tba_jax.train.step import StepSettings, init_state, make_train_step, step_shardings
 
     config = transformer.TransformerConfig(
@@ -212,20 +214,11 @@ def compiled_step(case: Case) -> Any:
     schedule = optax.constant_schedule(1e-5)
     optimizer = optax.adamw(schedule)
     settings = StepSettings(
-        objective="tb",
-        scale="advantage",
-        beta=0.05,
-        beta_schedule="constant",
-        beta_final=0.05,
-        beta_steps=0,
-        beta_jump_step=0,
-        mask_eos=False,
-        eos_ids=(0,),
-        temperature=1.0,
-        reference_reset_period=0,
-        compute_dtype="bfloat16",
-        logprob_chunk_tokens=num * case.group_size * case.response_tokens,
-        micro_batch_rows=0,
+        "tb",
+        Schedule(0.05),
+        Scoring(
+            chunk_tokens=num * case.group_size * case.response_tokens, compute_dtype="bfloat16"
+        ),
         remat="layers",
     )
     params = transformer.abstract_params(config)

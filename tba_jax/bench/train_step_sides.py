@@ -30,9 +30,11 @@ from tba_jax.flow.batch import Batch
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train import objectives
 from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.schedules import Schedule
 from tba_jax.train.step import StepSettings, TrainState, init_state, make_train_step
 
 
@@ -148,19 +150,9 @@ def _our_step(
     job: dict[str, Any],
 ) -> Any:
     settings = StepSettings(
-        objective="tb",
-        scale="advantage",
-        beta=job["beta"],
-        beta_schedule="constant",
-        beta_final=job["beta"],
-        beta_steps=0,
-        beta_jump_step=0,
-        mask_eos=False,
-        eos_ids=(),
-        temperature=1.0,
-        reference_reset_period=0,
-        compute_dtype=job["dtype"],
-        logprob_chunk_tokens=8192,
+        "tb",
+        Schedule(job["beta"]),
+        Scoring(compute_dtype=job["dtype"]),
         micro_batch_rows=job["micro_batch_rows"],
         remat=job["remat"],
     )

@@ -27,6 +27,7 @@ from tba_jax.flow.packing import left_pad
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
@@ -129,7 +130,7 @@ def fine_tune(
                 responses,
                 response_bucket=response_len,
                 config=config,
-                temperature=1.0,
+                scoring=Scoring(),
                 remat="layers",
             )
             return -jnp.sum(logprobs) / jnp.sum(responses)

@@ -9,7 +9,6 @@ Invariant: nothing here holds the logits of more than `_LOGITS_BYTES` at a time 
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.flow.packing import bucket_length, left_pad
 from tba_jax.models import transformer
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.source import RewardSource
@@ -104,8 +104,7 @@ class ReferenceDistance:
     Args:
         config: the architecture of both.
         reference_params: gives the reference weights, on the device that evaluates.
-        temperature: divides the logits of both in the divergences, as in training.
-        compute_dtype: dtype of matmul inputs.
+        scoring: whose temperature divides the logits of both in the divergences, as in training.
         prompt_buckets, response_buckets: padded lengths that are compiled for.
         pad_id: token id at padding.
         site: the devices of policy and reference.
@@ -119,8 +118,7 @@ class ReferenceDistance:
         config: TransformerConfig,
         reference_params: Callable[[], Params],
         *,
-        temperature: float,
-        compute_dtype: Any,
+        scoring: Scoring,
         prompt_buckets: Sequence[int],
         response_buckets: Sequence[int],
         pad_id: int,
@@ -131,7 +129,7 @@ class ReferenceDistance:
         self._response_buckets = tuple(response_buckets)
         self._pad_id = pad_id
         self._vocab_size = config.vocab_size
-        self._program = site.in_turn(make_distance_program(config, temperature, compute_dtype))
+        self._program = site.in_turn(make_distance_program(config, scoring))
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """The four means."""
@@ -168,22 +166,14 @@ def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
     return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
 
 
-def make_distance_program(
-    config: TransformerConfig, temperature: float, compute_dtype: Any
-) -> Callable[..., Array]:
+def make_distance_program(config: TransformerConfig, scoring: Scoring) -> Callable[..., Array]:
     """Jitted (params, reference, tokens [b s], prompt lengths, response lengths, *, t) -> [3 b].
 
     Args:
-        config, temperature, compute_dtype: as in `ReferenceDistance`.
+        config, scoring: as in `ReferenceDistance`.
     """
     return jax.jit(
-        functools.partial(
-            _distances,
-            config=config,
-            temperature=temperature,
-            compute_dtype=jnp.dtype(compute_dtype),
-        ),
-        static_argnames="t",
+        functools.partial(_distances, config=config, scoring=scoring), static_argnames="t"
     )
 
 
@@ -196,10 +186,10 @@ def _distances(
     *,
     t: int,
     config: TransformerConfig,
-    temperature: float,
-    compute_dtype: Any,
+    scoring: Scoring,
 ) -> Array:
     """float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL; summed over t."""
+    compute_dtype = jnp.dtype(scoring.compute_dtype)
     s = tokens.shape[1] - t
     index = jnp.arange(tokens.shape[1])[None]
     first = (s - prompt_lengths)[:, None]
@@ -217,7 +207,7 @@ def _distances(
 
     ours, theirs = logits(params), logits(reference)
     plain = jnp.take_along_axis(jax.nn.log_softmax(theirs), tokens[:, s:, None], axis=-1)[..., 0]
-    log_p, log_q = (jax.nn.log_softmax(x / temperature) for x in (ours, theirs))
+    log_p, log_q = (jax.nn.log_softmax(x / scoring.temperature) for x in (ours, theirs))
     kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
     reverse_kl = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
     in_response = jnp.arange(t)[None] < response_lengths[:, None]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models.fused_logprobs import fused_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
@@ -21,22 +22,19 @@ from tba_jax.models.transformer import Remat, TransformerConfig, apply
 def response_mask(
     response_tokens: Int[Array, "p k t"],
     response_lengths: Int[Array, "p k"],
-    *,
-    eos_ids: tuple[int, ...],
-    mask_eos: bool,
+    scoring: Scoring,
 ) -> Bool[Array, "p k t"]:
     """Which positions count in log pi(y|x): all tokens of the response, EOS included.
 
     Args:
         response_tokens: right-padded responses.
         response_lengths: tokens, EOS included.
-        eos_ids: end-of-sequence ids of the tokenizer.
-        mask_eos: leave the EOS out, as the official GSM8K code does (its tokenizer pads with EOS).
+        scoring: whether EOS counts.
     """
     t = response_tokens.shape[-1]
     mask = jnp.arange(t)[None, None] < response_lengths[..., None]
-    if mask_eos:
-        is_eos = jnp.isin(response_tokens, jnp.array(eos_ids, jnp.int32))
+    if scoring.mask_eos:
+        is_eos = jnp.isin(response_tokens, jnp.array(scoring.eos_ids, jnp.int32))
         mask = mask & ~is_eos
     return mask
 
@@ -49,12 +47,8 @@ def token_logprobs(
     *,
     response_bucket: int,
     config: TransformerConfig,
-    temperature: float,
-    compute_dtype: Any = jnp.float32,
-    chunk_tokens: int = 8192,
+    scoring: Scoring,
     remat: Remat = "none",
-    min_new_tokens: int = 0,
-    eos_ids: tuple[int, ...] = (),
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, "p k t"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
@@ -66,13 +60,8 @@ def token_logprobs(
         response_lengths: response tokens, EOS included.
         response_bucket: t, static.
         config: model shape.
-        temperature: the sampling temperature; divides the logits.
-        compute_dtype: matmul input type; the log-softmax is float32 whatever it is.
-        chunk_tokens: most tokens, over all devices, for which a block of logits exists at a time.
+        scoring: temperature, least length, dtypes.
         remat: what the backward pass computes again.
-        min_new_tokens: before as many tokens the policy cannot end: `eos_ids` have probability 0
-            there, as in decoding, and the others share what they had.
-        eos_ids: end-of-sequence ids; read where min_new_tokens > 0.
         sharding: how parameters that are divided over a mesh are used; None: on one device.
 
     Raises:
@@ -82,6 +71,7 @@ def token_logprobs(
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
     """
     _refuse_classifier(config)
+    compute_dtype = jnp.dtype(scoring.compute_dtype)
     p, k, s = tokens.shape
     t = response_bucket
     rows = tokens.reshape(p * k, s)
@@ -110,15 +100,17 @@ def token_logprobs(
             states.astype(compute_dtype),
             _output_table(params, config),
             targets,
-            temperature=temperature,
-            chunk_tokens=chunk_tokens,
+            temperature=scoring.temperature,
+            chunk_tokens=scoring.chunk_tokens,
             vocab_shards=1 if sharding is None else sharding.vocab_shards,
         )
 
     logprobs = of_tokens(hidden, rows[:, s - t :])
-    if num_endless := min(min_new_tokens, t):
+    if num_endless := min(scoring.min_new_tokens, t):
         states = hidden[:, :num_endless]
-        ends = [of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in eos_ids]
+        ends = [
+            of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in scoring.eos_ids
+        ]
         end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
         # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
         others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
@@ -134,9 +126,7 @@ def packed_token_logprobs(
     positions: Int[Array, "n s"],
     *,
     config: TransformerConfig,
-    temperature: float,
-    compute_dtype: Any = jnp.float32,
-    chunk_tokens: int = 8192,
+    scoring: Scoring,
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, "n s"]:
@@ -150,12 +140,13 @@ def packed_token_logprobs(
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: the sequence of each position, 0 at padding.
         positions: position in the sequence.
-        config, temperature, compute_dtype, chunk_tokens, remat, sharding: as `token_logprobs`.
+        config, scoring, remat, sharding: as `token_logprobs`; a least length is not known here.
 
     Raises:
         ValueError: as `token_logprobs`.
     """
     _refuse_classifier(config)
+    compute_dtype = jnp.dtype(scoring.compute_dtype)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
     hidden = apply(
@@ -173,8 +164,8 @@ def packed_token_logprobs(
         hidden[:, :-1].astype(compute_dtype),
         _output_table(params, config),
         tokens[:, 1:],
-        temperature=temperature,
-        chunk_tokens=chunk_tokens,
+        temperature=scoring.temperature,
+        chunk_tokens=scoring.chunk_tokens,
         vocab_shards=1 if sharding is None else sharding.vocab_shards,
     )
     return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)

@@ -284,9 +284,8 @@ def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mes
 
 def _distance(config: Config, model_config: TransformerConfig, placement: Placement) -> Planned:
     sizes = sizes_of(config)
-    program = make_distance_program(
-        model_config, config.search.sampling_temperature, config.model.rollout_dtype
-    )
+    scoring = modeling.make_rollout_scoring(config, Ids().eos_ids)
+    program = make_distance_program(model_config, scoring)
     weights = abstract_weights(config, model_config, placement)
     # A searcher's own reference serves where it has one.
     reference = (

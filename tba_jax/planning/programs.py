@@ -26,7 +26,8 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
-from tba_jax.run import modeling, searching, training
+from tba_jax.run import modeling, training
+from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step
 from tba_jax.weights.transport import make_publish_program
 
@@ -179,7 +180,7 @@ def _trainer_programs(
         modeling.policy_config(config, model_config),
         optimizer,
         schedule,
-        training.step_settings(config, Ids().eos_ids),
+        training.make_step_settings(config, Ids().eos_ids),
         training.make_step_shardings(config, model_config, mesh),
     )
     batch = abstract_batch(config, placement)
@@ -305,9 +306,9 @@ def _chunk(config: Config) -> str:
 def _scoring(
     config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
 ) -> Planned:
-    program = searching.make_reference_program_from(
-        config, model_config, Ids().eos_ids, Site(placement.searcher_meshes[0])
-    )
+    scoring = modeling.make_scoring(config, Ids().eos_ids)
+    site = Site(placement.searcher_meshes[0])
+    program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
     shape = (sizes.round_prompts, sizes.samples)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -22,6 +22,7 @@ from tba_jax.flow.packing import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 
 KINDS = ("encoder", "guard", "pattern")
@@ -233,8 +234,7 @@ def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
             jnp.full((len(tokens), 1), num_tokens, jnp.int32),
             response_bucket=num_tokens,
             config=config,
-            temperature=1.0,
-            compute_dtype=jnp.dtype(dtype),
+            scoring=Scoring(compute_dtype=dtype),
         )
         return jnp.sum(logprobs[:, 0], axis=-1)
 

@@ -39,9 +39,9 @@ from tba_jax.run.searching import make_decoders, make_references, make_start_dat
 from tba_jax.run.training import (
     abstract_state,
     make_optimizer_from,
+    make_step_settings,
     make_step_shardings,
     packed_row_buckets,
-    step_settings,
 )
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference
@@ -226,7 +226,7 @@ def build(
 
     train_step = sites.trainer.in_turn(
         make_train_step(
-            policy, optimizer, schedule, step_settings(config, tokenizer.eos_ids), shardings
+            policy, optimizer, schedule, make_step_settings(config, tokenizer.eos_ids), shardings
         )
     )
     frozen = (base,) if has_adapters else ()

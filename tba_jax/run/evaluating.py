@@ -16,6 +16,7 @@ from tba_jax.flow.packing import length_buckets
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource
+from tba_jax.run.modeling import make_rollout_scoring
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.tasks.registry import Task
 
@@ -47,8 +48,7 @@ def make_metrics(
             ReferenceDistance(
                 model_config,
                 reference_params,
-                temperature=config.search.sampling_temperature,
-                compute_dtype=config.model.rollout_dtype,
+                scoring=make_rollout_scoring(config, tokenizer.eos_ids),
                 prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
                 response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
                 pad_id=tokenizer.pad_id,

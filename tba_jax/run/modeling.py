@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy of a run as its config asks for it: its model, its shardings, its decoder."""
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.packing import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, unstack_layers
 from tba_jax.weights.transport import Layout, make_publish_program
@@ -37,6 +39,24 @@ def policy_config(config: Config, model_config: TransformerConfig) -> Transforme
     """
     rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
     return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
+
+
+def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
+    """How policy and reference are scored; start data too, in the dtype of their weights."""
+    return Scoring(
+        temperature=config.search.sampling_temperature,
+        eos_ids=eos_ids,
+        min_new_tokens=config.search.min_new_tokens,
+        mask_eos=config.objective.mask_eos,
+        chunk_tokens=config.batch.logprob_chunk_tokens,
+        compute_dtype=config.model.compute_dtype,
+    )
+
+
+def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
+    """The same where weights are the published ones: start data, and the distance to the start."""
+    scoring = make_scoring(config, eos_ids)
+    return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 
 
 def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:

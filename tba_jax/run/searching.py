@@ -22,6 +22,8 @@ from tba_jax.run.modeling import (
     adapter_shardings,
     make_decoder,
     make_publication,
+    make_rollout_scoring,
+    make_scoring,
     reference_shardings,
     searcher_shardings,
 )
@@ -36,22 +38,6 @@ from tba_jax.weights.transport import (
     Transport,
     make_publish_program,
 )
-
-
-def make_reference_program_from(
-    config: Config, model_config: TransformerConfig, eos_ids: tuple[int, ...], site: Site
-) -> Callable[..., Array]:
-    """The reference scorer's program on a searcher's devices."""
-    return make_reference_program(
-        model_config,
-        temperature=config.search.sampling_temperature,
-        compute_dtype=config.model.compute_dtype,
-        chunk_tokens=config.batch.logprob_chunk_tokens,
-        eos_ids=eos_ids,
-        mask_eos=config.objective.mask_eos,
-        min_new_tokens=config.search.min_new_tokens,
-        site=site,
-    )
 
 
 def make_references(
@@ -80,7 +66,7 @@ def make_references(
     for site in dict.fromkeys(sites.searchers):
         key = site.program_site
         if key not in programs:
-            programs[key] = make_reference_program_from(config, plain, eos_ids, key)
+            programs[key] = make_reference_program(plain, make_scoring(config, eos_ids), key)
         own = hand_over(params, reference_shardings(plain, site.mesh))
         references[site] = Reference(programs[key], own)
     return references
@@ -108,11 +94,7 @@ def make_start_data(
     )
     program = make_start_program(
         model_config,
-        temperature=search.sampling_temperature,
-        compute_dtype=config.model.rollout_dtype,
-        chunk_tokens=config.batch.logprob_chunk_tokens,
-        eos_ids=tokenizer.eos_ids,
-        min_new_tokens=search.min_new_tokens,
+        make_rollout_scoring(config, tokenizer.eos_ids),
         max_new_tokens=search.max_new_tokens,
         site=sites.searchers[0],
     )

@@ -12,38 +12,32 @@ from tba_jax.config.schema import Config
 from tba_jax.flow.packing import row_buckets
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.run.modeling import policy_config
+from tba_jax.run.modeling import make_scoring, policy_config
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.schedules import Schedule
 from tba_jax.train.step import StepSettings, StepShardings, TrainState, init_state, step_shardings
 
 
-def step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
+def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
     """The settings of the training step."""
+    o = config.objective
+
+    def temperature(name: str) -> Schedule:
+        steps = getattr(o, f"{name}_steps")
+        shape: Any = "linear" if steps else "constant"
+        return Schedule(getattr(o, name), getattr(o, f"{name}_final"), steps, shape)
+
     return StepSettings(
-        objective=config.objective.name,
-        scale=config.objective.scale,
-        beta=config.objective.beta,
-        beta_schedule=config.objective.beta_schedule,
-        beta_final=config.objective.beta_final,
-        beta_steps=config.objective.beta_steps,
-        beta_jump_step=config.objective.beta_jump_step,
-        mask_eos=config.objective.mask_eos,
-        eos_ids=eos_ids,
-        temperature=config.search.sampling_temperature,
+        objective=o.name,
+        beta=Schedule(o.beta, o.beta_final, o.beta_steps, o.beta_schedule, o.beta_jump_step),
+        scoring=make_scoring(config, eos_ids),
+        scale=o.scale,
+        reference_temperature=temperature("reference_temperature"),
+        reward_temperature=temperature("reward_temperature"),
+        log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
-        compute_dtype=config.model.compute_dtype,
-        logprob_chunk_tokens=config.batch.logprob_chunk_tokens,
         micro_batch_rows=config.batch.micro_batch_rows,
         remat=config.model.remat,
-        min_new_tokens=config.search.min_new_tokens,
-        log_z=config.objective.log_z,
-        log_z_rate=config.objective.log_z_rate,
-        reference_temperature=config.objective.reference_temperature,
-        reference_temperature_final=config.objective.reference_temperature_final,
-        reference_temperature_steps=config.objective.reference_temperature_steps,
-        reward_temperature=config.objective.reward_temperature,
-        reward_temperature_final=config.objective.reward_temperature_final,
-        reward_temperature_steps=config.objective.reward_temperature_steps,
     )
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models.logprobs import response_mask, token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 
@@ -57,36 +58,19 @@ class Reference:
 
 def make_reference_program(
     config: TransformerConfig,
-    *,
-    temperature: float,
-    compute_dtype: str,
-    chunk_tokens: int,
-    eos_ids: tuple[int, ...],
-    mask_eos: bool,
-    min_new_tokens: int,
+    scoring: Scoring,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
     """Jitted (params, tokens, prompt_lengths, response_lengths, *, response_bucket) -> [p S].
 
     Args:
         config: the architecture.
-        temperature, chunk_tokens, min_new_tokens: as in `token_logprobs`.
-        compute_dtype: name of the matmul input type.
-        eos_ids, mask_eos: as in `response_mask`.
+        scoring: the run's, as the trainer scores the policy.
         site: the devices that divide the parameters.
     """
+    sharding = ComputeSharding(config, site.mesh) if site.is_divided else None
     program = jax.jit(
-        functools.partial(
-            _score,
-            config=config,
-            temperature=temperature,
-            compute_dtype=compute_dtype,
-            chunk_tokens=chunk_tokens,
-            eos_ids=eos_ids,
-            mask_eos=mask_eos,
-            min_new_tokens=min_new_tokens,
-            sharding=ComputeSharding(config, site.mesh) if site.is_divided else None,
-        ),
+        functools.partial(_score, config=config, scoring=scoring, sharding=sharding),
         static_argnames=("response_bucket",),
     )
     return site.in_turn(program)
@@ -100,12 +84,7 @@ def _score(
     *,
     response_bucket: int,
     config: TransformerConfig,
-    temperature: float,
-    compute_dtype: str,
-    chunk_tokens: int,
-    eos_ids: tuple[int, ...],
-    mask_eos: bool,
-    min_new_tokens: int,
+    scoring: Scoring,
     sharding: ComputeSharding | None,
 ) -> Array:
     token_values = token_logprobs(
@@ -115,14 +94,8 @@ def _score(
         response_lengths,
         response_bucket=response_bucket,
         config=config,
-        temperature=temperature,
-        compute_dtype=jnp.dtype(compute_dtype),
-        chunk_tokens=chunk_tokens,
-        min_new_tokens=min_new_tokens,
-        eos_ids=eos_ids,
+        scoring=scoring,
         sharding=sharding,
     )
-    mask = response_mask(
-        tokens[..., -response_bucket:], response_lengths, eos_ids=eos_ids, mask_eos=mask_eos
-    )
+    mask = response_mask(tokens[..., -response_bucket:], response_lengths, scoring)
     return jnp.sum(token_values * mask, axis=-1)

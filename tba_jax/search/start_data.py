@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -20,6 +19,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.packing import left_pad
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.search.prompts import Encoder, train_prompt
 from tba_jax.tasks.registry import Task
@@ -189,12 +189,8 @@ class StartData:
 
 def make_start_program(
     config: TransformerConfig,
+    scoring: Scoring,
     *,
-    temperature: float,
-    compute_dtype: str,
-    chunk_tokens: int,
-    eos_ids: tuple[int, ...],
-    min_new_tokens: int,
     max_new_tokens: int,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
@@ -202,8 +198,7 @@ def make_start_program(
 
     Args:
         config: the architecture.
-        temperature, chunk_tokens, eos_ids, min_new_tokens: as in `token_logprobs`.
-        compute_dtype: name of the matmul input type.
+        scoring: the run's, with the dtype of the weights that it gets.
         max_new_tokens: t.
         site: the devices of the parameters.
     """
@@ -214,11 +209,7 @@ def make_start_program(
             *rows,
             response_bucket=max_new_tokens,
             config=config,
-            temperature=temperature,
-            compute_dtype=jnp.dtype(compute_dtype),
-            chunk_tokens=chunk_tokens,
-            min_new_tokens=min_new_tokens,
-            eos_ids=eos_ids,
+            scoring=scoring,
         )
 
     return site.in_turn(jax.jit(program))

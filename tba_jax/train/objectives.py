@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objectives: Trajectory Balance in its VarGrad form, baselines (RLOO, online DPO), schedules.
+"""The objectives: Trajectory Balance in its VarGrad form, baselines (RLOO, online DPO).
 
 Arrays in, arrays out. Every function takes summed log-probs on an explicit [p k] group axis; this
 module does not know where log-probs come from, what a token is, or what a config looks like. It
@@ -207,50 +207,6 @@ def online_dpo_loss(
     is_pair = reward[rows, best] > reward[rows, worst]
     loss = -jnp.mean(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0))
     return Loss(loss, residual, log_z, jnp.mean(jnp.square(residual + log_z[:, None])))
-
-
-def beta_at(
-    step: Array | int,
-    *,
-    schedule: str,
-    beta: float,
-    beta_final: float,
-    beta_steps: int,
-    beta_jump_step: int,
-) -> Float[Array, ""]:
-    """KL coefficient at an optimiser step (counted from 0).
-
-    constant:          beta
-    linear:            from beta to beta_final over beta_steps, then constant (GSM8K)
-    linear_then_jump:  the same line, cut at beta_jump_step where it jumps to beta_final (TL;DR)
-
-    References:
-        TBA, arXiv:2503.18929, appendix B.1 and B.2.
-    """
-    if schedule == "constant":
-        return jnp.float32(beta)
-    share = jnp.clip(jnp.asarray(step, jnp.float32) / beta_steps, 0.0, 1.0)
-    value = beta + (beta_final - beta) * share
-    if schedule == "linear_then_jump":
-        value = jnp.where(jnp.asarray(step) >= beta_jump_step, beta_final, value)
-    return value.astype(jnp.float32)
-
-
-def temperature_at(
-    step: Array | int, *, start: float, final: float, steps: int
-) -> Float[Array, ""]:
-    """A temperature at an optimiser step: from start to final over `steps`, then constant.
-
-    Args:
-        step: counted from 0.
-        start: value at step 0.
-        final: value from `steps` on.
-        steps: 0: `start` throughout.
-    """
-    if steps == 0:
-        return jnp.float32(start)
-    share = jnp.clip(jnp.asarray(step, jnp.float32) / steps, 0.0, 1.0)
-    return jnp.float32(start) + (final - start) * share
 
 
 class OffPolicyStats(NamedTuple):

@@ -7,6 +7,7 @@ The invariant it owns: how rows are cut into micro-batches, and whether they are
 changes neither gradient nor metrics beyond rounding.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -22,11 +23,13 @@ from tba_jax.devices.sharding import BATCH_AXES, shardings_like
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.models import lora
 from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import Remat, TransformerConfig, abstract_params
 from tba_jax.train import objectives
 from tba_jax.train.heads import LogZHead, init_head, log_z
 from tba_jax.train.micro_batches import Rows, gradients, num_micro_batches, score_all
+from tba_jax.train.schedules import Schedule
 
 
 class TrainState(NamedTuple):
@@ -51,43 +54,38 @@ class TrainState(NamedTuple):
     log_z_head: LogZHead | None = None
 
 
-class StepSettings(NamedTuple):
-    """The static part of a train step (hashable): objective, schedules, masks, dtypes."""
+@dataclasses.dataclass(frozen=True)
+class StepSettings:
+    """The static part of a train step (hashable).
 
-    objective: Literal["tb", "rloo", "online_dpo"]
-    scale: Literal["advantage", "paper"]
-    beta: float
-    beta_schedule: str
-    beta_final: float
-    beta_steps: int
-    beta_jump_step: int
-    mask_eos: bool
-    eos_ids: tuple[int, ...]
-    temperature: float
-    reference_reset_period: int
-    compute_dtype: str
-    logprob_chunk_tokens: int
-    micro_batch_rows: int
-    remat: Remat
-    min_new_tokens: int = 0
-    log_z: str = "vargrad"
+    Attributes:
+        objective: its name.
+        beta: KL coefficient.
+        scoring: how policy and reference are scored.
+        scale: as in `objectives.tb_loss`.
+        reference_temperature, reward_temperature: as in `objectives.tempered_target`.
+        log_z_rate: learning rate of a learned log Z over the policy's.
+        reference_reset_period: steps between reference := policy; 0: never.
+        micro_batch_rows: rows whose gradients are made at a time; 0: all.
+        remat: as in `transformer.apply`.
+    """
+
+    objective: str
+    beta: Schedule
+    scoring: Scoring
+    scale: Literal["advantage", "paper"] = "advantage"
+    reference_temperature: Schedule = Schedule(1.0)
+    reward_temperature: Schedule = Schedule(1.0)
     log_z_rate: float = 1.0
-    reference_temperature: float = 1.0
-    reference_temperature_final: float = 1.0
-    reference_temperature_steps: int = 0
-    reward_temperature: float = 1.0
-    reward_temperature_final: float = 1.0
-    reward_temperature_steps: int = 0
+    reference_reset_period: int = 0
+    micro_batch_rows: int = 0
+    remat: Remat = "none"
 
     @property
     def is_tempered(self) -> bool:
         """Whether the target is ever another than pi_ref exp(r / beta)."""
-        return (
-            self.reference_temperature,
-            self.reference_temperature_final,
-            self.reward_temperature,
-            self.reward_temperature_final,
-        ) != (1.0, 1.0, 1.0, 1.0)
+        temperatures = (self.reference_temperature, self.reward_temperature)
+        return not all(x.is_always(1.0) for x in temperatures)
 
 
 class StepShardings(NamedTuple):
@@ -238,14 +236,7 @@ def make_train_step(
     ) -> tuple[TrainState, dict[str, Array]]:
         rows = _rows(batch, state.step, config, settings, compute, base)
         num = num_micro_batches(rows, settings.micro_batch_rows)
-        beta = objectives.beta_at(
-            state.step,
-            schedule=settings.beta_schedule,
-            beta=settings.beta,
-            beta_final=settings.beta_final,
-            beta_steps=settings.beta_steps,
-            beta_jump_step=settings.beta_jump_step,
-        )
+        beta = settings.beta.at(state.step)
         if state.reference_params is None:
             reference_logprob = batch.reference_logprob
         else:
@@ -264,7 +255,10 @@ def make_train_step(
             log_z_estimate = (estimate[:, None],)
         target, temperatures = (reference_logprob, batch.rewards), {}
         if settings.is_tempered:
-            temperatures = _temperatures(settings, state.step)
+            temperatures = {
+                "reference_temperature": settings.reference_temperature.at(state.step),
+                "reward_temperature": settings.reward_temperature.at(state.step),
+            }
             target = objectives.tempered_target(*target, **temperatures)
         groups = (*target, *log_z_estimate)
 
@@ -369,23 +363,6 @@ def make_train_step(
     )
 
 
-def _temperatures(settings: StepSettings, step: Array) -> dict[str, Float[Array, ""]]:
-    return {
-        "reference_temperature": objectives.temperature_at(
-            step,
-            start=settings.reference_temperature,
-            final=settings.reference_temperature_final,
-            steps=settings.reference_temperature_steps,
-        ),
-        "reward_temperature": objectives.temperature_at(
-            step,
-            start=settings.reward_temperature,
-            final=settings.reward_temperature_final,
-            steps=settings.reward_temperature_steps,
-        ),
-    }
-
-
 def _log_z(
     params: Any,
     head: LogZHead,
@@ -401,7 +378,7 @@ def _log_z(
         batch.prompt_lengths,
         response_bucket=batch.behavior_token_logprobs.shape[-1],
         config=config,
-        compute_dtype=jnp.dtype(settings.compute_dtype),
+        compute_dtype=jnp.dtype(settings.scoring.compute_dtype),
         remat=settings.remat,
         sharding=sharding,
     )
@@ -421,9 +398,7 @@ def _rows(
 ) -> Rows:
     scoring: Any = {
         "config": config,
-        "temperature": settings.temperature,
-        "compute_dtype": jnp.dtype(settings.compute_dtype),
-        "chunk_tokens": settings.logprob_chunk_tokens,
+        "scoring": settings.scoring,
         "remat": settings.remat,
         "sharding": sharding,
     }
@@ -437,12 +412,7 @@ def _rows(
 
 def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings) -> Rows:
     p, k, t = batch.behavior_token_logprobs.shape
-    mask = response_mask(
-        batch.tokens[..., -t:],
-        batch.response_lengths,
-        eos_ids=settings.eos_ids,
-        mask_eos=settings.mask_eos,
-    )
+    mask = response_mask(batch.tokens[..., -t:], batch.response_lengths, settings.scoring)
 
     def flat(x: Array) -> Array:
         return x.reshape(p * k, *x.shape[2:])
@@ -450,14 +420,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Any, settings: StepSettings
     def score(params: Any, inputs: tuple[Array, Array, Array]) -> Float[Array, "m t"]:
         # To the log-probs every row is a prompt of its own.
         one_each = (x[:, None] for x in inputs)
-        return token_logprobs(
-            params,
-            *one_each,
-            response_bucket=t,
-            min_new_tokens=settings.min_new_tokens,
-            eos_ids=settings.eos_ids,
-            **scoring,
-        )[:, 0]
+        return token_logprobs(params, *one_each, response_bucket=t, **scoring)[:, 0]
 
     return Rows(
         inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
@@ -476,8 +439,8 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Any, settings: StepSe
     prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
     is_response = (batch.segments > 0) & (batch.positions >= prompt_lengths)
     counted = is_response
-    if settings.mask_eos:
-        counted = counted & ~jnp.isin(batch.tokens, jnp.array(settings.eos_ids, jnp.int32))
+    if settings.scoring.mask_eos:
+        counted = counted & ~jnp.isin(batch.tokens, jnp.array(settings.scoring.eos_ids, jnp.int32))
 
     def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m s"]:
         *rows, is_response = inputs

@@ -13,6 +13,7 @@ from tba_jax.evaluation.evaluator import Responses
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
+from tba_jax.models.scoring import Scoring
 from tba_jax.rewards.source import ScoreResult
 
 VOCAB = 23
@@ -106,8 +107,7 @@ def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
     measure = ReferenceDistance(
         config,
         lambda: reference,
-        temperature=temperature,
-        compute_dtype=jnp.float32,
+        scoring=Scoring(temperature=temperature),
         prompt_buckets=(5,),
         response_buckets=(6,),
         pad_id=0,
@@ -139,8 +139,7 @@ def test_the_start_model_is_at_distance_zero():
     measure = ReferenceDistance(
         config,
         lambda: params,
-        temperature=1.0,
-        compute_dtype=jnp.float32,
+        scoring=Scoring(),
         prompt_buckets=(5,),
         response_buckets=(6,),
         pad_id=0,

@@ -17,6 +17,7 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.packing import left_pad
 from tba_jax.models import transformer
 from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.models.scoring import Scoring
 
 CONFIG = tiny_config()
 EOS = 2
@@ -50,16 +51,18 @@ def decoded(params):
     return tokens, prompt_lengths, out
 
 
-def score(params, tokens, prompt_lengths, response_lengths, *, t=6, **kwargs):
+def score(
+    params, tokens, prompt_lengths, response_lengths, *, t=6, config=CONFIG, remat="none", **scoring
+):
     return token_logprobs(
         params,
         jnp.asarray(tokens),
         jnp.asarray(prompt_lengths),
         jnp.asarray(response_lengths),
         response_bucket=t,
-        config=kwargs.pop("config", CONFIG),
-        temperature=kwargs.pop("temperature", 0.7),
-        **kwargs,
+        config=config,
+        scoring=Scoring(**{"temperature": 0.7, **scoring}),
+        remat=remat,
     )
 
 
@@ -260,7 +263,7 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, fa
     @functools.partial(jax.value_and_grad, has_aux=True)
     def total_packed(params):
         logprobs = packed_token_logprobs(
-            params, *rows, config=config, temperature=0.7, chunk_tokens=16
+            params, *rows, config=config, scoring=Scoring(temperature=0.7, chunk_tokens=16)
         )
         picked = jnp.stack(
             [
@@ -291,7 +294,9 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, fa
 def test_packed_sequences_do_not_see_one_another(params, decoded):
     tokens, prompt_lengths, out = decoded
     (rows, segments, positions), _ = packed(tokens, prompt_lengths, out.lengths)
-    score_rows = functools.partial(packed_token_logprobs, config=CONFIG, temperature=0.7)
+    score_rows = functools.partial(
+        packed_token_logprobs, config=CONFIG, scoring=Scoring(temperature=0.7)
+    )
     plain = np.asarray(score_rows(params, rows, segments, positions))
     assert np.all(plain[positions == 0] == 0)
     others = np.where((segments == 1) | (segments == 3), rows, 11)
@@ -304,8 +309,8 @@ def test_packed_sequences_do_not_see_one_another(params, decoded):
 def test_mask_eos_leaves_only_the_stop_decision_out():
     tokens = jnp.array([[[5, EOS, 0], [5, 6, 7]]])
     lengths = jnp.array([[2, 3]])
-    keep = response_mask(tokens, lengths, eos_ids=(EOS,), mask_eos=False)
-    drop = response_mask(tokens, lengths, eos_ids=(EOS,), mask_eos=True)
+    keep = response_mask(tokens, lengths, Scoring(eos_ids=(EOS,)))
+    drop = response_mask(tokens, lengths, Scoring(eos_ids=(EOS,), mask_eos=True))
     assert keep.tolist() == [[[True, True, False], [True, True, True]]]
     assert drop.tolist() == [[[True, False, False], [True, True, True]]]
 

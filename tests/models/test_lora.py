@@ -3,6 +3,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -135,7 +136,7 @@ def test_adapters_begin_alike_on_any_devices():
 def test_the_gradient_is_that_of_the_merged_matrices_by_the_chain_rule():
     base, adapters = random_params(CONFIG), trained_adapters(POLICY)
     optimizer = optax.sgd(0.1)
-    settings = SETTINGS._replace(micro_batch_rows=8)
+    settings = replace(SETTINGS, micro_batch_rows=8)
     whole = make_train_step(CONFIG, optimizer, SCHEDULE, SETTINGS)
     merged = lora.merge(base, adapters, config=POLICY)
     before = jax.device_get(merged)
@@ -188,7 +189,7 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
 def test_a_learned_log_z_is_trained_beside_adapters():
     schedule = optax.constant_schedule(0.05)
     optimizer = optax.adam(schedule)
-    settings = SETTINGS._replace(log_z="learned", scale="paper")
+    settings = replace(SETTINGS, scale="paper")
     base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
     policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
     shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, learn_log_z=True)

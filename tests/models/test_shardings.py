@@ -4,6 +4,7 @@
 import functools
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -26,7 +27,7 @@ from tba_jax.train.step import init_state, make_init_state, make_train_step, ste
 CONFIG = tiny_config(
     qkv_bias=True, num_heads=8, head_dim=4, mlp_size=24, vocab_size=64, tie_embeddings=False
 )
-SETTINGS = PLAIN._replace(remat="layers")
+SETTINGS = replace(PLAIN, remat="layers")
 SCHEDULE = optax.constant_schedule(0.1)
 # Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
 # magnifies rounding.
@@ -98,7 +99,7 @@ def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packe
     batch = one_prompt_each(make_batch(p=4))
     state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
     wanted, _ = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)(state, batch)
-    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows)
+    settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows)
     shardings, state, step = sharded((1, 2, 2), settings)
     rows = jax.device_put(packed(batch) if is_packed else batch, shardings.batch)
     program = step.lower(state, rows).compile()

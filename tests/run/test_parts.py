@@ -9,6 +9,7 @@ from fakes import random_params, tiny_config
 
 from tba_jax.config.schema import make_config
 from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.run.modeling import make_decoder, sampling_settings
 from tba_jax.run.placing import place_run, reading_mesh
 
@@ -46,7 +47,7 @@ def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution
         out.lengths,
         response_bucket=6,
         config=CONFIG,
-        temperature=0.8,
+        scoring=Scoring(temperature=0.8),
     )
     # Beyond the least length every token is allowed that top-p keeps: its probability is divided
     # by what was kept, at least 0.6 and less than 1.

@@ -11,6 +11,7 @@ from test_shardings import make_batch, sharded
 
 from tba_jax.decoding import lowering
 from tba_jax.devices.site import Site
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.search.reference import Reference, make_reference_program
@@ -30,14 +31,7 @@ def test_a_reference_on_a_mesh_equals_one_device():
     for num in (1, 2):
         mesh = searcher_mesh(2, num)
         program = make_reference_program(
-            CONFIG,
-            temperature=0.7,
-            compute_dtype="float32",
-            chunk_tokens=16,
-            eos_ids=(2,),
-            mask_eos=False,
-            min_new_tokens=0,
-            site=Site(mesh),
+            CONFIG, Scoring(temperature=0.7, chunk_tokens=16), Site(mesh)
         )
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))
         assert len(params["embed"].addressable_shards) == num

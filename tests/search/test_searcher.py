@@ -9,6 +9,7 @@ from model_folders import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.replay.outbox import Outbox
@@ -75,13 +76,7 @@ def make_searcher(model, given_texts):
         ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
         groups.append(GivenGroup(prompt, tuple(ids)))
     program = make_start_program(
-        model_config,
-        temperature=1.0,
-        compute_dtype="float32",
-        chunk_tokens=64,
-        eos_ids=tokenizer.eos_ids,
-        min_new_tokens=0,
-        max_new_tokens=8,
+        model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
     )
     sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
     given = StartData(

@@ -12,6 +12,7 @@ from model_folders import load_folder
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.modeling import START_MODEL, make_decoder
@@ -107,11 +108,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
     ]
     program = make_start_program(
         model,
-        temperature=0.8,
-        compute_dtype="float32",
-        chunk_tokens=64,
-        eos_ids=tokenizer.eos_ids,
-        min_new_tokens=2,
+        Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2, chunk_tokens=64),
         max_new_tokens=12,
     )
     start = StartData(

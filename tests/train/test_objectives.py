@@ -164,32 +164,6 @@ def test_responses_may_be_permuted(group):
     np.testing.assert_allclose(permuted.loss, plain.loss, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", {0: 1.0, 5: 1.0, 50: 1.0}),
-        ("linear", {0: 1.0, 5: 0.75, 10: 0.5, 50: 0.5}),
-        ("linear_then_jump", {0: 1.0, 2: 0.9, 3: 0.5, 50: 0.5}),
-    ],
-)
-def test_beta_schedules(schedule, expected):
-    for step, value in expected.items():
-        got = objectives.beta_at(
-            step, schedule=schedule, beta=1.0, beta_final=0.5, beta_steps=10, beta_jump_step=3
-        )
-        np.testing.assert_allclose(got, value, rtol=1e-6)
-
-
-def test_gsm8k_beta_is_the_papers_line():
-    # paper: beta_f (t - 1) / 500 + beta_0 (1 - (t - 1) / 500), t counted from 1
-    for t in (1, 2, 250, 501, 700):
-        got = objectives.beta_at(
-            t - 1, schedule="linear", beta=0.014, beta_final=0.004, beta_steps=500, beta_jump_step=0
-        )
-        share = min(1.0, (t - 1) / 500)
-        np.testing.assert_allclose(got, 0.004 * share + 0.014 * (1 - share), rtol=1e-5)
-
-
 def test_off_policy_stats():
     policy = jnp.log(jnp.array([[0.5, 0.25], [0.125, 0.125]]))
     same = objectives.off_policy_stats(policy, policy)
@@ -213,12 +187,6 @@ def test_tempered_target_is_the_papers_log_reward():
     # log R = (log p_ref / gamma + log R_tox / beta) / T_r; the residual is -log R for log pi = 0
     expected = -(np.array([[-3.0, -5.0]]) / 1.5 + np.array([[-0.2, -1.0]]) / 0.05) / 2.0
     np.testing.assert_allclose(residual, expected, rtol=1e-6)
-
-
-def test_temperatures_are_linear_then_constant():
-    values = [float(objectives.temperature_at(i, start=2.0, final=1.0, steps=4)) for i in range(7)]
-    assert values == [2.0, 1.75, 1.5, 1.25, 1.0, 1.0, 1.0]
-    assert float(objectives.temperature_at(9, start=1.5, final=9.0, steps=0)) == 1.5
 
 
 def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():

@@ -2,6 +2,7 @@
 """The train step: schedules, equivalences and sharding."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -13,27 +14,14 @@ from fakes import random_params, tiny_config
 
 from tba_jax.flow.batch import Batch
 from tba_jax.flow.packing import pack_rows
+from tba_jax.models.scoring import Scoring
 from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.schedules import Schedule
 from tba_jax.train.step import StepSettings, init_state, make_train_step
 
 CONFIG = tiny_config()
-SETTINGS = StepSettings(
-    objective="tb",
-    scale="advantage",
-    beta=0.1,
-    beta_schedule="constant",
-    beta_final=0.1,
-    beta_steps=0,
-    beta_jump_step=0,
-    mask_eos=False,
-    eos_ids=(2,),
-    temperature=1.0,
-    reference_reset_period=0,
-    compute_dtype="float32",
-    logprob_chunk_tokens=64,
-    micro_batch_rows=0,
-    remat="none",
-)
+SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)
+SETTINGS = StepSettings("tb", Schedule(0.1), SCORING)
 
 
 def slow(*values):
@@ -104,9 +92,9 @@ def assert_close_metrics(got, expected):
 )
 def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
     batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
-    settings = SETTINGS._replace(objective=objective)
+    settings = replace(SETTINGS, objective=objective)
     expected, expected_metrics = run_step(batch, settings)
-    got, metrics = run_step(batch, settings._replace(micro_batch_rows=micro_batch_rows))
+    got, metrics = run_step(batch, replace(settings, micro_batch_rows=micro_batch_rows))
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
 
@@ -120,7 +108,7 @@ def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
         return step(state, make_batch(seed=1))
 
     expected, expected_metrics = two_steps(SETTINGS)
-    got, metrics = two_steps(SETTINGS._replace(micro_batch_rows=micro_batch_rows))
+    got, metrics = two_steps(replace(SETTINGS, micro_batch_rows=micro_batch_rows))
     assert abs(float(expected_metrics["train/kl_reference"])) > 1e-4
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
@@ -128,7 +116,7 @@ def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
 
 def test_rows_that_micro_batches_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="16 rows cannot be cut into micro-batches of 3"):
-        run_step(make_batch(), SETTINGS._replace(micro_batch_rows=3))
+        run_step(make_batch(), replace(SETTINGS, micro_batch_rows=3))
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
@@ -168,7 +156,7 @@ def test_mask_eos_changes_only_responses_with_an_eos():
     for i in range(4):
         for j in range(4):
             with_eos[i, j, 4 + batch.response_lengths[i, j] - 1] = 2
-    masked = SETTINGS._replace(mask_eos=True)
+    masked = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True))
     plain = run_step(batch)[1]["train/loss"]
     assert run_step(batch, masked)[1]["train/loss"] == plain
     ended = batch._replace(tokens=with_eos)
@@ -176,7 +164,7 @@ def test_mask_eos_changes_only_responses_with_an_eos():
 
 
 def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
-    optimizer, step = sgd_step(SETTINGS._replace(reference_reset_period=2))
+    optimizer, step = sgd_step(replace(SETTINGS, reference_reset_period=2))
     state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
     start = jax.device_get(state.params)
     state, metrics = step(state, make_batch())
@@ -191,7 +179,7 @@ def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
 def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
     # Equal gradients up to K / (K - 1) wherever the data come from (paper, section 3.3).
     _, tb = run_step(make_batch())
-    _, rloo = run_step(make_batch(), SETTINGS._replace(objective="rloo"))
+    _, rloo = run_step(make_batch(), replace(SETTINGS, objective="rloo"))
     np.testing.assert_allclose(rloo["train/grad_norm"], tb["train/grad_norm"] * 4 / 3, rtol=1e-4)
 
 
@@ -235,9 +223,10 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     batch = one_prompt_each(make_batch())
     rows = packed(batch)
     assert rows.tokens.size < batch.tokens.size * 1.5 and (rows.segments[-1] == 0).all()
-    settings = SETTINGS._replace(objective=objective, mask_eos=True, eos_ids=(3, 7))
+    scoring = replace(SCORING, mask_eos=True, eos_ids=(3, 7))
+    settings = replace(SETTINGS, objective=objective, scoring=scoring)
     expected, expected_metrics = run_step(batch, settings)
-    got, metrics = run_step(rows, settings._replace(micro_batch_rows=micro_batch_rows))
+    got, metrics = run_step(rows, replace(settings, micro_batch_rows=micro_batch_rows))
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
 
@@ -282,7 +271,9 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
     optimizer = make_optimizer(
         name, schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
     )
-    settings = SETTINGS._replace(compute_dtype=compute_dtype, micro_batch_rows=8)
+    settings = replace(
+        SETTINGS, scoring=replace(SCORING, compute_dtype=compute_dtype), micro_batch_rows=8
+    )
     step = make_train_step(CONFIG, optimizer, schedule, settings)
     params = jax.tree.map(lambda x: x.astype(param_dtype), random_params(CONFIG))
     state = init_state(params, optimizer, keep_reference=False)
@@ -307,7 +298,7 @@ def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
     optimizer = make_optimizer(
         "adamw", schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
     )
-    settings = SETTINGS._replace(micro_batch_rows=micro_batch_rows, reference_reset_period=2)
+    settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows, reference_reset_period=2)
     step = make_train_step(CONFIG, optimizer, schedule, settings)
     state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
     memory = step.lower(state, make_batch()).compile().memory_analysis()
@@ -323,7 +314,7 @@ def test_remat_and_micro_batches_take_less_memory():
     )
 
     def temporaries(**changes):
-        settings = SETTINGS._replace(**changes)
+        settings = replace(SETTINGS, **changes)
         step = make_train_step(config, optimizer, optax.constant_schedule(0.1), settings)
         lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
         return lowered.compile().memory_analysis().temp_size_in_bytes
@@ -336,7 +327,11 @@ def test_remat_and_micro_batches_take_less_memory():
 
 def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
     expected, expected_metrics = run_step(make_batch())
-    off = SETTINGS._replace(reference_temperature_steps=7, reward_temperature_steps=3)
+    off = replace(
+        SETTINGS,
+        reference_temperature=Schedule(1.0, 1.0, 7, "linear"),
+        reward_temperature=Schedule(1.0, 1.0, 3, "linear"),
+    )
     state, metrics = run_step(make_batch(), off)
     assert metrics.keys() == expected_metrics.keys()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
@@ -344,13 +339,10 @@ def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
 
 def test_temperatures_move_with_the_step_and_scale_the_target():
     batch = make_batch()
-    settings = SETTINGS._replace(
-        reference_temperature=1.0,
-        reference_temperature_final=2.0,
-        reference_temperature_steps=4,
-        reward_temperature=2.0,
-        reward_temperature_final=1.0,
-        reward_temperature_steps=4,
+    settings = replace(
+        SETTINGS,
+        reference_temperature=Schedule(1.0, 2.0, 4, "linear"),
+        reward_temperature=Schedule(2.0, 1.0, 4, "linear"),
     )
     optimizer, step = sgd_step(settings)
     _, plain = sgd_step(SETTINGS)
