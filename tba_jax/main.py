@@ -288,13 +288,12 @@ def _evaluate_at_the_end(run: "Run") -> None:
     if not run.cluster.broadcast_json(is_due):
         return
     run.progress.phase("evaluating the final policy")
-    start = run.clock()
     run.trainer.publish()
     run.transport.poll()
     published = run.transport.latest(0)
     assert published is not None
     if is_primary:
-        run.record_evaluation(published.version, run.evaluator.run(published.params), start)
+        run.evaluate(published.version, published.params)
 
 
 def _check_reward(run: "Run") -> None:

@@ -20,6 +20,7 @@ from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
+from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import length_buckets
 from tba_jax.models import lora
@@ -274,6 +275,7 @@ def build(
         rewards=rewards,
         gold=gold,
         evaluator=evaluator,
+        evaluations=EvaluationService(evaluator.run, clock),
         decoder=decoders[sites.evaluation],
         sites=sites,
         model_config=model_config,

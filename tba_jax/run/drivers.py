@@ -10,16 +10,15 @@ follow the StepPlan, while merges and evaluations are each host's own.
 
 import faulthandler
 import os
-import queue
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.run.run import Run
+from tba_jax.search.searcher import Searcher
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
@@ -64,12 +63,6 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     return is_logged
 
 
-def evaluate_now(run: Run, step: int, params: Any) -> None:
-    """Evaluate on this thread and record the result for `step`."""
-    start = run.clock()
-    run.record_evaluation(step, run.evaluator.run(params), start)
-
-
 def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     """Search, merge, train in one thread until the last step or an interruption.
 
@@ -91,7 +84,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
             assert published is not None
             if _is_eval_due(run, step, run.last_eval_step):
                 run.progress.phase("evaluating")
-                evaluate_now(run, step, published.params)
+                run.evaluate(step, published.params)
                 run.progress.phase("")
             if step == 0:
                 for searcher in run.searchers:
@@ -163,12 +156,11 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """
     stop = StopFlag()
     watchdog = _Watchdog(run.config.log.watchdog_s)
-    searchers = [Worker(f"searcher-{s.index}", s.step, stop) for s in run.searchers]
+    searchers = [Worker(f"searcher-{s.index}", _step_of(run, s), stop) for s in run.searchers]
     others = [
         Worker("weight-poller", run.transport.poll, stop),
         Worker("watchdog", watchdog.step, stop, idle_s=1.0),
     ]
-    results: queue.SimpleQueue[tuple[int, Evaluation, float]] = queue.SimpleQueue()
     idle_before = dict(run.searcher_idle_s)
 
     def count_idle() -> None:
@@ -180,7 +172,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         run.trainer.publish()
         for worker in [*searchers, *others]:
             worker.start()
-        _AsyncLoop(run, stop, watchdog, results, count_idle).run(interrupted)
+        _AsyncLoop(run, stop, watchdog, count_idle).run(interrupted)
     except BaseException:
         # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
         stop.set()
@@ -198,8 +190,14 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     for worker in [*searchers, *others]:
         worker.join(max(0.0, deadline - time.monotonic()))
     count_idle()
-    while not results.empty():
-        run.record_evaluation(*results.get_nowait())
+    run.record_evaluations()
+
+
+def _step_of(run: Run, searcher: Searcher) -> Callable[[], bool]:
+    """What a searcher's thread does; the first one's evaluates, with the weights it has."""
+    if searcher is not run.searchers[0]:
+        return searcher.step
+    return lambda: run.evaluations.step() or searcher.step()
 
 
 class _AsyncLoop:
@@ -210,13 +208,11 @@ class _AsyncLoop:
         run: Run,
         stop: StopFlag,
         watchdog: _Watchdog,
-        results: "queue.SimpleQueue[tuple[int, Evaluation, float]]",
         count_idle: Callable[[], None],
     ) -> None:
         self._run = run
         self._stop = stop
         self._watchdog = watchdog
-        self._results = results
         self._count_idle = count_idle
         self._newest_eval = self._newest_eval_version = run.last_eval_step
 
@@ -226,7 +222,7 @@ class _AsyncLoop:
         num_steps = run.config.num_steps
         # First data, then the evaluation of the start model: the trainer waits for the former only.
         reports = self._fill(interrupted)
-        self._submit_evaluation(trainer.step_index)
+        self._request_evaluation(trainer.step_index)
         reports += self._merge()  # what the outboxes held when the run was interrupted
         extra: dict[str, Any] = {}
         sync = False  # published when the driver began
@@ -240,7 +236,7 @@ class _AsyncLoop:
                 merge_start = run.clock()
                 reports += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
-                self._submit_evaluation(step)
+                self._request_evaluation(step)
             values = trainer.step(run.is_interrupted(interrupted))
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
@@ -259,8 +255,8 @@ class _AsyncLoop:
                 extra, reports = {}, []
             self._watchdog.kick()
 
-    def _submit_evaluation(self, step: int) -> None:
-        """Ask searcher 0 to evaluate the version published at `step`, if one is due."""
+    def _request_evaluation(self, step: int) -> None:
+        """Ask for an evaluation of the version published at `step`, if one is due."""
         run = self._run
         if not _is_eval_due(run, step, self._newest_eval):
             return
@@ -273,12 +269,7 @@ class _AsyncLoop:
         if version <= self._newest_eval_version:
             return  # that transport is behind: at a later sync
         self._newest_eval, self._newest_eval_version = step, version
-
-        def job() -> None:
-            start = run.clock()
-            self._results.put((version, run.evaluator.run(params), start))
-
-        run.searchers[0].submit(job)
+        run.evaluations.request(version, params)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait, before the first step, for start data and `search.initial_fill` more responses.
@@ -315,7 +306,6 @@ class _AsyncLoop:
         return reports
 
     def _drain(self) -> None:
-        """Record the evaluations that searcher 0 has finished, another sign of life."""
-        while not self._results.empty():
-            self._run.record_evaluation(*self._results.get_nowait())
+        """Record the evaluations that are done, another sign of life."""
+        if self._run.record_evaluations():
             self._watchdog.kick()

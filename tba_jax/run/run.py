@@ -15,7 +15,8 @@ import numpy as np
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.cluster import Cluster
-from tba_jax.evaluation.evaluator import Evaluation, Evaluator
+from tba_jax.evaluation.evaluator import Evaluator
+from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
@@ -60,6 +61,7 @@ class Run:
     rewards: RewardSource
     gold: RewardSource | None
     evaluator: Evaluator
+    evaluations: EvaluationService
     decoder: Decoder
     sites: Sites
     model_config: TransformerConfig
@@ -150,8 +152,20 @@ class Run:
         self.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
 
-    def record_evaluation(self, step: int, evaluation: Evaluation, start_s: float) -> None:
+    def evaluate(self, version: int, params: Any) -> None:
+        """Evaluate on this thread, and record it."""
+        self._record(self.evaluations.evaluate(version, params))
+
+    def record_evaluations(self) -> bool:
+        """Record the evaluations that were requested and are done; whether there are any."""
+        finished = self.evaluations.poll()
+        for each in finished:
+            self._record(each)
+        return bool(finished)
+
+    def _record(self, finished: Finished) -> None:
         """Log one evaluation and keep what the report compares."""
+        step, evaluation, start_s = finished
         end = self.clock()
         values = evaluation.metrics()
         self.schedule_log.append(
@@ -175,12 +189,11 @@ class Run:
 
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
-        start = self.clock()
         # On devices of this process: the others go on meanwhile.
         source = self.sites.reading(self.model_config)
         load = source.in_turn(start_weights)
         weights = load(self.config, self.model_config, source.mesh, self.sites.evaluation.mesh)
-        self.record_evaluation(0, self.evaluator.run(weights), start)
+        self.evaluate(0, weights)
 
     def close_rewards(self) -> None:
         """Stop what computes rewards."""

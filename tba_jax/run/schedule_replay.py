@@ -14,7 +14,7 @@ from typing import Any
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.writers import read_jsonl
-from tba_jax.run.drivers import after_step, evaluate_now
+from tba_jax.run.drivers import after_step
 from tba_jax.run.run import Run
 from tba_jax.weights.transport import Published
 
@@ -65,7 +65,7 @@ def drive_schedule(
                 assert published is not None
                 weights[published.version, searcher.index] = published
             if run.before is None:
-                evaluate_now(run, trainer.step_index, weights[trainer.step_index, 0].params)
+                run.evaluate(trainer.step_index, weights[trainer.step_index, 0].params)
             weights = {k: w for k, w in weights.items() if last_use.get(k[0], -1) >= i}
         elif event["event"] == "round":
             searcher = run.searchers[event["searcher"]]

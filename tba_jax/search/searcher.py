@@ -10,7 +10,6 @@ stands still in those. It does no learning and cannot see the trainer.
 """
 
 import itertools
-import queue
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -73,7 +72,7 @@ class GivenRounds(Protocol):
 
 
 class Searcher:
-    """One searcher. `step()` does one round, or one submitted job.
+    """One searcher. `step()` does one round.
 
     Args:
         index: which searcher of the run.
@@ -157,12 +156,7 @@ class Searcher:
         self._clock = clock
         self._given = given
         self.num_given = 0 if given is None else given.num_responses
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.decoded_tokens = 0
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job` on this searcher's thread before its next round (evaluation does this)."""
-        self._jobs.put(job)
 
     @property
     def num_given_rounds_left(self) -> int:
@@ -171,15 +165,7 @@ class Searcher:
         return max(0, total - self._outbox.committed[0])
 
     def step(self) -> bool:
-        """One job or one round; False when there is nothing it may do now."""
-        try:
-            job = self._jobs.get_nowait()
-        except queue.Empty:
-            return self._round()
-        job()
-        return True
-
-    def _round(self) -> bool:
+        """One round; False when it has to wait: for weights, or for room in its outbox."""
         if not self._outbox.has_room():
             return False
         published = self._transport.latest(self.reader)
