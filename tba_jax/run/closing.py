@@ -48,12 +48,15 @@ def add_up(values: Sequence[Any]) -> Any:
     return {name: add_up([value[name] for value in values if name in value]) for name in names}
 
 
-def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> None:
+def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """WORKDIR/report.json: the figures that scripts may rely on.
 
     Args:
         run: of process 0.
         hosts: `host_counts` of every process.
+
+    Returns:
+        Its contents.
     """
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
@@ -125,7 +128,9 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> None:
         "versions": versions(),
         "config_changes": difference(flatten(Config()), flatten(run.config)),
     }
-    (run.workdir / "report.json").write_text(json.dumps(jsonable(report), indent=1))
+    report = jsonable(report)
+    (run.workdir / "report.json").write_text(json.dumps(report, indent=1))
+    return report
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:

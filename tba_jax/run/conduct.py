@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run conducted in a claimed work directory: built, driven, evaluated at the end, reported.
+
+It prints nothing but progress; what an outcome means to a user is the command's to say.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tba_jax.config.schema import Config, flatten
+from tba_jax.devices.cluster import Cluster
+from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
+from tba_jax.run import drivers
+from tba_jax.run.build import build
+from tba_jax.run.closing import host_counts, write_report_json
+from tba_jax.run.errors import UserError
+from tba_jax.run.rewarding import make_task
+from tba_jax.run.run import Run, RunClock
+from tba_jax.run.schedule_replay import drive_schedule
+from tba_jax.run.workdir import Outcome
+
+
+def conduct(
+    config: Config,
+    workdir: Path,
+    cluster: Cluster,
+    interrupted: Callable[[], bool],
+    *,
+    events: Sequence[Mapping[str, Any]] | None = None,
+    start_s: float,
+) -> Outcome:
+    """Build, drive, evaluate at the end, write the report.
+
+    Args:
+        config: validated.
+        workdir: claimed.
+        cluster: the processes of the run; every one of them calls this.
+        interrupted: looked at between steps.
+        events: schedule to replay; None: the configured driver.
+        start_s: `time.perf_counter` when the run's time began to count.
+
+    Raises:
+        UserError: the reward function cannot be used.
+        ValueError, RuntimeError, OSError: as `build` and the drivers.
+    """
+    run = _open(config, workdir, cluster, start_s)
+    try:
+        _drive(run, interrupted, events)
+        # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
+        # that is killed in it evaluates again.
+        run.save()
+        is_finished = run.trainer.step_index >= config.num_steps
+        if is_finished:
+            _evaluate_at_the_end(run)
+        run.progress.phase("saving")
+        run.checkpoints.wait()
+        counts = cluster.gather_json(host_counts(run))
+    except BaseException:
+        run.abort()
+        raise
+    run.close()
+    report = write_report_json(run, counts) if cluster.is_primary else {}
+    if is_finished and cluster.is_primary:
+        from tba_jax.report.build import build_report  # brings the plotting library
+
+        build_report(workdir)
+    return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
+
+
+def _open(config: Config, workdir: Path, cluster: Cluster, start_s: float) -> Run:
+    """The connected parts, with a progress display."""
+    task = make_task(config)
+    progress = ProgressDisplay(
+        config.num_steps,
+        title=workdir.name,
+        kind=task.response_kinds[0] if task.response_kinds else "",
+        metric=task.metric,
+        console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
+    )
+    try:
+        return build(
+            config,
+            workdir,
+            cluster=cluster,
+            clock=RunClock(time.perf_counter, start_s),
+            progress=progress,
+            extra_writers=_writers(config, workdir) if cluster.is_primary else (),
+        )
+    except BaseException:
+        progress.close()
+        raise
+
+
+def _drive(
+    run: Run, interrupted: Callable[[], bool], events: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """From where the run is to its last step, the end of the schedule, or an interruption."""
+    _check_reward(run)
+    config, begun = run.config, run.trainer.step_index
+    if begun:
+        run.progress.resume(read_jsonl(run.workdir / "metrics.jsonl"))
+        run.progress.note(f"resumed {run.workdir} at step {begun} of {config.num_steps}")
+        if run.before is None and run.cluster.is_primary:
+            run.evaluate_start_model()
+    if events is not None:
+        drive_schedule(run, events, interrupted)
+    elif begun < config.num_steps:
+        drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
+        drive(run, interrupted)
+
+
+def _writers(config: Config, workdir: Path) -> list[Any]:
+    writers: list[Any] = []
+    if config.log.tensorboard:
+        writers.append(TensorBoardWriter(workdir / "tensorboard"))
+    if config.log.wandb_project:
+        writers.append(
+            WandbWriter(
+                config.log.wandb_project,
+                name=workdir.name,
+                workdir=workdir,
+                config=flatten(config),
+            )
+        )
+    return writers
+
+
+def _evaluate_at_the_end(run: Run) -> None:
+    """What the report compares; the publication is a call of all hosts, the rest of process 0."""
+    is_primary = run.cluster.is_primary
+    if run.before is None and is_primary:
+        run.evaluate_start_model()
+    is_due = run.last_eval_step < run.config.num_steps
+    if not run.cluster.broadcast_json(is_due):
+        return
+    run.progress.phase("evaluating the final policy")
+    run.trainer.publish()
+    run.transport.poll()
+    published = run.transport.latest(0)
+    assert published is not None
+    if is_primary:
+        run.evaluate(published.version, published.params)
+
+
+def _check_reward(run: Run) -> None:
+    """Refuse a reward function that cannot be used while nothing has been computed yet."""
+    try:
+        run.rewards.check()
+        if run.gold is not None:
+            run.gold.check()
+    except (RuntimeError, TimeoutError) as error:
+        raise UserError(str(error)) from error

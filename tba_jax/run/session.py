@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run from its config to its report, for the command and for whoever calls from Python.
+
+It claims the work directory and joins the processes; `conduct` does the rest. Imports nothing
+heavy before there is something to do. Flags, and what is printed, belong to the command.
+"""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_jax.config.schema import Config
+from tba_jax.run.errors import UserError
+from tba_jax.run.workdir import Outcome, claim_workdir, finished_before, is_finished
+
+if TYPE_CHECKING:
+    from tba_jax.devices.cluster import Cluster
+
+
+def train(
+    config: Config,
+    workdir: Path,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    events: Sequence[Mapping[str, Any]] | None = None,
+    start_s: float | None = None,
+) -> Outcome:
+    """Train in this process: begin a run, or continue the one in the work directory.
+
+    Args:
+        config: validated; its placement is not pod.
+        workdir: is made, or holds a run with this very config.
+        interrupted: looked at between steps; a run that it stops can be continued.
+        events: schedule to replay in place of driving; then the directory holds no run.
+        start_s: `time.perf_counter` when time began to count; None: now.
+
+    Raises:
+        UserError: the directory holds another run, or the reward function cannot be used.
+        ValueError, RuntimeError, OSError: as `build` and the drivers.
+    """
+    start_s = time.perf_counter() if start_s is None else start_s
+    if claim_workdir(workdir, config):
+        if events is not None:
+            raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+        if is_finished(workdir, config.num_steps):
+            return finished_before(config, workdir)
+    cluster = start_cluster(config)
+    from tba_jax.run.conduct import conduct
+
+    return conduct(config, workdir, cluster, interrupted, events=events, start_s=start_s)
+
+
+def start_cluster(
+    config: Config,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> "Cluster":
+    """Settings that must precede the first use of a device; joins the other processes of a pod."""
+    import jax
+
+    from tba_jax.devices import cluster as clusters
+
+    if config.placement == "pod":
+        address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
+        if address.num_processes != 1:
+            return clusters.start(
+                address,
+                num_cpu_devices=config.num_cpu_devices,
+                heartbeat_s=config.pod.heartbeat_s,
+                shutdown_s=int(config.log.watchdog_s),
+            )
+    if config.num_cpu_devices > 1:
+        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+    return clusters.Cluster()

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The work directory of a run: claimed by one config, begun, finished.
+
+It compares configs and reads what is there; it imports no jax. Its invariant: a directory that
+holds a run is never given to another config.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tba_jax.config import schema as config_lib
+from tba_jax.config.command_line import versions
+from tba_jax.config.schema import Config
+from tba_jax.run.errors import UserError
+
+if TYPE_CHECKING:
+    from tba_jax.devices.cluster import Cluster
+
+
+class Outcome(NamedTuple):
+    """What became of a run.
+
+    Attributes:
+        step: optimiser steps made so far.
+        is_finished: all of them are made and the outcome is evaluated.
+        was_finished: they were when this was asked for, so nothing was done.
+        report: contents of report.json; {} in processes other than 0.
+    """
+
+    step: int
+    is_finished: bool
+    was_finished: bool
+    report: dict[str, Any]
+
+
+def default_workdir(config: Config) -> str:
+    """runs/NAME-seedN."""
+    return os.path.join("runs", f"{config.name.replace('/', '-')}-seed{config.seed}")
+
+
+def claim_workdir(workdir: Path, config: Config) -> bool:
+    """Create the directory, or check that the run in it has this very config.
+
+    Returns:
+        Whether it holds a run already.
+
+    Raises:
+        UserError: it holds a run with another config; the difference is shown.
+    """
+    path = workdir / "config.json"
+    flat = config_lib.flatten(config)
+    # What failed before it left anything may be corrected in place.
+    if path.exists() and _is_begun(workdir):
+        try:
+            old = json.loads(path.read_text())["config"]
+        except (OSError, json.JSONDecodeError, KeyError) as error:
+            raise UserError(
+                f"{path} is not readable as the config of a run ({error}); give another --workdir"
+            ) from error
+        lines = config_lib.difference(old, json.loads(json.dumps(flat)))
+        if lines:
+            raise UserError(
+                f"{workdir} holds a run with another config: " + "; ".join(lines) + ". Give "
+                "another --workdir, or the old values to resume"
+            )
+        return True
+    unfinished = path.with_name("config.json.unfinished")
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps({"config": flat, "versions": versions()}, indent=1))
+        os.replace(unfinished, path)
+    except OSError as error:
+        raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
+    return False
+
+
+def _is_begun(workdir: Path) -> bool:
+    """Whether a run has left anything there; one that failed before its first step has not."""
+    metrics = workdir / "metrics.jsonl"
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(
+        any((workdir / name).glob("*")) for name in ("checkpoints", "weights")
+    )
+
+
+def is_finished(workdir: Path, num_steps: int) -> bool:
+    """Whether the run has made its last step, evaluated the outcome and written the report."""
+    path = workdir / "report.json"
+    if not path.is_file() or not (workdir / "report.html").is_file():
+        return False
+    after = json.loads(path.read_text())["eval"]["after"]
+    return after is not None and after["step"] == num_steps
+
+
+def claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
+    """Check that every process has the same command; process 0 claims the directory for all.
+
+    Returns:
+        Whether the run in it is finished.
+
+    Raises:
+        UserError: configs differ, or the directory is refused; the same in all processes.
+    """
+    flat = json.loads(json.dumps(config_lib.flatten(config)))
+    mine = {**flat, "workdir": str(workdir), "version": versions()}
+    theirs = cluster.broadcast_json(mine)
+    lines = [
+        f"{field}: {theirs[field]!r} there, {mine[field]!r} here"
+        for field in sorted(mine)
+        if theirs.get(field) != mine[field]
+    ]
+    for host, wrong in enumerate(cluster.gather_json(lines)):
+        if wrong:
+            raise UserError(
+                f"process {host} was started with another command than process 0: "
+                f"{'; '.join(wrong)}. Start the same command on every host"
+            )
+    answer: dict[str, Any] = {}
+    if cluster.is_primary:
+        try:
+            is_begun = claim_workdir(workdir, config)
+            answer = {"finished": is_begun and is_finished(workdir, config.num_steps)}
+        except UserError as error:
+            answer = {"refused": str(error)}
+    answer = cluster.broadcast_json(answer)
+    if "refused" in answer:
+        raise UserError(answer["refused"])
+    if not workdir.is_dir():
+        raise UserError(
+            f"process {cluster.process_id} does not see the work directory {workdir} that process "
+            "0 made: a pod needs a directory that all hosts share"
+        )
+    return answer["finished"]
+
+
+def finished_before(config: Config, workdir: Path) -> Outcome:
+    """The outcome of a run that was finished when it was asked for."""
+    report = json.loads((workdir / "report.json").read_text())
+    return Outcome(config.num_steps, is_finished=True, was_finished=True, report=report)
