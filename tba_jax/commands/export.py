@@ -1,23 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: the policy of a run as a Hugging Face folder that `transformers` loads.
+"""Command: the policy of a run as a Hugging Face folder that `transformers` loads, with its card.
 
-python -m tba_jax.export --workdir=DIR --out=DIR
+python -m tba_jax.export --workdir=DIR --out=DIR [--push=OWNER/NAME [--public]]
+
+README.md in the folder says what the model came from, how it was made and evaluated. --push uploads
+the folder to the Hugging Face hub, into a private repository unless --public is given.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from tba_jax.commands.hub import check_push, push
+from tba_jax.commands.model_card import model_card
 from tba_jax.config.command_line import local_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.export", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.export",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--workdir", required=True, help="directory of a run")
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
+    parser.add_argument("--push", default="", help="model repository of the hub, OWNER/NAME")
+    parser.add_argument("--public", action="store_true", help="a new repository is seen by all")
     args = parser.parse_args(argv)
     from tba_jax.models.hf import hf_weights
+    from tba_jax.report.build import load_run
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.saved import load_policy
 
@@ -25,12 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
             raise ValueError(f"{out} is not empty; give a new --out folder")
+        if args.public and not args.push:
+            raise ValueError("--public says who sees a repository of the hub; give --push, too")
+        if args.push:
+            check_push(args.push)
         step, model_config, params, hf_config, source = load_policy(args.workdir)
         hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
+        card = model_card(load_run(args.workdir), step, args.push or str(out))
+        (out / "README.md").write_text(card, encoding="utf-8")
+        print(f"wrote the policy at step {step} of {args.workdir} to {out}")
+        if args.push:
+            print(f"pushed it to {push(out, args.push, is_public=args.public)}")
     except (ValueError, OSError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"wrote the policy at step {step} of {args.workdir} to {out}")
     return 0
 
 

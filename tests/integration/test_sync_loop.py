@@ -104,6 +104,8 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert f"| pass@1 | 37.5% | {after['pass_at_1']:.1%} |" in card and "after 8 steps" in card
     capsys.readouterr()
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 1
     assert "is not empty" in capsys.readouterr().err

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The card of an export says what the run was, in a form that the hub reads."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tba_jax.commands.model_card import command, hub_id, model_card
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import flatten
+from tba_jax.report.page import Run
+
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def fields(*arguments):
+    """Flat config, as config.json has it."""
+    return json.loads(json.dumps(flatten(override(None, arguments))))
+
+
+def a_run(config, report=None):
+    return Run(
+        workdir=Path("run"),
+        report=report or {},
+        config=config,
+        versions={"tba_jax": "0.1.0", "jax": "0.10.2"},
+        metrics=[],
+        schedule=[],
+    )
+
+
+def evaluation(step, share):
+    return {"metric": "pass_at_1", "pass_at_1": share, "reward_mean": share, "n": 512, "step": step}
+
+
+def test_a_card_of_a_model_of_the_hub():
+    config = fields("--config=math:gsm8k", "--config.objective.beta=0.02")
+    report = {
+        "eval": {"before": evaluation(0, 0.403), "after": evaluation(700, 0.546)},
+        "wall_s": 4920.0,
+        "hardware": "4 x A100",
+    }
+    text = model_card(a_run(config, report), 700, "me/solver")
+    data = ModelCard(text).data.to_dict()
+    assert data["base_model"] == "realtreetune/rho-1b-sft-GSM8K"
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
+    assert data["tags"] == ["tba_jax", "reinforcement-learning", "trajectory-balance"]
+    for part in (
+        "# solver",
+        "after 700 steps of",
+        "| pass@1 | 40.3% | 54.6% |",
+        "On 512 held-out prompts, greedy.",
+        "- 700 steps of 7 prompts with 20 responses each",
+        "- 1:22:00 of wall time on 4 x A100.",
+        "- Versions: jax 0.10.2, tba_jax 0.1.0.",
+        "python -m tba_jax.main --config=math:gsm8k \\\n    --config.objective.beta=0.02\n",
+        "| `objective.beta` | 0.02 |",
+        "| `objective.scale` | paper |",
+        'from_pretrained("me/solver")',
+        "The licence of [realtreetune/rho-1b-sft-GSM8K](https://huggingface.co/realtreetune/",
+    ):
+        assert part in text
+
+
+def test_a_card_of_a_folder_names_no_base_model_and_no_folder_of_this_machine():
+    config = fields(
+        "--config=math", "--config.model.path=/home/me/base", "--config.task.data_path=/home/me/d"
+    )
+    text = model_card(a_run(config), 3, "out/model")
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "`base` after 3 steps" in text and "/home" not in text
+    assert "Not evaluated: the run was exported before its end." in text
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B"),
+        ("gpt2", "gpt2"),
+        ("embedded:start_model", ""),
+        ("./model", ""),
+        ("/m", ""),
+        ("runs/x/model", ""),
+        ("", ""),
+    ],
+)
+def test_what_is_an_id_of_the_hub(path, expected):
+    assert hub_id(path) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--config=math",),
+        ("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')", "--config.num_steps=7"),
+        ("--config=tldr", "--config.replay.priority_temperature=inf", "--config.seed=3"),
+        ("--config=math", "--config.log.tensorboard=True", "--config.task.data_path=a b"),
+    ],
+)
+def test_the_command_of_a_card_makes_the_same_config_again(arguments):
+    config = fields(*arguments)
+    line = command(config).replace("\\\n", " ")
+    program, *again = shlex.split(line)[2:]
+    assert program == "tba_jax.main"
+    assert fields(*again) == config
+    assert len(again) == len(arguments)
+
+
+def test_a_config_that_is_no_preset_is_named_as_the_users_own():
+    config = fields("--config=math") | {"name": "default"}
+    assert command(config) == "python -m tba_jax.main --config=YOUR_CONFIG.py"
