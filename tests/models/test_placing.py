@@ -168,8 +168,8 @@ jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 import numpy as np
 from jax.sharding import Mesh
 from fakes import random_params, tiny_config
-from model_folders import shardings_of
-from tba_jax.models import hf_weights
+from model_folders import load_folder, shardings_of
+from tba_jax.models.hf import hf_weights
 
 config = tiny_config()
 whole = random_params(config)
