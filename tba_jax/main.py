@@ -24,6 +24,7 @@ from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import local_folder, parse_flags
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
+from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, is_mendable, tell
 from tba_jax.run.interruption import Interruption
 from tba_jax.run.session import start_cluster, train
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
         events = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
-    if config.placement == "pod":
+    if MODES[config.placement].spans_hosts:
         if events is not None:
             raise UserError("a schedule is replayed in one process; give another placement")
         return _run_pod(config, workdir)
@@ -94,7 +95,7 @@ def _say(outcome: Outcome, config: Config, workdir: Path, signal_number: int | N
     cause = "a signal to another process"
     if signal_number is not None:
         cause = signal.Signals(signal_number).name
-    elif config.placement == "pod":
+    elif MODES[config.placement].spans_hosts:
         cause = "preemption (SIGTERM to one of the processes)"
     print(
         f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "

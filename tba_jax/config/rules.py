@@ -5,6 +5,7 @@ It reads a config and touches no device and no file of the run.
 """
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
+from tba_jax.devices.placement import MODES
 from tba_jax.settings import need
 
 
@@ -22,7 +23,7 @@ def validate(config: Config) -> None:
     _rows(config)
     _packed_rows(config)
     _driver(config)
-    if config.placement == "pod":
+    if MODES[config.placement].spans_hosts:
         _pod(config)
     if config.task.start_path:
         _start_data(config)
@@ -123,7 +124,7 @@ def _start_data(config: Config) -> None:
         "Set --config.objective.name=tb, or leave --config.task.start_path empty.",
     )
     need(
-        config.placement != "pod",
+        not MODES[config.placement].spans_hosts,
         "task.start_path",
         config.task.start_path,
         "hosts of a pod have replay buffers of their own, and only one of them would have it",

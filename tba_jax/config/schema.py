@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ml_collections import ConfigDict
 
 from tba_jax.devices.config import MeshSettings, PodSettings
+from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
 from tba_jax.replay.config import ReplaySettings
@@ -83,10 +84,10 @@ class Config:
     num_searchers: int = field(
         1, "searchers (threads of the asynchronous driver); placement=pod: of all hosts", at_least=1
     )
-    placement: Literal["auto", "shared", "split", "pod"] = field(
+    placement: PlacementName = field(
         "auto",
-        "of trainer and searchers: shared devices; split: apart; auto: split if it fits; pod: "
-        "several hosts",
+        "where trainer and searchers run: "
+        + "; ".join(f"{mode.name}: {mode.meaning}" for mode in MODES.values()),
     )
     num_cpu_devices: int = field(
         1, "devices that the CPU backend divides the machine into", at_least=1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the parts run: the trainer's mesh, the searchers' groups, and how arrays are divided.
+"""Meshes: of the trainer and the searchers, and how arrays are divided over them.
 
 It knows devices and array axes, not what is computed. Arrays are divided by one table, from the
 logical axes of a model to mesh axes; the rows of a batch by prompts, so that no group is ever
@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from tba_jax.devices.placement import Asked, PlacementError, arrange, hosts_of
 
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: whole copies of the parameters, batches divided; fsdp: batches
@@ -51,19 +53,6 @@ AXIS_RULES: Mapping[str, Rule] = {
     "vocab": Rule("model", may_replicate=True),
 }
 """Logical axis -> mesh axis; an axis that is not here (layers, head_dim, rank) is never divided."""
-
-
-class MeshShape(NamedTuple):
-    """Sizes of the trainer's mesh."""
-
-    data: int = 1
-    fsdp: int = 1
-    model: int = 1
-
-    @property
-    def size(self) -> int:
-        """Trainer devices."""
-        return self.data * self.fsdp * self.model
 
 
 class Placement(NamedTuple):
@@ -103,166 +92,30 @@ class Placement(NamedTuple):
         return Mesh(devices.reshape(-1, fsdp, model), MESH_AXES)
 
 
-class Arrangement(NamedTuple):
-    """Which device does what: the decision, without a mesh.
-
-    Attributes:
-        trainer: devices of the trainer, those of one process side by side.
-        groups: devices of each searcher group of the process asked for.
-    """
-
-    trainer: tuple[Any, ...]
-    groups: tuple[tuple[Any, ...], ...]
-
-
-class PlacementError(ValueError):
-    """Devices cannot be divided as asked; the message says what was wanted and what to do."""
-
-
-def arrange(
-    placement: str,
-    devices: Sequence[Any],
-    *,
-    num_trainer_devices: int,
-    num_searchers: int,
-    searcher_devices: int = 1,
-    process_index: int = 0,
-) -> Arrangement:
-    """Divide devices between the trainer and the searchers of one process.
-
-    shared: the trainer on the first devices, groups of searchers take turns on the same ones.
-    split: groups get devices of those that are left.
-    auto: split where there are devices for all of them, else shared.
-    pod: all processes together, as `pod_layout` says. per_host: the trainer has the same number of
-        devices of each host, the host's searchers the others. whole_hosts: the trainer has the
-        first hosts, searchers the others. interleaved: the trainer has everything, and searchers
-        take turns with it on the devices of their host.
-
-    Args:
-        placement: one of these.
-        devices: of this process; pod: of all processes. Anything with `platform`,
-            `device_kind`, `process_index` and `id`.
-        num_trainer_devices: all of them together.
-        num_searchers: of each process.
-        searcher_devices: devices of a group.
-        process_index: whose groups to return.
-
-    Raises:
-        PlacementError: there are too few devices, or the chips refuse such a division.
-    """
-    devices = sorted(devices, key=lambda d: (d.process_index, d.id))
-    wanted = num_searchers * searcher_devices
-    if placement == "auto":
-        placement = "split" if len(devices) >= num_trainer_devices + wanted else "shared"
-    if placement == "pod":
-        layout = pod_layout(devices, num_trainer_devices)
-        hosts = _hosts(devices)
-        if layout == "per_host":
-            share = num_trainer_devices // len(hosts)
-            trainer = [d for host in hosts for d in host[:share]]
-        else:
-            trainer = devices[:num_trainer_devices]
-        own = [d for d in devices if d.process_index == process_index]
-        taken = set() if layout == "interleaved" else {d.id for d in trainer}
-        pool = [d for d in own if d.id not in taken]
-    else:
-        trainer = devices[:num_trainer_devices]
-        pool = trainer if placement == "shared" else devices[num_trainer_devices:]
-    if len(trainer) < num_trainer_devices:
-        raise PlacementError(
-            f"the trainer's mesh wants {num_trainer_devices} devices and there are {len(devices)}; "
-            "make mesh.data, mesh.fsdp or mesh.model smaller"
-        )
-    groups = [
-        tuple(pool[i : i + searcher_devices])
-        for i in range(0, len(pool) - searcher_devices + 1, searcher_devices)
-    ]
-    if placement == "split" and len(groups) < num_searchers or (pool and not groups):
-        raise PlacementError(
-            f"placement={placement} leaves {len(pool)} devices for searchers, and {num_searchers} "
-            f"searchers of {searcher_devices} want {wanted}; lower num_searchers or "
-            "search.num_devices, or make the trainer's mesh smaller"
-        )
-    chosen = tuple(groups[s % len(groups)] for s in range(num_searchers)) if groups else ()
-    return Arrangement(tuple(trainer), chosen)
-
-
-def pod_layout(devices: Sequence[Any], num_trainer_devices: int) -> str:
-    """How a trainer mesh of this size lies in a pod: per_host, whole_hosts or interleaved.
-
-    What TPU compilers accept was found by compiling with libtpu 0.0.51: some of the chips of
-    several hosts on v4 and v5p only; of v5e and v6e whole hosts; of a v5e slice above 16 chips one
-    host or all of them. Other chips accept everything.
-
-    Args:
-        devices: of all processes.
-        num_trainer_devices: data x fsdp x model.
-
-    Raises:
-        PlacementError: the division is refused, with sizes that are not.
-    """
-    hosts = _hosts(devices)
-    per_host = len(hosts[0])
-    if num_trainer_devices == len(devices):
-        return "interleaved"
-    kind = getattr(devices[0], "device_kind", "")
-    is_tpu = devices[0].platform == "tpu"
-    can_share_hosts = not (is_tpu and ("lite" in kind or "v6" in kind or "v5e" in kind))
-    if can_share_hosts and num_trainer_devices % len(hosts) == 0:
-        return "per_host"
-    whole = num_trainer_devices % per_host == 0 and num_trainer_devices < len(devices)
-    is_large_v5e = is_tpu and ("v5 lite" in kind or "v5e" in kind) and len(devices) > 16
-    if whole and (not is_large_v5e or num_trainer_devices == per_host):
-        return "whole_hosts"
-    if is_large_v5e:
-        sizes = [per_host, len(devices)]
-    else:
-        sizes = [n for n in range(per_host, len(devices) + 1, per_host)]
-        if can_share_hosts:
-            sizes = sorted({*sizes, *(i * len(hosts) for i in range(1, per_host))})
-    raise PlacementError(
-        f"a trainer mesh of {num_trainer_devices} devices cannot lie on {len(hosts)} hosts of "
-        f"{per_host} {kind or devices[0].platform} devices; make mesh.data x mesh.fsdp x "
-        f"mesh.model one of {sizes}"
-    )
-
-
-def _hosts(devices: Sequence[Any]) -> list[list[Any]]:
-    hosts: dict[int, list[Any]] = {}
-    for device in devices:
-        hosts.setdefault(device.process_index, []).append(device)
-    return list(hosts.values())
-
-
 def place(
-    placement: str,
-    devices: Sequence[Any],
-    *,
-    mesh: MeshShape,
-    num_searchers: int,
-    searcher_devices: int = 1,
-    process_index: int = 0,
+    placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:
-    """`arrange` as meshes.
+    """`placement.arrange` as meshes.
 
     Args:
-        placement, devices, num_searchers, searcher_devices, process_index: as in `arrange`.
-        mesh: shape of the trainer's mesh.
+        placement, devices, asked, process_index: as in `arrange`.
 
     Raises:
-        PlacementError: as in `arrange`.
+        PlacementError: as in `arrange`, or hosts would search alone.
     """
-    trainer, groups = arrange(
-        placement,
-        devices,
-        num_trainer_devices=mesh.size,
-        num_searchers=num_searchers,
-        searcher_devices=searcher_devices,
-        process_index=process_index,
-    )
+    found = arrange(placement, devices, asked, process_index)
+    if found.layout.is_searching_alone:
+        hosts = len(hosts_of(devices))
+        trains = len(hosts_of(found.trainer))
+        raise PlacementError(
+            f"config.mesh: a trainer of {len(found.trainer)} devices gets {trains} whole hosts of "
+            f"{hosts} on these chips, and hosts that only search would have to send their "
+            "responses away. Let the mesh have all devices; searchers then take turns with the "
+            "trainer."
+        )
     return Placement(
-        Mesh(np.array(trainer).reshape(mesh), MESH_AXES),
-        tuple(Mesh(np.array(group), ("model",)) for group in groups),
+        Mesh(np.array(found.trainer).reshape(found.mesh), MESH_AXES),
+        tuple(Mesh(np.array(group), ("model",)) for group in found.groups),
     )
 
 

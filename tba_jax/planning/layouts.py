@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tba_jax.config.devices import validate_devices
+from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.decoding.compiled import cache_lengths
-from tba_jax.devices import sharding
-from tba_jax.devices.sharding import MeshShape, Placement, PlacementError
+from tba_jax.devices.placement import (
+    MODES,
+    POD_LAYOUTS,
+    MeshShape,
+    PlacementError,
+    arrange,
+    hosts_of,
+)
+from tba_jax.devices.sharding import Placement
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.run import modeling, placing
@@ -34,7 +41,7 @@ class Choice(NamedTuple):
     """A placement of a run on a slice.
 
     Attributes:
-        name: shared, split, per_host or interleaved.
+        name: of its layout.
         placement: meshes; searchers are those of the last host.
         num_groups: searcher groups on the whole slice.
         takes_turns: trainer and searchers share devices.
@@ -55,24 +62,17 @@ def trainer_options(devices: Sequence[Any]) -> list[int]:
 
     Every host of a pod trains, so of several hosts a trainer of whole hosts is no option.
     """
-    if len(_hosts(devices)) == 1:
+    if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
-    options = []
-    for n in range(1, len(devices)):
-        try:
-            layout = sharding.pod_layout(devices, n)
-        except PlacementError:
-            continue
-        if layout == "per_host":
-            options.append(n)
-    return options
+    layouts = [x for x in POD_LAYOUTS if not x.takes_turns and not x.is_searching_alone]
+    return [n for n in range(1, len(devices)) if any(x.accepts(devices, n) for x in layouts)]
 
 
 def usable_options(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any]
 ) -> list[int]:
     """Those of `trainer_options` over which a mesh divides this batch and this model."""
-    hosts = len(_hosts(devices))
+    hosts = len(hosts_of(devices))
     return [n for n in trainer_options(devices) if _mesh_exists(n, config, model_config, hosts)]
 
 
@@ -82,8 +82,8 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     Raises:
         PlacementError: it does not suit them.
     """
-    hosts = _hosts(devices)
-    if len(hosts) > 1 and config.placement != "pod":
+    hosts = hosts_of(devices)
+    if len(hosts) > 1 and not MODES[config.placement].spans_hosts:
         raise PlacementError(
             f"config.placement = {config.placement!r} is for the devices of one host, and this "
             f"slice has {len(hosts)} hosts; set --config.placement=pod"
@@ -98,15 +98,9 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
         )
     # libtpu 0.0.52 refuses groups that hold the first chip of a slice, and takes the others.
     chosen = searching[-1]
-    trainer = set(chosen.trainer_mesh.devices.flat)
-    searchers = {d for p in searching for m in p.searcher_meshes for d in m.devices.flat}
-    takes_turns = bool(trainer & searchers)
-    if len(hosts) > 1:
-        name = sharding.pod_layout(devices, chosen.trainer_mesh.size)
-    else:
-        name = "shared" if takes_turns else "split"
+    layout = arrange(config.placement, devices, asked(config)).layout
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(name, chosen, len(groups), takes_turns, {})
+    return Choice(layout.name, chosen, len(groups), layout.takes_turns, {})
 
 
 def choose(
@@ -138,7 +132,7 @@ def choose(
         PlacementError: no mesh divides batch and model.
         ConfigError: a run on these devices would refuse the config.
     """
-    hosts = len(_hosts(devices))
+    hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
     half = len(devices) / 2
     sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
@@ -184,10 +178,6 @@ def choose(
     validate(config)
     changed = {name: x for name, x in fields.items() if get_field(given, name) != x}
     return config, place(config, devices)._replace(fields=changed, notes=tuple(notes))
-
-
-def _hosts(devices: Sequence[Any]) -> list[int]:
-    return sorted({d.process_index for d in devices})
 
 
 def _mesh_shape(

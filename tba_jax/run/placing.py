@@ -7,17 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.devices import trainer_mesh
+from tba_jax.config.devices import asked
 from tba_jax.config.schema import Config
-from tba_jax.devices.sharding import MESH_AXES, MeshShape, Placement, PlacementError, place
+from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import turns_for
 from tba_jax.models.transformer import TransformerConfig
-
-
-def mesh_shape(config: Config, num_hosts: int = 1) -> MeshShape:
-    """Shape of the trainer's mesh; in a pod `mesh.data = 1` means one share for each host."""
-    return MeshShape(*trainer_mesh(config, num_hosts))
 
 
 def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
@@ -25,30 +20,13 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
 
     Args:
         config: validated.
-        devices: as in `sharding.arrange`.
+        devices: as in `placement.arrange`.
         process_index: whose searchers.
 
     Raises:
         PlacementError: the devices cannot be divided so, or hosts of a pod would not train.
     """
-    hosts = {d.process_index for d in devices} if config.placement == "pod" else {0}
-    placement = place(
-        config.placement,
-        devices,
-        mesh=mesh_shape(config, len(hosts)),
-        num_searchers=max(1, config.num_searchers // len(hosts)),
-        searcher_devices=config.search.num_devices,
-        process_index=process_index,
-    )
-    trains = {d.process_index for d in placement.trainer_mesh.devices.flat}
-    if config.placement == "pod" and len(trains) < len(hosts):
-        raise PlacementError(
-            f"config.mesh: a trainer of {placement.trainer_mesh.size} devices gets {len(trains)} "
-            f"whole hosts of {len(hosts)} on these chips, and hosts that only search would have to "
-            "send their responses away. Let the mesh have all devices; searchers then take turns "
-            "with the trainer."
-        )
-    return placement
+    return place(config.placement, devices, asked(config), process_index)
 
 
 def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:

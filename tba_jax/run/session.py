@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.config.schema import Config
+from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError
 from tba_jax.run.workdir import Outcome, claim_workdir, finished_before, is_finished
 
@@ -63,7 +64,7 @@ def start_cluster(
 
     from tba_jax.devices import cluster as clusters
 
-    if config.placement == "pod":
+    if MODES[config.placement].spans_hosts:
         address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
         if address.num_processes != 1:
             return clusters.start(

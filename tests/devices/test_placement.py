@@ -2,6 +2,8 @@
 """Who gets which device, what chips refuse, and weights that pass between groups of devices."""
 
 import dataclasses
+from types import SimpleNamespace
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +12,21 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from tba_jax.devices.sharding import (
-    MESH_AXES,
+from tba_jax.config.devices import validate_devices
+from tba_jax.devices import placement as placements
+from tba_jax.devices.placement import (
+    MODES,
+    Asked,
+    Layout,
     MeshShape,
+    Mode,
     PlacementError,
+    PlacementName,
     arrange,
-    hand_over,
-    place,
     pod_layout,
 )
+from tba_jax.devices.sharding import MESH_AXES, hand_over, place
+from tba_jax.settings import ConfigError, need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +58,13 @@ def ids(devices):
     ],
 )
 def test_placements_of_one_process(placement, each, groups):
-    got = arrange(
-        placement,
-        chips("cpu", 1, 8),
-        num_trainer_devices=2,
-        num_searchers=3,
-        searcher_devices=each,
-    )
+    got = arrange(placement, chips("cpu", 1, 8), Asked(MeshShape(2), 3, each))
     assert ids(got.trainer) == [0, 1]
     assert [ids(group) for group in got.groups] == groups
 
 
 def test_auto_placement_shares_where_devices_are_short():
-    got = arrange("auto", chips("cpu", 1, 4), num_trainer_devices=2, num_searchers=3)
+    got = arrange("auto", chips("cpu", 1, 4), Asked(MeshShape(2), num_searchers=3))
     assert [ids(group) for group in got.groups] == [[0], [1], [0]]
 
 
@@ -76,13 +78,7 @@ def test_auto_placement_shares_where_devices_are_short():
 )
 def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
     with pytest.raises(PlacementError, match=message):
-        arrange(
-            placement,
-            chips("cpu", 1, devices),
-            num_trainer_devices=trainer,
-            num_searchers=3,
-            searcher_devices=each,
-        )
+        arrange(placement, chips("cpu", 1, devices), Asked(MeshShape(trainer), 3, each))
 
 
 @pytest.mark.parametrize(
@@ -99,19 +95,46 @@ def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, ea
 )
 def test_layouts_of_a_pod(kind, hosts, trainer, layout, trains, searches):
     devices = chips(kind, hosts, 4)
-    assert pod_layout(devices, trainer) == layout
-    got = arrange(
-        "pod", devices[::-1], num_trainer_devices=trainer, num_searchers=2, process_index=1
-    )
+    asked = Asked(MeshShape(trainer), num_searchers=2 * hosts)
+    got = arrange("pod", devices[::-1], asked, process_index=1)
+    assert got.layout.name == layout
     assert ids(got.trainer) == trains
     assert [ids(group) for group in got.groups] == searches
 
 
 def test_trainer_hosts_of_a_pod_have_no_searchers():
-    got = arrange(
-        "pod", chips("TPU v6 lite", 2, 4), num_trainer_devices=4, num_searchers=2, process_index=0
+    devices, asked = chips("TPU v6 lite", 2, 4), Asked(MeshShape(4), num_searchers=4)
+    assert arrange("pod", devices, asked, process_index=0).groups == ()
+    with pytest.raises(PlacementError, match="gets 1 whole hosts of 2 on these chips"):
+        place("pod", devices, asked)
+
+
+def test_a_placement_is_one_record(monkeypatch):
+    """Searchers on the first devices, the trainer on the last ones."""
+    last = Layout("last", False, lambda devices, n: True, lambda devices, n: list(devices[-n:]))
+
+    def check(asked, num_devices, num_hosts):
+        need(asked.num_searchers == 2, "num_searchers", asked.num_searchers, "must be 2", "Set it.")
+
+    mode = Mode("last", "for a test", lambda devices, asked: last, check)
+    monkeypatch.setitem(placements.MODES, "last", mode)
+    asked = Asked(MeshShape(fsdp=2), num_searchers=2, searcher_devices=3)
+    placed = place("last", jax.devices(), asked)
+    assert placed.trainer_mesh.devices.flatten().tolist() == jax.devices()[-2:]
+    assert placed.searcher_meshes[1].devices.tolist() == jax.devices()[3:6]
+    config = SimpleNamespace(
+        placement="last",
+        mesh=SimpleNamespace(data=1, fsdp=2, model=1),
+        num_searchers=3,
+        search=SimpleNamespace(num_devices=3),
+        batch=SimpleNamespace(num_prompts=16),
     )
-    assert got.groups == ()
+    with pytest.raises(ConfigError, match="num_searchers = 3: must be 2"):
+        validate_devices(config, 8)
+
+
+def test_every_value_of_the_field_has_a_record():
+    assert tuple(MODES) == get_args(PlacementName)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +204,7 @@ def test_what_lies_where_it_is_wanted_is_not_copied():
 
 
 def test_a_placement_publishes_where_the_trainer_keeps_the_weights():
-    got = place("split", jax.devices(), mesh=MeshShape(2, 2, 1), num_searchers=2)
+    got = place("split", jax.devices(), Asked(MeshShape(2, 2, 1), num_searchers=2))
     assert got.trainer_mesh.shape == dict(zip(MESH_AXES, (2, 2, 1), strict=True))
     assert got.publication_mesh == got.trainer_mesh
     assert [m.devices.item() for m in got.searcher_meshes] == jax.devices()[4:6]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pod jobs that docs/launch shows are ones that this package accepts on those machines."""
 
-import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.config.devices import trainer_mesh, validate_devices
+from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.rules import validate
-from tba_jax.devices.sharding import arrange, pod_layout
+from tba_jax.devices.placement import arrange
 
 ROOT = Path(__file__).parents[2]
 HOSTS = 4
@@ -46,15 +45,7 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
         SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
         for i in range(HOSTS * chips)
     ]
-    size = math.prod(trainer_mesh(config, HOSTS))
-    assert pod_layout(devices, size) == layout
-    arrangement = arrange(
-        "pod",
-        devices,
-        num_trainer_devices=size,
-        num_searchers=config.num_searchers // HOSTS,
-        searcher_devices=config.search.num_devices,
-        process_index=HOSTS - 1,
-    )
+    arrangement = arrange("pod", devices, asked(config), process_index=HOSTS - 1)
+    assert arrangement.layout.name == layout
     assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0

@@ -21,7 +21,7 @@ from test_step import CONFIG, SETTINGS, make_batch, slow
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.devices import sharding
-from tba_jax.devices.sharding import MeshShape
+from tba_jax.devices.placement import Asked, MeshShape
 from tba_jax.models import lora
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.hf.config_json import hf_config
@@ -305,7 +305,7 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(kind, tmp_path, mo
 
 @pytest.mark.parametrize("has_adapters", [True, False])
 def test_a_reference_beside_the_trainer_shares_a_base_that_is_frozen(has_adapters):
-    placement = sharding.place("shared", jax.devices(), mesh=MeshShape(), num_searchers=2)
+    placement = sharding.place("shared", jax.devices(), Asked(MeshShape(), num_searchers=2))
     config, policy = Config(), POLICY if has_adapters else CONFIG
     base = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, placement.trainer_mesh))
     found = make_references(config, policy, (2,), open_sites(config, placement), base)

@@ -10,7 +10,7 @@ import pytest
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
-from tba_jax.devices.sharding import PlacementError
+from tba_jax.devices.placement import PlacementError
 from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, layouts
 from tba_jax.planning.model_shapes import PUBLISHED
