@@ -22,18 +22,20 @@ def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings
     """The settings of the training step."""
     o = config.objective
 
-    def temperature(name: str) -> Schedule:
-        steps = getattr(o, f"{name}_steps")
-        shape: Any = "linear" if steps else "constant"
-        return Schedule(getattr(o, name), getattr(o, f"{name}_final"), steps, shape)
+    def temperature(start: float, final: float, steps: int) -> Schedule:
+        return Schedule(start, final, steps, "linear" if steps else "constant")
 
     return StepSettings(
         objective=o.name,
         beta=Schedule(o.beta, o.beta_final, o.beta_steps, o.beta_schedule, o.beta_jump_step),
         scoring=make_scoring(config, eos_ids),
         scale=o.scale,
-        reference_temperature=temperature("reference_temperature"),
-        reward_temperature=temperature("reward_temperature"),
+        reference_temperature=temperature(
+            o.reference_temperature, o.reference_temperature_final, o.reference_temperature_steps
+        ),
+        reward_temperature=temperature(
+            o.reward_temperature, o.reward_temperature_final, o.reward_temperature_steps
+        ),
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
         micro_batch_rows=config.batch.micro_batch_rows,
