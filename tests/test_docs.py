@@ -3,11 +3,22 @@
 
 import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
+from tba_jax.config.schema import default_config, flatten
+
 ROOT = Path(__file__).parents[1]
+MODULES = defaultdict(list)  # module or room -> the files that `module.name` may be of
+for path in sorted((ROOT / "tba_jax").rglob("*.py")):
+    for owner in {path.stem, path.parent.name} - {"config"}:
+        MODULES[owner].append(path)
+SUFFIXES = {"py", "sh", "md", "json", "jsonl", "html", "parquet"}
+FIELDS_OF = defaultdict(set)  # section of the config -> its fields
+for field in flatten(default_config()):
+    FIELDS_OF[field.split(".")[0]].add(field.split(".")[-1])
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = ROOT / "docs" / "decisions"
 SOURCES = [
@@ -110,13 +121,24 @@ def gone(text, files=FILES):
     for name in re.findall(r"(?<![\w./])((?:tba_jax|tests|docs)/[\w/]*\w)(?![\w.*{])", text):
         if not (ROOT / name).exists() and not (ROOT / f"{name}.py").exists():
             found.append(name)
+    for owner, name in re.findall(r"`([a-z_]+)\.([A-Za-z_]+)`", text):
+        is_local = re.search(rf"\b{owner}(: | = |\.{name}\b(?!`))", text)  # an argument, say
+        is_known = owner in MODULES or owner in FIELDS_OF
+        if is_known and not is_local and name not in SUFFIXES | FIELDS_OF.get(owner, set()):
+            if not any(name == path.stem or name in defined(path) for path in MODULES[owner]):
+                found.append(f"{owner}.{name}")
+    for name in re.findall(r"--config\.([a-z_.]*[a-z_])(?![\w.{])", text):
+        owner, _, field = name.rpartition(".")
+        if field not in FIELDS_OF.get(owner or field, ()):
+            found.append(f"--config.{name}")
     found += [n for n in re.findall(r"\btba_jax(?:\.[A-Za-z_]\w*)+", text) if not resolves(n)]
     return [n for n in found if not re.search(r"\b[A-Z_]+\b", n)]  # NAME stands for any
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_files_and_names_on_a_page_exist(path):
-    assert gone(path.read_text()) == []
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
+    assert gone(text) == []
 
 
 def test_files_and_names_in_the_sources_exist():
@@ -125,9 +147,16 @@ def test_files_and_names_in_the_sources_exist():
 
 
 def test_a_name_that_is_gone_is_seen():
-    text = "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.main.main x/y.py"
+    text = (
+        "`run/gone.py` tba_jax/run/ tba_jax/nowhere tba_jax.run.gone tba_jax.main.main x/y.py "
+        "`main.main` `main.gone` `search.top_p` `search.gone` `search.searcher` "
+        "--config.search.top_p=1 --config.gone=1 --config.driver=sync"
+    )
     assert gone(text, ["tba_jax/run/build.py"]) == [
         "run/gone.py",
         "tba_jax/nowhere",
+        "main.gone",
+        "search.gone",
+        "--config.gone",
         "tba_jax.run.gone",
     ]

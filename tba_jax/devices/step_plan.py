@@ -44,7 +44,7 @@ class Offer(NamedTuple):
 
     Attributes:
         is_ready: its buffer can fill its slots of a batch, fresh or not.
-        num_fresh: prompts with unused fresh responses, no exact count above its slots.
+        num_fresh: prompts with unused fresh responses; counted until they fill its slots.
         wants_stop: it was interrupted.
     """
 

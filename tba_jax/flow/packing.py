@@ -113,7 +113,7 @@ def row_buckets(max_rows: int, multiple: int) -> tuple[int, ...]:
 
     Args:
         max_rows: at least this many rows fit the largest; one per response always suffices.
-        multiple: of what each is one (devices, micro-batches).
+        multiple: each is a multiple of this (devices, micro-batches).
 
     Example: row_buckets(16, 2) == (2, 4, 6, 8, 10, 12, 14, 16).
     """

@@ -27,7 +27,7 @@ class Adapters(NamedTuple):
     """Low-rank adapters on the matrices of every layer: x W becomes x W + alpha / rank (x A) B.
 
     Attributes:
-        rank: of the products A B.
+        rank: r, columns of A and rows of B.
         alpha: strength of an adapter, whatever its rank.
         modules: names of the matrices that have one; their A and B are the leaves
             `lora_names(name)`.
@@ -294,7 +294,7 @@ class Ends(nnx.Module):
             self.unembed = table(config.vocab_size)
 
 
-# Logical axes of every parameter (design §3: `sharding` maps them to mesh axes).
+# Logical axes of every parameter (`devices.sharding` maps them to mesh axes).
 _AXES = {
     "embed": ("vocab", "embed"),
     "unembed": ("vocab", "embed"),

@@ -38,7 +38,7 @@ from tba_jax.run import modeling
 # Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
 # tokenizer nobody knows them, and one more or less hardly changes the program.
 _VERDICT_TOKENS = 2
-# Of `attack_metrics.SentenceEmbedder`.
+# Of `attacks.SentenceEmbedder`.
 _EMBED_ROWS, _EMBED_TOKENS = 64, 128
 
 

@@ -139,8 +139,8 @@ class Balance:
         round_s: one round of one searcher group.
         made_per_trained: responses that all searchers make while the trainer trains on one.
         wanted: the ratio the config asks for: recency_prob * S / K.
-        trainer_devices: of all devices, how many would balance the two.
-        steps_per_hour: of the slower part, as placed.
+        trainer_devices: how many of all devices would balance the two.
+        steps_per_hour: what the slower part allows, as placed.
     """
 
     step_s: float

@@ -219,11 +219,10 @@ class ReplayBuffer:
             )
 
     def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
-        """What a batch whose slot kinds somebody else decides could get from this buffer.
+        """What this buffer has for a batch of which somebody else decides what is fresh.
 
         Returns:
-            Whether it can fill the slots at all; and fresh prompts, no exact count above
-            `num_prompts`.
+            Whether it can fill all slots, and how many of them with fresh prompts.
         """
         with self._lock:
             self._age(step)

@@ -25,8 +25,8 @@ class ReportFigure(NamedTuple):
     """One figure of a report.
 
     Attributes:
-        name: of its file, plots/NAME.png.
-        section: of the page, one of those above.
+        name: its file is plots/NAME.png.
+        section: where on the page, one of those above.
         title, text: what stands above it, or a function that makes it of the run; the title is
             left out where a section has this figure alone.
         draw: the figure in the colours of a theme, or None where the run holds nothing to draw.

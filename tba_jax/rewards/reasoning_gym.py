@@ -54,7 +54,7 @@ def answer_reward(
         completions: the responses, likewise.
         dataset: name in reasoning-gym.
         seed, size: the data set was made with.
-        index: of the problem in it.
+        index: the problem's number in it.
         columns: not looked at.
 
     Raises:

@@ -115,7 +115,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:
-    """Whether to make no further step.
+    """Whether the run ends here.
 
     With several hosts none may stop by itself: an interruption goes into the next step's offer, and
     the plan of that step stops them all.

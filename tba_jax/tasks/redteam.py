@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `redteam` task: one empty prompt, and every response to it is an attack on a victim model.
 
-Attacks are graded by the victim and a classifier (`victim_reward`), not by a text function. The
+Attacks are graded by the victim and a classifier (`rewards.victim`), not by a text function. The
 task does not know either, and imports neither jax nor transformers. Invariant: problem 0 is the
 only one, in both splits; an evaluation draws as many attacks from it as `eval.num_samples` says.
 """

@@ -77,7 +77,7 @@ def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int, bool],
 
     def make(data_path: str, num_held_out: int, chat: bool) -> Task:
         del num_held_out  # it has a split of its own
-        assert not chat  # config.validate refuses it
+        assert not chat  # validation refuses it
         if data_path:
             raise ValueError(
                 f"task.data_path = {data_path!r}, but task {name} makes its own problems; "
