@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.config.command_line import local_folder
     from tba_jax.config.schema import ConfigError
     from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.tasks.registry import entry_of
 
     try:
         workdir = local_folder(args.workdir, "WORKDIR")
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config, note = _config(workdir)
     decode, note = _decoder(config, note)
     result["texts"] = texts(arrays, meta, decode, args.num_texts)
-    if config.get("task.name") == "redteam":
+    if "task.name" in config and "attacks" in entry_of(config["task.name"]).metrics:
         result["attacks"] = found_attacks(arrays, meta)._asdict()
     _show(result, note)
     if args.json:

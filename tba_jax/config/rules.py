@@ -6,7 +6,9 @@ It reads a config and touches no device and no file of the run.
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
+from tba_jax.rewards.kinds import kind_of
 from tba_jax.settings import need
+from tba_jax.tasks.registry import entry_of
 
 
 def validate(config: Config) -> None:
@@ -27,9 +29,7 @@ def validate(config: Config) -> None:
         _pod(config)
     if config.task.start_path:
         _start_data(config)
-    if config.task.name == "redteam":
-        _red_team(config)
-    _rewards(config)
+    _task(config)
 
 
 def _groups(config: Config) -> None:
@@ -139,16 +139,10 @@ def _start_data(config: Config) -> None:
     )
 
 
-def _rewards(config: Config) -> None:
-    """Something rewards, and only one thing."""
+def _task(config: Config) -> None:
+    """What the task needs; something rewards, and only one thing."""
+    name, entry = config.task.name, entry_of(config.task.name)
     function, model = config.task.reward, config.reward.model_path
-    need(
-        bool(function or model) or config.task.name != "custom",
-        "task.reward",
-        function,
-        "task custom has no reward of its own, and reward.model_path names no reward model",
-        "For example --config.task.reward=my_rewards.py:length_reward.",
-    )
     need(
         not (function and model),
         "task.reward",
@@ -156,6 +150,14 @@ def _rewards(config: Config) -> None:
         f"config.reward.model_path = {model!r} names another reward",
         "Leave one of them empty, for example --config.reward.model_path=''.",
     )
+    need(
+        not entry.has_one_prompt or config.search.ownership == "any",
+        "search.ownership",
+        config.search.ownership,
+        f"task {name} has a single prompt, which every searcher must draw",
+        "Set --config.search.ownership=any.",
+    )
+    kind_of(config, function or entry.task.reward, name).check(config)
 
 
 def _rows(config: Config) -> None:
@@ -216,30 +218,4 @@ def _packed_rows(config: Config) -> None:
         config.batch.packed_length,
         "rows of several responses know neither a learned log Z nor a least length",
         "Set --config.batch.packed_length=0.",
-    )
-
-
-def _red_team(config: Config) -> None:
-    """Task redteam needs a victim and a classifier."""
-    need(
-        config.search.ownership == "any",
-        "search.ownership",
-        config.search.ownership,
-        "task redteam has a single prompt, which every searcher must draw",
-        "Set --config.search.ownership=any.",
-    )
-    kind = config.classifier.kind
-    need(
-        bool(config.classifier.target),
-        "classifier.target",
-        config.classifier.target,
-        f"classifier.kind={kind} needs to know what counts as a success",
-        "Name a label (encoder), a verdict (guard) or a regular expression (pattern).",
-    )
-    need(
-        kind == "pattern" or bool(config.classifier.path),
-        "classifier.path",
-        config.classifier.path,
-        f"classifier.kind={kind} needs a model",
-        "Give a Hugging Face folder or hub id.",
     )

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import MetricFunction, Responses
 from tba_jax.flow.edit_distance import distinct_n, mean_pairwise_distance
 from tba_jax.flow.packing import bucket_length, length_buckets
@@ -71,6 +72,16 @@ def attack_metrics(embedder: "SentenceEmbedder | None" = None) -> MetricFunction
         return out
 
     return measure
+
+
+def make_attack_metrics(settings: EvalSettings) -> MetricFunction:
+    """`attack_metrics` as the config asks for them; the embedder lies on the first device.
+
+    Raises:
+        ValueError: the sentence embedding model is not usable.
+    """
+    path = settings.embedding_path
+    return attack_metrics(SentenceEmbedder(path, device=jax.local_devices()[0]) if path else None)
 
 
 class Finds(NamedTuple):

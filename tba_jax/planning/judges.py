@@ -31,9 +31,11 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
 from tba_jax.rewards.classifiers import classify_program, verdict_program
+from tba_jax.rewards.kinds import kind_of
 from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
 from tba_jax.rewards.victim import make_victim_decoder
 from tba_jax.run import modeling
+from tba_jax.tasks.registry import entry_of
 
 # Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
 # tokenizer nobody knows them, and one more or less hardly changes the program.
@@ -44,16 +46,12 @@ _EMBED_ROWS, _EMBED_TOKENS = 64, 128
 
 def judge_paths(config: Config) -> dict[str, str]:
     """Role -> model folder or hub id, of every such model that the config names."""
-    is_attack = config.task.name == "redteam"
-    has_victim = is_attack and not config.task.reward and not config.reward.model_path
+    task = entry_of(config.task.name)
+    reward = config.task.reward or task.task.reward
     named = {
-        "reward model": config.reward.model_path,
+        **kind_of(config, reward, config.task.name).models(config),
         "gold reward model": config.eval.gold_model,
-        "victim": (config.victim.path or str(modeling.START_MODEL)) if has_victim else "",
-        "classifier": config.classifier.path
-        if has_victim and config.classifier.kind != "pattern"
-        else "",
-        "sentence embedder": config.eval.embedding_path if is_attack else "",
+        "sentence embedder": config.eval.embedding_path if "attacks" in task.metrics else "",
     }
     return {role: path for role, path in named.items() if path}
 

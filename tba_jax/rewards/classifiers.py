@@ -11,7 +11,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +24,11 @@ from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
-
-KINDS = ("encoder", "guard", "pattern")
+from tba_jax.rewards.config import ClassifierSettings
 
 # What a text that does not match a pattern has: as for a model, never quite 0, so that the log is
 # finite and a sample more or less that matches makes a difference.
 MISS_PROB = 0.01
-
-
-class ClassifierSettings(NamedTuple):
-    """Which classifier, and how it is called.
-
-    Attributes:
-        kind: one of KINDS.
-        path: model folder or hub id; a pattern has none.
-        target: name of the class among the labels of an encoder's config.json; a guard's verdict,
-            as it would write it (Llama-Guard 3: two newlines and "unsafe"); the regular expression.
-        dtype: of parameters and activations.
-        max_tokens: of what the model reads.
-        batch_rows: responses per call of the model.
-    """
-
-    kind: str
-    path: str
-    target: str
-    dtype: str
-    max_tokens: int
-    batch_rows: int
 
 
 class ResponseClassifier(Protocol):

@@ -420,6 +420,10 @@ class RewardPool:
         thread.join(timeout_s)
         return not thread.is_alive()
 
+    def on(self, site: Any) -> "RewardPool":
+        """Itself: its processes serve searchers anywhere."""
+        return self
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Stop the processes, whatever they are doing. A `score` under way raises RuntimeError.
 

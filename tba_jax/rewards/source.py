@@ -7,9 +7,12 @@ This module knows neither. Invariant: a response without a reward has a named re
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from tba_jax.devices.site import Site
 
 # Metrics of single rewards among several: reward_part_NAME.
 PART_PREFIX = "reward_part_"
@@ -70,6 +73,10 @@ class RewardSource(Protocol):
             completion_ids: int32 [t] each, the tokens of the responses, end-of-sequence included.
             has_eos: False where the length limit cut the response.
         """
+        ...
+
+    def on(self, site: "Site") -> "RewardSource":
+        """The source for a searcher there: itself, unless its models are divided over devices."""
         ...
 
     def close(self) -> None:

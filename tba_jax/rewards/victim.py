@@ -14,7 +14,7 @@ import hashlib
 import queue
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,35 +26,11 @@ from tba_jax.flow.packing import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier
+from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VictimSettings
 from tba_jax.rewards.source import ScoreResult
 
 # How long a call waits for a free replica before it says that something hangs.
 _WAIT_S = 3600.0
-
-CHAT_TEMPLATE = "chat"
-ATTACK = "{attack}"
-
-
-class VictimSettings(NamedTuple):
-    """How the victim is asked.
-
-    Attributes:
-        template: the victim's prompt, with "{attack}" where the attack goes; "chat": the attack is
-            a user's message in the model's chat template.
-        num_samples: responses per attack.
-        temperature, top_p: of their sampling.
-        max_new_tokens: length limit of a response.
-        max_prompt_tokens: an attack whose prompt is longer gets no reward.
-        num_slots: unfinished responses at a time.
-    """
-
-    template: str
-    num_samples: int
-    temperature: float
-    top_p: float
-    max_new_tokens: int
-    max_prompt_tokens: int
-    num_slots: int
 
 
 class Victim:
@@ -62,19 +38,18 @@ class Victim:
 
     Args:
         path: model folder or hub id.
-        settings: how it is asked.
+        settings: how it is asked; their own path is not read.
         devices: one copy of the weights each.
-        dtype: of parameters, activations and cache.
 
     Raises:
         ValueError: no usable model there, or one without enough positions or chat template.
     """
 
-    def __init__(
-        self, path: str, settings: VictimSettings, *, devices: Sequence[Any], dtype: str
-    ) -> None:
+    def __init__(self, path: str, settings: VictimSettings, *, devices: Sequence[Any]) -> None:
         with jax.default_device(devices[0]):
-            config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
+            config, params, self._tokenizer = models.load(
+                path, param_dtype=jnp.dtype(settings.dtype)
+            )
         if config.num_labels:
             raise ValueError(
                 f"the victim at {path} is a classifier with {config.num_labels} labels; "
@@ -92,7 +67,7 @@ class Victim:
             config,
             settings.max_prompt_tokens,
             settings.max_new_tokens,
-            dtype=dtype,
+            dtype=settings.dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
         )
@@ -236,6 +211,10 @@ class VictimReward:
         finally:
             self._free.put(device)
         return logprobs.reshape(len(attacks), self._num_samples)
+
+    def on(self, site: Any) -> "VictimReward":
+        """Itself: it has a replica for every searcher."""
+        return self
 
     def close(self) -> None:
         """Refuse further calls; one under way ends by itself."""

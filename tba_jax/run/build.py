@@ -34,7 +34,7 @@ from tba_jax.run.evaluating import make_evaluator, make_metrics
 from tba_jax.run.modeling import model_path, policy_config, sampling_settings, start_weights
 from tba_jax.run.placing import open_sites, place_run
 from tba_jax.run.repartition import repartition
-from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
+from tba_jax.run.rewarding import make_gold, make_rewards, make_task
 from tba_jax.run.run import Run, RunClock, forget_after, schedule_name
 from tba_jax.run.searching import make_decoders, make_references, make_start_data, make_transport
 from tba_jax.run.training import (
@@ -176,7 +176,7 @@ def build(
             decoder=decoders[sites.searchers[i]],
             transport=transport,
             outbox=outboxes[i],
-            rewards=rewards_on(rewards, sites.searchers[i]),
+            rewards=rewards.on(sites.searchers[i]),
             reference=references.get(sites.searchers[i]),
             decode_text=tokenizer.batch_decode,
             response_kind=task.response_kind,

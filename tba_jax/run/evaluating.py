@@ -4,12 +4,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.evaluation.attacks import SentenceEmbedder, attack_metrics
+from tba_jax.evaluation.attacks import make_attack_metrics
+from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import Evaluator, MetricFunction
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
 from tba_jax.flow.packing import length_buckets
@@ -18,7 +17,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.modeling import make_rollout_scoring
 from tba_jax.search.prompts import eval_prompts
-from tba_jax.tasks.registry import Task
+from tba_jax.tasks.registry import Task, entry_of
 
 
 def make_metrics(
@@ -58,17 +57,10 @@ def make_metrics(
     return metrics
 
 
-def task_metrics(config: Config) -> tuple[MetricFunction, ...]:
-    """Metric functions that a task's evaluation needs beyond those of every task.
-
-    Raises:
-        ValueError: the sentence embedding model is not usable.
-    """
-    if config.task.name != "redteam":
-        return ()
-    path = config.eval.embedding_path
-    embedder = SentenceEmbedder(path, device=jax.local_devices()[0]) if path else None
-    return (attack_metrics(embedder),)
+TASK_METRICS: dict[str, Callable[[EvalSettings], MetricFunction]] = {
+    "attacks": make_attack_metrics,
+}
+"""Name in a task's entry -> its metric function."""
 
 
 def make_evaluator(
@@ -79,7 +71,12 @@ def make_evaluator(
     rewards: RewardSource,
     metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says; `metrics` beyond those of the task."""
+    """Held-out evaluation as the config says; `metrics` beyond those of the task.
+
+    Raises:
+        ValueError: a model that the task's metrics need is not usable.
+    """
+    own = entry_of(config.task.name).metrics
     prompts, num_skipped = eval_prompts(
         task,
         tokenizer,
@@ -101,5 +98,5 @@ def make_evaluator(
         num_samples=config.eval.num_samples,
         temperature=config.eval.temperature,
         min_new_tokens=config.search.min_new_tokens,
-        metrics=(*task_metrics(config), *metrics),
+        metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )

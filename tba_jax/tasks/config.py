@@ -5,18 +5,16 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
+from tba_jax.rewards.kinds import KINDS
 from tba_jax.settings import Section, field, need
-
-TASKS = ("arithmetic", "custom", "gsm8k", "math", "redteam", "tldr", "tldr_toy")
-CHAT_TASKS = ("custom", "gsm8k", "math", "tldr")  # and reasoning_gym:DATASET
-_REASONING_GYM = "reasoning_gym:DATASET"
+from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
 
 
 @dataclass(frozen=True)
 class TaskSettings(Section):
     """The task."""
 
-    name: str = field("arithmetic", f"one of {', '.join(TASKS)}, {_REASONING_GYM}")
+    name: str = field("arithmetic", f"one of {NAMES}")
     data_path: str = field(
         "",
         "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; for "
@@ -33,7 +31,7 @@ class TaskSettings(Section):
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, or several with commas between: "
-        "their weighted sum; empty: the task's own",
+        f"their weighted sum; or a learned reward: {', '.join(KINDS)}; empty: the task's own",
     )
     reward_weights: tuple[float, ...] = field(
         (), "one per function of task.reward; empty: 1 for each"
@@ -55,12 +53,13 @@ class TaskSettings(Section):
         self._check_name()
         self._check_files()
         functions = [f.strip().rpartition(":") for f in self.reward.split(",")]
-        functions = functions if self.reward else []
+        functions = functions if self.reward and self.reward not in KINDS else []
         need(
             all(module and name for module, _, name in functions),
             "task.reward",
             self.reward,
-            "must read package.module:function or path/to/file.py:function, several with commas",
+            "must read package.module:function or path/to/file.py:function, several with commas; "
+            f"or be one of {', '.join(KINDS)}",
             "For example --config.task.reward=my_rewards:length_reward.",
         )
         need(
@@ -72,21 +71,21 @@ class TaskSettings(Section):
         )
 
     def _check_name(self) -> None:
-        if self.name.partition("reasoning_gym:")[2]:
-            return
+        dataset = self.name.partition(REASONING_GYM_PREFIX)[2]
         need(
-            self.name in TASKS,
+            self.name in TASKS or bool(dataset),
             "task.name",
             self.name,
-            f"must be one of {', '.join(TASKS)}, {_REASONING_GYM}",
-            f"Set --config.task.name={TASKS[0]} for the default behaviour.",
+            f"must be one of {NAMES}",
+            f"Set --config.task.name={next(iter(TASKS))} for the default behaviour.",
         )
+        chats = [name for name, entry in TASKS.items() if entry.has_chat]
         need(
-            not self.chat or self.name in CHAT_TASKS,
+            not self.chat or entry_of(self.name).has_chat,
             "task.chat",
             self.chat,
             f"task {self.name} has no chat form: its model reads problems as they are",
-            f"Leave it False, or choose one of {', '.join(CHAT_TASKS)}, {_REASONING_GYM}.",
+            f"Leave it False, or choose one of {', '.join(chats)}, {REASONING_GYM_PREFIX}DATASET.",
         )
 
     def _check_files(self) -> None:
@@ -110,10 +109,10 @@ class TaskSettings(Section):
             "Convert it, one JSON object per line.",
         )
         need(
-            bool(path) or self.name != "custom",
+            bool(path) or not entry_of(self.name).needs_data,
             "task.data_path",
             path,
-            "task custom has no data of its own",
+            f"task {self.name} has no data of its own",
             "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
         )
         start = self.start_path

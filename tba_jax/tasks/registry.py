@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Task protocol and the registry of tasks.
+"""The Task protocol and the registry of tasks: one entry each.
 
-A task is prompts, the columns that grading needs, and the name of the reward. It does not know
-tokenizers, models or searchers, and imports neither jax nor transformers. Invariant: a problem's
-index means the same problem in every process and every run.
+A task is prompts, the columns that grading needs, the name of its reward, and what its evaluation
+measures beside it. To add one, write its file and its entry here. Tasks do not know tokenizers,
+models or searchers, and import neither jax nor transformers. Invariant: a problem's index means the
+same problem in every process and every run.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.chats import PromptContent
@@ -33,8 +35,8 @@ class Task(Protocol):
 
     Attributes:
         name: its name in the registry.
-        reward: "package.module:function", the reward used unless the config names another; empty
-            where the config must, or where rewards come from models (`rewarding.make_rewards`).
+        reward: the reward used unless the config names another: "package.module:function", or the
+            name of one of `rewards.kinds`; empty where the config must name one.
         metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
             "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
     """
@@ -72,7 +74,33 @@ class Task(Protocol):
         ...
 
 
-def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int, bool], Task]:
+class Entry(NamedTuple):
+    """A task as a config names it, before it is made.
+
+    Attributes:
+        task: its class; what that declares holds for every task made of it.
+        make: (data_path, num_held_out, chat) -> the task.
+        has_chat: prompts may be a user's messages in the model's chat template.
+        needs_data: task.data_path must be given.
+        has_one_prompt: there is a single prompt, which every searcher must draw.
+        metrics: metric functions of its evaluation beside those of every task, by the names that
+            `evaluation` has for them.
+    """
+
+    task: type[Task]
+    make: Callable[[str, int, bool], Task]
+    has_chat: bool = True
+    needs_data: bool = False
+    has_one_prompt: bool = False
+    metrics: tuple[str, ...] = ()
+
+
+def _rows(task: Callable[[str, bool], Task]) -> Callable[[str, int, bool], Task]:
+    """Tasks whose data has its own split."""
+    return lambda data_path, _, chat: task(data_path, chat)
+
+
+def _embedded(task: type[Task]) -> Callable[[str, int, bool], Task]:
     """A task that makes its own problems."""
 
     def make(data_path: str, num_held_out: int, chat: bool) -> Task:
@@ -80,7 +108,7 @@ def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int, bool],
         assert not chat  # validation refuses it
         if data_path:
             raise ValueError(
-                f"task.data_path = {data_path!r}, but task {name} makes its own problems; "
+                f"task.data_path = {data_path!r}, but task {task.name} makes its own problems; "
                 "leave it empty, or choose another task.name"
             )
         return task()
@@ -88,15 +116,34 @@ def _embedded(name: str, task: Callable[[], Task]) -> Callable[[str, int, bool],
     return make
 
 
-_TASKS: dict[str, Callable[[str, int, bool], Task]] = {
-    "arithmetic": _embedded("arithmetic", Arithmetic),
-    "custom": Custom,
-    "gsm8k": lambda data_path, _, chat: GSM8K(data_path, chat),
-    "math": lambda data_path, _, chat: HendrycksMath(data_path, chat),
-    "tldr": lambda data_path, _, chat: TLDR(data_path, chat),
-    "tldr_toy": _embedded("tldr_toy", TLDRToy),
-    "redteam": _embedded("redteam", RedTeam),
+TASKS: dict[str, Entry] = {
+    entry.task.name: entry
+    for entry in (
+        Entry(Arithmetic, _embedded(Arithmetic), has_chat=False),
+        Entry(Custom, Custom, needs_data=True),
+        Entry(GSM8K, _rows(GSM8K)),
+        Entry(HendrycksMath, _rows(HendrycksMath)),
+        Entry(
+            RedTeam, _embedded(RedTeam), has_chat=False, has_one_prompt=True, metrics=("attacks",)
+        ),
+        Entry(TLDR, _rows(TLDR)),
+        Entry(TLDRToy, _embedded(TLDRToy), has_chat=False),
+    )
 }
+
+
+def entry_of(name: str) -> Entry:
+    """The entry of this name: one of TASKS, or reasoning_gym:DATASET.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    dataset = name.partition(REASONING_GYM_PREFIX)[2] if name not in TASKS else ""
+    if dataset:
+        return Entry(ReasoningGym, _rows(functools.partial(ReasoningGym, dataset)))
+    if name not in TASKS:
+        raise ValueError(f"task.name = {name!r}; want one of {NAMES}")
+    return TASKS[name]
 
 
 def get_task(name: str, data_path: str, num_held_out: int = 0, chat: bool = False) -> Task:
@@ -111,11 +158,8 @@ def get_task(name: str, data_path: str, num_held_out: int = 0, chat: bool = Fals
     Raises:
         ValueError: unknown name, or data that cannot be used.
     """
-    if name.startswith(REASONING_GYM_PREFIX):
-        return ReasoningGym(name.removeprefix(REASONING_GYM_PREFIX), data_path, chat)
-    if name not in _TASKS:
-        raise ValueError(
-            f"task.name = {name!r}; want one of {', '.join(_TASKS)}, or "
-            f"{REASONING_GYM_PREFIX}DATASET"
-        )
-    return _TASKS[name](data_path, num_held_out, chat)
+    return entry_of(name).make(data_path, num_held_out, chat)
+
+
+NAMES = ", ".join((*TASKS, f"{REASONING_GYM_PREFIX}DATASET"))
+"""What task.name may be, for messages."""

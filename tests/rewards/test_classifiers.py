@@ -10,19 +10,20 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, transformer
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
+from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
+from tba_jax.rewards.config import ClassifierSettings
 
 DEVICE = jax.local_devices()[0]
 TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 
 def encoder_classifier(path, target="hate"):
-    settings = ClassifierSettings("encoder", path, target, "float32", max_tokens=20, batch_rows=2)
+    settings = ClassifierSettings("encoder", path, target, max_tokens=20, batch_rows=2)
     return make_classifier(settings, DEVICE)
 
 
 def guard(path, target="unsafe"):
-    settings = ClassifierSettings("guard", path, target, "float32", max_tokens=100, batch_rows=2)
+    settings = ClassifierSettings("guard", path, target, max_tokens=100, batch_rows=2)
     return make_classifier(settings, DEVICE)
 
 

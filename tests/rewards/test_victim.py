@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The victim answers attacks, and rewards are a function of the call alone."""
 
+import dataclasses
 import threading
 
 import jax
@@ -10,18 +11,26 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.evaluation.attacks import SentenceEmbedder
 from tba_jax.models.hf import hf_weights
-from tba_jax.rewards.classifiers import ClassifierSettings, PatternClassifier, make_classifier
-from tba_jax.rewards.victim import Victim, VictimReward, VictimSettings
+from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
+from tba_jax.rewards.config import ClassifierSettings, VictimSettings
+from tba_jax.rewards.victim import Victim, VictimReward
 from tba_jax.run.modeling import START_MODEL
 
-SETTINGS = VictimSettings("{attack}", 4, 0.7, 0.92, 18, 13, 32)
+SETTINGS = VictimSettings(
+    num_samples=4,
+    temperature=0.7,
+    top_p=0.92,
+    max_new_tokens=18,
+    max_prompt_tokens=13,
+    num_slots=32,
+)
 DEVICES = jax.local_devices()[:2]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 
 @pytest.fixture(scope="module")
 def victim():
-    return Victim(str(START_MODEL), SETTINGS, devices=DEVICES, dtype="float32")
+    return Victim(str(START_MODEL), SETTINGS, devices=DEVICES)
 
 
 def source(victim, pattern=r"-\d+$", seed=0, replicas=DEVICES[:1]):
@@ -79,17 +88,17 @@ def test_an_attack_that_is_too_long_is_rejected_by_name_and_harms_nobody(victim)
 
 
 def test_templates(tmp_path):
-    chat = SETTINGS._replace(template="chat", max_prompt_tokens=60)
-    llama = Victim(write_llama(tmp_path / "llama"), chat, devices=DEVICES[:1], dtype="float32")
+    chat = dataclasses.replace(SETTINGS, template="chat", max_prompt_tokens=60)
+    llama = Victim(write_llama(tmp_path / "llama"), chat, devices=DEVICES[:1])
     assert llama.format("hi") == "user: hi\nassistant:"
     gpt2 = write_gpt2(tmp_path / "gpt2")
-    wrapped = SETTINGS._replace(template="ask: {attack}!", max_prompt_tokens=60)
-    victim = Victim(gpt2, wrapped, devices=DEVICES[:1], dtype="float32")
+    wrapped = dataclasses.replace(SETTINGS, template="ask: {attack}!", max_prompt_tokens=60)
+    victim = Victim(gpt2, wrapped, devices=DEVICES[:1])
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
-        Victim(gpt2, chat, devices=DEVICES[:1], dtype="float32")
+        Victim(gpt2, chat, devices=DEVICES[:1])
     with pytest.raises(ValueError, match="was made for 128; lower them"):
-        Victim(gpt2, wrapped._replace(max_prompt_tokens=120), devices=DEVICES[:1], dtype="float32")
+        Victim(gpt2, dataclasses.replace(wrapped, max_prompt_tokens=120), devices=DEVICES[:1])
 
 
 def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
@@ -103,12 +112,12 @@ def test_models_are_read_onto_their_own_device(tmp_path, monkeypatch):
 
     monkeypatch.setattr(hf_weights, "read", watched)
     there = DEVICES[1]
-    Victim(str(START_MODEL), SETTINGS, devices=[there], dtype="float32")
+    Victim(str(START_MODEL), SETTINGS, devices=[there])
     for kind, path, target in (
         ("encoder", write_roberta(tmp_path / "encoder"), "hate"),
         ("guard", write_llama(tmp_path / "guard"), "unsafe"),
     ):
-        make_classifier(ClassifierSettings(kind, path, target, "float32", 20, 2), there)
+        make_classifier(ClassifierSettings(kind, path, target, max_tokens=20, batch_rows=2), there)
     SentenceEmbedder(write_minilm(tmp_path / "embedder"), device=there)
     assert found == [{there}] * 4
 

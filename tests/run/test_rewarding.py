@@ -8,10 +8,15 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.rewarding import make_gold, make_rewards, make_task, rewards_on
+from tba_jax.planning.judges import judge_paths
+from tba_jax.rewards import kinds
+from tba_jax.rewards.kinds import RewardKind
+from tba_jax.run.rewarding import make_gold, make_rewards, make_task
+from tba_jax.settings import ConfigError, need
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
@@ -63,19 +68,43 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
     assert score(set_up, tokenizer, "abc", has_eos=False) == -1.0
     assert score(set_up, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
-    assert rewards_on(set_up, SITES[0]) is set_up
-    copy = rewards_on(set_up, SITES[3])
+    assert set_up.on(SITES[0]) is set_up
+    copy = set_up.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
 
 
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
     config, task = of_task("tldr", str(tmp_path))
-    with pytest.raises(ValueError, match=r"task tldr has no reward of its own; set --config"):
+    with pytest.raises(ValueError, match="task tldr has no reward of its own"):
         make_rewards(config, task, tokenizer, SITES)
     with pytest.raises(ValueError, match=r"judged by its win rate, and nothing judges; set --conf"):
         make_gold(config, task, tokenizer, SITES[0])
     assert make_gold(*of_task("arithmetic"), tokenizer, SITES[0]) is None
+
+
+def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
+    """A config names it; it gets the settings, the columns and the searchers' devices."""
+    found = []
+
+    def make(settings, use):
+        found.append((settings.reward.batch_size, use.columns, use.sites))
+        return "source"
+
+    def check(settings):
+        need(settings.reward.batch_size > 1, "reward.batch_size", 1, "must be 2", "Raise it.")
+
+    kind = RewardKind(make, check, lambda settings: {"judge of tests": "some/model"})
+    monkeypatch.setitem(kinds.KINDS, "fake", kind)
+    config, task = of_task("arithmetic", reward="fake")
+    validate(config)
+    assert make_rewards(config, task, tokenizer, SITES) == "source"
+    assert found == [(64, ("answer",), SITES)]
+    assert judge_paths(config) == {"judge of tests": "some/model"}
+    with pytest.raises(ConfigError, match="reward.batch_size = 1: must be 2"):
+        validate(replace(config, {"reward.batch_size": 1}))
+    with pytest.raises(ConfigError, match="or be one of victim, fake"):
+        validate(replace(config, {"task.reward": "fakes"}))
 
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):

@@ -8,8 +8,7 @@ import types
 
 import pytest
 
-from tba_jax.tasks import config
-from tba_jax.tasks.registry import get_task
+from tba_jax.tasks.registry import TASKS, get_task
 
 GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
 needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
@@ -21,8 +20,8 @@ def write(folder, split, *lines):
 
 def test_registry_is_what_the_config_allows():
     sources = {"custom": "rows.jsonl"}
-    names = [get_task(name, sources.get(name, "")).name for name in config.TASKS]
-    assert names == list(config.TASKS)
+    names = [get_task(name, sources.get(name, "")).name for name in TASKS]
+    assert names == list(TASKS)
     with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, custom, gsm8k"):
         get_task("gsm9k", "")
     with pytest.raises(ValueError, match="task arithmetic makes its own problems"):

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kinds of rewards: how a source is made, what its settings need, which models it loads.
+
+To add a learned reward, write its source in a file of this room, its settings in `config` and its
+record here, under the name by which tasks and `task.reward` ask for it. This module knows every
+kind; it imports no jax before a source is made. Invariant: settings that pass `check` make a
+source, unless its models cannot be used.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
+from tba_jax.settings import need
+
+if TYPE_CHECKING:
+    from tba_jax.devices.site import Site
+    from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.rewards.source import RewardSource
+
+START_MODEL = "embedded:start_model"
+
+
+class Sections(Protocol):
+    """The settings that rewards are made from; a run's config has them."""
+
+    @property
+    def seed(self) -> int:
+        """Root of random numbers."""
+        ...
+
+    @property
+    def reward(self) -> RewardSettings:
+        """Reward processes and reward models."""
+        ...
+
+    @property
+    def victim(self) -> VictimSettings:
+        """The model under attack."""
+        ...
+
+    @property
+    def classifier(self) -> ClassifierSettings:
+        """What counts as a success against it."""
+        ...
+
+
+class Use(NamedTuple):
+    """What a source is for.
+
+    Attributes:
+        functions: text functions as `task.reward` names them, for the kind that runs them.
+        weights: one for each of them; empty: 1 for each.
+        columns: of the data, for them.
+        tokenizer: of the responses.
+        sites: of the searchers, where models lie.
+    """
+
+    functions: str
+    weights: Sequence[float]
+    columns: Sequence[str]
+    tokenizer: "Tokenizer"
+    sites: "Sequence[Site]"
+
+
+class RewardKind(NamedTuple):
+    """A kind of reward.
+
+    Attributes:
+        make: (settings, use) -> the source. Raises ValueError when it cannot be used.
+        check: settings -> None; rules across sections. Raises ConfigError.
+        models: settings -> role -> folder or hub id of each model that it loads.
+    """
+
+    make: "Callable[[Sections, Use], RewardSource]"
+    check: Callable[[Sections], None] = lambda settings: None
+    models: Callable[[Sections], Mapping[str, str]] = lambda settings: {}
+
+
+def kind_of(settings: Sections, reward: str, task: str) -> RewardKind:
+    """The kind that a config asks for.
+
+    Args:
+        settings: of the run.
+        reward: `task.reward`, or else the task's own: text functions or the name of a kind.
+        task: the task's name, for the message.
+
+    Raises:
+        ConfigError: nothing rewards.
+    """
+    if settings.reward.model_path:
+        return REWARD_MODEL
+    need(
+        bool(reward),
+        "task.reward",
+        reward,
+        f"task {task} has no reward of its own, and reward.model_path names no reward model",
+        "For example --config.task.reward=my_rewards.py:length_reward.",
+    )
+    return KINDS.get(reward, FUNCTIONS)
+
+
+def _make_functions(settings: Sections, use: Use) -> "RewardSource":
+    from tba_jax.rewards.pool import RewardPool
+
+    return RewardPool(
+        use.functions,
+        num_workers=settings.reward.num_workers,
+        timeout_s=settings.reward.timeout_s,
+        max_failure_rate=settings.reward.max_failure_rate,
+        weights=use.weights,
+        columns=tuple(use.columns),
+    )
+
+
+def _make_reward_model(settings: Sections, use: Use) -> "RewardSource":
+    import jax.numpy as jnp
+
+    from tba_jax.rewards.reward_models import RewardModel
+
+    reward = settings.reward
+    return RewardModel.load(
+        reward.model_path,
+        site=use.sites[0],
+        param_dtype=jnp.dtype(reward.dtype),
+        policy_tokenizer=use.tokenizer,
+        batch_size=reward.batch_size,
+        missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
+        offset=reward.offset,
+    )
+
+
+def _make_victim(settings: Sections, use: Use) -> "RewardSource":
+    from tba_jax.rewards.classifiers import make_classifier
+    from tba_jax.rewards.victim import Victim, VictimReward
+
+    devices = [site.mesh.devices.flat[0] for site in use.sites]
+    victim = Victim(_victim_path(settings), settings.victim, devices=devices)
+    judges = {x: make_classifier(settings.classifier, x) for x in dict.fromkeys(devices)}
+    num_samples = settings.victim.num_samples
+    return VictimReward(
+        victim, judges, replicas=devices, num_samples=num_samples, seed=settings.seed
+    )
+
+
+def _check_victim(settings: Sections) -> None:
+    kind = settings.classifier.kind
+    need(
+        bool(settings.classifier.target),
+        "classifier.target",
+        settings.classifier.target,
+        f"classifier.kind={kind} needs to know what counts as a success",
+        "Name a label (encoder), a verdict (guard) or a regular expression (pattern).",
+    )
+    need(
+        kind == "pattern" or bool(settings.classifier.path),
+        "classifier.path",
+        settings.classifier.path,
+        f"classifier.kind={kind} needs a model",
+        "Give a Hugging Face folder or hub id.",
+    )
+
+
+def _victim_path(settings: Sections) -> str:
+    return settings.victim.path or START_MODEL
+
+
+def _victim_models(settings: Sections) -> Mapping[str, str]:
+    judge = (
+        {} if settings.classifier.kind == "pattern" else {"classifier": settings.classifier.path}
+    )
+    return {"victim": _victim_path(settings), **judge}
+
+
+FUNCTIONS = RewardKind(_make_functions)
+REWARD_MODEL = RewardKind(
+    _make_reward_model, models=lambda settings: {"reward model": settings.reward.model_path}
+)
+KINDS = {"victim": RewardKind(_make_victim, _check_victim, _victim_models)}
+"""Kinds that tasks, or `task.reward`, ask for by name."""
