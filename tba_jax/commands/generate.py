@@ -3,8 +3,7 @@
 
     python -m tba_jax.generate --model=DIR_OR_HUB_ID --prompt="Once upon a time" --temperature=0
 
-With --json the last line of standard output is one object with `texts`. It knows neither training
-nor tasks.
+With --json the last line of standard output is one object with `texts`.
 """
 
 import argparse

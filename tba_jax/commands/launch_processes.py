@@ -6,8 +6,7 @@
 
 Every line of output carries the number of its process. When one of them fails, this command says
 which was first and why, gives the others time to end by themselves and say what they know, kills
-those that do not, and fails, too. An interruption goes to all processes. It knows processes, not
-what they compute.
+those that do not, and fails, too. An interruption goes to all processes.
 """
 
 import argparse

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What commands share: `--config=NAME[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
 
-It knows the config's schema and nothing of what a command does with it. Invariant: every mistake of
-the user's is one ConfigError of one line.
+Invariant: every mistake of the user's is one ConfigError of one line.
 """
 
 import difflib

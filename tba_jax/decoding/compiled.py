@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The compiled programs of a decoder, one set for all sessions that decode with it.
 
-It knows shapes, dtypes and devices, and neither requests nor slots. The invariant it owns: programs
-are kept per cache length and kind of sampling, so that a new temperature or weight version compiles
-nothing.
+The invariant it owns: programs are kept per cache length and kind of sampling, so that a new
+temperature or weight version compiles nothing.
 """
 
 import functools

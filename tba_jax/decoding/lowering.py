@@ -2,9 +2,8 @@
 """Every program of a decoder, lowered from shapes alone: to check that it compiles, and its memory.
 
 Nothing is computed and no weights are needed, and the devices need not exist: those of
-`jax.experimental.topologies` will do. It knows which programs a session runs and with what
-arguments; it does not know what the figures should be. The invariant it owns: the shapes are those
-that a `Session` passes.
+`jax.experimental.topologies` will do. The invariant it owns: the shapes are those that a `Session`
+passes.
 """
 
 from collections.abc import Callable, Iterator

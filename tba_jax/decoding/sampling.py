@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw one token per row from logits, and say how probable it was.
 
-It does not know models, caches, end-of-sequence tokens or when a response began. The invariants it
-owns: the log-prob returned is that of the distribution actually sampled from (after temperature,
-top-k and top-p, renormalised; 0 for a greedy draw); a token of weight zero is never drawn; a row's
-draw depends on its own logits, settings and two random words only.
+The invariants it owns: the log-prob returned is that of the distribution actually sampled from
+(after temperature, top-k and top-p, renormalised; 0 for a greedy draw); a token of weight zero is
+never drawn; a row's draw depends on its own logits, settings and two random words only.
 
 A draw inverts the cumulative distribution in two levels, first a block of about sqrt(v) tokens,
 then a token of that block. Cumulative sums are integers, hence exact: a float32 running sum over

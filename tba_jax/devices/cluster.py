@@ -3,9 +3,9 @@
 
 A pod runs the same program on every host. This module starts `jax.distributed` from flags, from the
 environment or from what a TPU pod knows about itself, exchanges small host values between the
-processes, and notices preemption and lost peers. It knows nothing of training. All of its exchanges
-are lock-step calls that every process makes in the same order, from the thread that drives the
-trainer; its invariant is that a process whose peers are gone ends, and says what to do.
+processes, and notices preemption and lost peers. All of its exchanges are lock-step calls that
+every process makes in the same order, from the thread that drives the trainer; its invariant is
+that a process whose peers are gone ends, and says what to do.
 """
 
 import contextlib

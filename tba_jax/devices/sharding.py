@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Meshes: of the trainer and the searchers, and how arrays are divided over them.
 
-It knows devices and array axes, not what is computed. Arrays are divided by one table, from the
-logical axes of a model to mesh axes; the rows of a batch by prompts, so that no group is ever
-divided. The invariants owned here: no mesh axis divides two axes of one array, and weights pass
-from one set of devices to another piece by piece, never through the host and never whole through a
-device that keeps a part.
+Arrays are divided by one table, from the logical axes of a model to mesh axes; the rows of a batch
+by prompts, so that no group is ever divided. The invariants owned here: no mesh axis divides two
+axes of one array, and weights pass from one set of devices to another piece by piece, never through
+the host and never whole through a device that keeps a part.
 """
 
 import functools

@@ -2,7 +2,7 @@
 """A site: the devices that a part of a run has, and whose turn it is to launch programs on them.
 
 Parts get one site in place of a mesh and a way to wait. Equal sites are the same devices under the
-same turns, so what was made for one serves the other. It knows nothing of what is computed there.
+same turns, so what was made for one serves the other.
 """
 
 import dataclasses

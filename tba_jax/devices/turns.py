@@ -3,9 +3,9 @@
 
 A program of several devices waits inside for all of them. Where two threads launch such programs on
 common devices, one device may receive them in one order and another in the other, and then both
-wait for ever. So the parts of a run that have common devices launch in turn. This module knows
-devices and threads, not what the programs compute. Its invariant: of two programs of several
-devices that have a device in common, one has ended before the other is launched.
+wait for ever. So the parts of a run that have common devices launch in turn. Its invariant: of two
+programs of several devices that have a device in common, one has ended before the other is
+launched.
 """
 
 import contextlib

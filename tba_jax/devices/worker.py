@@ -3,7 +3,7 @@
 
 A Worker is named after its role, owns a loop over somebody's `step()`, shares one stop event with
 its siblings, and carries the first exception to the thread that calls `check()` or `close()`.
-Threads are never killed from outside. This module knows nothing about what the steps do.
+Threads are never killed from outside.
 """
 
 import faulthandler

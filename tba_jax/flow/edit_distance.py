@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levenshtein distances between token sequences, one against many at a time.
 
-The near-duplicate test of the replay buffer and a diversity measure that needs no model. It knows
-integers, not what they stand for.
+The near-duplicate test of the replay buffer and a diversity measure that needs no model.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 
 Token ids and log-probs are bytes, the scalar fields one row of a numpy table, what is the same for
 many trajectories an index into a table of settings. A million dataclass objects would cost several
-times their tokens. This module knows nothing of sampling or eviction. It owns one invariant:
-unpacking gives back exactly what was packed.
+times their tokens. It owns one invariant: unpacking gives back exactly what was packed.
 """
 
 import itertools

@@ -2,9 +2,8 @@
 """A finished round: what it brought, what it measured, and when.
 
 `RoundCommit` is what a searcher commits and the buffer takes in; `RoundReport` is what the logs
-keep of it. This module knows nothing of how rounds are made or where they are stored. It owns two
-invariants: a commit that `check_commit` lets pass counts every response once, and a commit that was
-packed for a file comes back exactly.
+keep of it. It owns two invariants: a commit that `check_commit` lets pass counts every response
+once, and a commit that was packed for a file comes back exactly.
 """
 
 import dataclasses

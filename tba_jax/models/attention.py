@@ -4,8 +4,8 @@
 One switch, `Implementation`, chooses who computes it. "xla" is the einsum here, everywhere. On 2
 CPU cores its gradient takes 5 % less processor time than that of `jax.nn.dot_product_attention`
 with the same masks (256 rows of 28, 4 heads of 16; and 8 rows of 256, 8 query on 2 key/value heads
-of 64), its forward pass the same. It knows neither layers nor parameters. The invariant it owns: a
-masked key has weight exactly 0, and a row without any valid key gives finite numbers.
+of 64), its forward pass the same. The invariant it owns: a masked key has weight exactly 0, and a
+row without any valid key gives finite numbers.
 """
 
 from typing import Literal, NamedTuple

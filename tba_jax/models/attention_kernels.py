@@ -3,9 +3,8 @@
 
 Whole sequences go through jax's own splash attention. Its decode kernels (paged, ragged) return no
 log-sum-exp, which our two-part cache needs to merge its parts, hence one small kernel here: it
-reads of each slot's cache only the blocks that the slot has filled. It knows neither layers nor
-when which kernel is used. The invariant it owns: the numbers of `attention.attend`, whatever the
-padding holds.
+reads of each slot's cache only the blocks that the slot has filled. The invariant it owns: the
+numbers of `attention.attend`, whatever the padding holds.
 
 Compiled for TPU v5e and v5p and checked in interpret mode; nobody has measured them on a TPU, so
 nothing uses them unless asked to. On other devices they run interpreted: correct and very slow.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of whole sequences: classifiers and reward models on the trunk of `transformer`.
 
-It does not know what the labels mean, nor tokenizers. The invariant it owns: a row's scores depend
-on its valid tokens only, wherever they lie in the row.
+The invariant it owns: a row's scores depend on its valid tokens only, wherever they lie in the row.
 """
 
 from typing import Any

@@ -3,9 +3,8 @@
 
 Learned positions, layer norm after each half of a layer, exact GELU. Parameters are plain nested
 dicts of arrays with the layers stacked on a leading axis. A setting of config.json that is not
-implemented is refused by name. It does not know tokenizers, and nothing is trained here. The
-invariant it owns: what a row gives depends on its valid tokens alone, not on
-where the padding lies, how much of it there is, or what stands in it.
+implemented is refused by name. The invariant it owns: what a row gives depends on its valid tokens
+alone, not on where the padding lies, how much of it there is, or what stands in it.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@
 
 The forward pass visits the table block by block and keeps a running maximum and sums for each
 token. The backward pass, written by hand, makes the same blocks again, so logits exist for one
-block of the vocabulary and one chunk of the tokens at a time. It knows arrays, not models, meshes
-or losses. The invariant it owns: nothing it makes has a token axis and the whole vocabulary.
+block of the vocabulary and one chunk of the tokens at a time. The invariant it owns: nothing it
+makes has a token axis and the whole vocabulary.
 
 A block of logits is [vocabulary, tokens]: sums over the vocabulary then run over the major axis,
 where every lane of a vector unit is another token. In the backward pass blocks are the outer loop

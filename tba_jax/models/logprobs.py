@@ -2,9 +2,8 @@
 """Token log-probs of given responses: the one definition used for policy and reference.
 
 The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
-at every response token including the end-of-sequence token.
-`fused_logprobs` sees to it that logits exist for a block of the vocabulary at a time.
-This module does not know who sampled the responses or what loss follows.
+at every response token including the end-of-sequence token. `fused_logprobs` sees to it that logits
+exist for a block of the vocabulary at a time.
 """
 
 from typing import Any

@@ -5,8 +5,8 @@ Adapters are a tree like that of the parameters, with two leaves A and B for eac
 one, stacked over layers. They are float32 whatever the base is stored in: they are few, and an
 update may be too small for anything less. This module splits and joins the two trees, makes fresh
 adapters, merges them into plain parameters, and knows one base from another; `transformer` computes
-with them. It knows neither optimisers nor who holds which tree. The invariant it owns: a base with
-fresh adapters computes what the base alone does, bit for bit.
+with them. The invariant it owns: a base with fresh adapters computes what the base alone does, bit
+for bit.
 
 Reference: arXiv:2106.09685.
 """

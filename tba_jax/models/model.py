@@ -2,7 +2,7 @@
 """A language model, classifier or reward model of a Hugging Face folder or hub id.
 
 `load` gives all of it; `describe` reads config.json alone, for whoever must know the architecture
-before the weights are placed, or needs no weights. It does not know what a model is for.
+before the weights are placed, or needs no weights.
 """
 
 import dataclasses

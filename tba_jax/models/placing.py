@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fill one large array under a sharding from pieces on the host, a bounded block at a time.
 
-Each device receives its own part of a piece and writes it into its shard in place; no process
-needs another one. It knows neither files nor models. The invariant it owns: beyond the array and
-two blocks in flight nothing is held, on the host or on a device.
+Each device receives its own part of a piece and writes it into its shard in place; no process needs
+another one. The invariant it owns: beyond the array and two blocks in flight nothing is held, on
+the host or on a device.
 """
 
 import functools

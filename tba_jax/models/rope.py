@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotary position embedding: its frequencies, their scalings, and the rotation.
 
-It knows no model and no config.json. The invariant it owns: dimensions i and i + width / 2 of the
-rotated part of a head turn together (the halves convention of Hugging Face checkpoints); what lies
-beyond the rotated part passes unchanged.
+The invariant it owns: dimensions i and i + width / 2 of the rotated part of a head turn together
+(the halves convention of Hugging Face checkpoints); what lies beyond the rotated part passes
+unchanged.
 """
 
 import math

@@ -3,9 +3,8 @@
 
 Parameters are stored divided over `fsdp` and `model`. A program gathers those of one layer over
 `fsdp` when it reaches that layer, in the dtype it computes in, and gives their gradient back
-divided; the division over `model` stays through every matrix product. It knows the axes of the
-models and the table of `sharding`, not what is computed with them. The invariant it owns: no more
-than one layer, and the tables at both ends, are ever whole over `fsdp`.
+divided; the division over `model` stays through every matrix product. The invariant it owns: no
+more than one layer, and the tables at both ends, are ever whole over `fsdp`.
 """
 
 import functools

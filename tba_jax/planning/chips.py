@@ -4,8 +4,8 @@
 Peak rates are those of the vendors' pages, given per JAX device (one chip). `hbm_bytes` is what the
 compiler lets a program use, as it names it when a program needs more (libtpu 0.0.52): a little less
 than the chip has. `ici_bytes_per_s` is half the bidirectional bandwidth that the pages give: what a
-chip sends when all its links are busy. It knows no model and no config. The invariant it owns: a
-rate that nobody published is 0 and is never used as one.
+chip sends when all its links are busy. The invariant it owns: a rate that nobody published is 0 and
+is never used as one.
 
 References:
     cloud.google.com/tpu/docs/v5e, /v5p, /v6e; NVIDIA data sheets of A100, H100 and H200 (SXM, dense

@@ -12,8 +12,8 @@ FLOPs are those of matrix products (dot and convolution, two per multiply-add), 
 Bytes are what instructions read and write in device memory; a fusion is one instruction, a slice
 costs its result and an update in place costs the update. On TPU, buffers in VMEM cost nothing.
 Custom calls without a cost estimate are named in `uncounted`. The text is that of one device of a
-partitioned program, so all figures are per device. It knows HLO and no model or chip. The invariant
-it owns: nothing is counted twice, and what is not counted is named.
+partitioned program, so all figures are per device. The invariant it owns: nothing is counted twice,
+and what is not counted is named.
 """
 
 import dataclasses

@@ -2,9 +2,9 @@
 """ReplayBuffer: what the searchers found, and which of it the trainer sees next.
 
 Responses are kept per prompt, deduplicated by exact tokens, bounded per prompt and in total bytes.
-The trainer's merge is its only writer. This module knows nothing of models, losses or how rounds
-are made. It owns two invariants: every response that entered is accounted for (the ledger), and a
-restored buffer makes the same next draws as the one that was saved.
+The trainer's merge is its only writer. It owns two invariants: every response that entered is
+accounted for (the ledger), and a restored buffer makes the same next draws as the one that was
+saved.
 """
 
 import threading

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outbox: where a searcher leaves its finished rounds, and where the trainer picks them up.
 
-Each searcher has one; it is the only thing a searcher writes. This module knows neither how a
-round is made nor what becomes of it. It owns the invariant that a round is a transaction: its
-groups, the prompt-iterator state after it and the next round number change together or not at all,
-so that after a resume an unfinished round is done again and a finished one is not.
+Each searcher has one; it is the only thing a searcher writes. It owns the invariant that a round is
+a transaction: its groups, the prompt-iterator state after it and the next round number change
+together or not at all, so that after a resume an unfinished round is done again and a finished one
+is not.
 """
 
 import threading

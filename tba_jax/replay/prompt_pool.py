@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromptPool: prompts drawn at random without replacement, in epochs, while the set changes.
 
-It knows nothing of what a prompt holds. It owns one invariant: between two `recycle` calls no
-prompt is drawn twice, whatever is added or discarded meanwhile, at a constant cost per operation.
+It owns one invariant: between two `recycle` calls no prompt is drawn twice, whatever is added or
+discarded meanwhile, at a constant cost per operation.
 """
 
 from collections.abc import Collection, Iterable

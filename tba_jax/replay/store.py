@@ -2,9 +2,8 @@
 """TrajectoryStore: a million responses in memory at little more than the bytes of their tokens.
 
 Scalars lie in one numpy table, token ids and log-probs as bytes; each prompt lists its rows and
-indexes them by their token bytes. This module knows nothing of sampling, recency or reasons for
-eviction. It owns two invariants: a prompt never holds the same response twice, and no operation
-costs more the more is stored (`smallest` amortised).
+indexes them by their token bytes. It owns two invariants: a prompt never holds the same response
+twice, and no operation costs more the more is stored (`smallest` amortised).
 """
 
 import heapq

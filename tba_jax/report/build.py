@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of a run: report.html and plots/*.png, made from what its work directory holds.
 
-It does not know what the page looks like. It owns one invariant: the page is a single file,
-replaced whole.
+It owns one invariant: the page is a single file, replaced whole.
 """
 
 import os

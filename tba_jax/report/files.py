@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run left in its work directory, read back.
 
-These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing. It does
-not know how any of it was made, nor what is drawn of it.
+These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 """The page of a run's report as HTML text.
 
 It takes what a run left behind (`Run`) and its pictures as PNG bytes, leaves out what is missing
-and says so. It knows nothing of files. It owns one invariant: the page fetches nothing and runs no
-script, and every text in it is escaped, because model outputs may hold anything.
+and says so. It owns one invariant: the page fetches nothing and runs no script, and every text in
+it is escaped, because model outputs may hold anything.
 """
 
 import base64

@@ -2,9 +2,9 @@
 """The figures of a run's report, drawn from the lines of metrics.jsonl and schedule.jsonl.
 
 A figure is a function of a run and a theme that returns a matplotlib Figure, or None when the run
-holds nothing to draw. This module knows nothing of files or HTML. It owns one invariant: no
-global matplotlib state (no pyplot), so it may run in any thread and beside anything else.
-matplotlib is imported on first use, because it would slow every start of the program.
+holds nothing to draw. It owns one invariant: no global matplotlib state (no pyplot), so it may run
+in any thread and beside anything else. matplotlib is imported on first use, because it would slow
+every start of the program.
 """
 
 import dataclasses

@@ -3,8 +3,7 @@
 
 A function is named "package.module:function" or "path/to/file.py:function". It gets `prompts`,
 `completions`, `completion_ids` and every further column of the data as keyword lists, as far as its
-signature takes them, and returns one float or None per completion. This module does not know
-processes, deadlines or how several functions are combined, and imports neither jax nor
+signature takes them, and returns one float or None per completion. It imports neither jax nor
 transformers. Invariant: whatever the function does, the caller gets an Outcome, never an exception.
 """
 

@@ -4,8 +4,7 @@ r"""Reward for competition mathematics: the last \boxed{...} of a response, comp
 Only reward processes import this module: it needs the package math-verify (extra `math`), and
 importing that must be over before the clock of the first item starts. Its own time limits are
 switched off: they turn a slow comparison into a silent "wrong", whereas the reward pool's deadline
-counts it. It does not know tasks or the pool. Invariant: a response without a boxed answer is
-wrong, whatever else it says.
+counts it. Invariant: a response without a boxed answer is wrong, whatever else it says.
 """
 
 import logging

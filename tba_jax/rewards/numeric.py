@@ -3,9 +3,8 @@
 
 A reward function has TRL's signature: `prompts` and `completions` (the responses' texts, without
 special tokens) and one keyword argument per data column, each a list of the same length; it returns
-one number per response. This module knows no tasks, tokenizers or arrays, and imports only the
-standard library, because reward processes import it. Invariant: a text is graded the same way
-whether it is the response or the gold answer.
+one number per response. It imports only the standard library, because reward processes import it.
+Invariant: a text is graded the same way whether it is the response or the gold answer.
 """
 
 import re

@@ -3,8 +3,8 @@
 
 Only reward processes import this module: it needs the package reasoning-gym. A problem is made
 again from data set, seed and index, so that what the scorer needs to know about it need not travel.
-It does not know prompts' formats or the pool. Invariant: a response is scored for the very question
-that was asked; if the package makes another one of the same seed, that is an error.
+Invariant: a response is scored for the very question that was asked; if the package makes another
+one of the same seed, that is an error.
 """
 
 import functools

@@ -2,10 +2,9 @@
 """Learned rewards: a sequence classifier with one label as a source of rewards.
 
 The score of a prompt and its response, read at the response's last token by a jitted program, on
-the devices its weights lie on; several divide them. It does not know tasks, the policy or who
-learned the reward.
-Invariant: a response gets the same score whatever else is in the call, up to float32 rounding, and
-every item comes back with a finite number or a named reason.
+the devices its weights lie on; several divide them. Invariant: a response gets the same score
+whatever else is in the call, up to float32 rounding, and every item comes back with a finite number
+or a named reason.
 """
 
 import functools

@@ -5,8 +5,8 @@ A checkpoint holds the train state (arrays, sharded) and the host state: the rep
 outboxes, the prompt streams, the counters. Plain Orbax items keep only process 0's host content, so
 host state goes through `HostStateHandler`: one file per process inside the same composite save.
 Processes meet through the coordination service of `jax.distributed` alone, never through a program
-on devices that searchers work on. This module does not know what the states mean. It owns the
-invariant that a checkpoint is either complete or invisible, and that nothing on disk is pickled.
+on devices that searchers work on. It owns the invariant that a checkpoint is either complete or
+invisible, and that nothing on disk is pickled.
 """
 
 import asyncio

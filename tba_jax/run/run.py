@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the parts of one run as they are connected, and the state that belongs to none of them.
 
-Drivers, the main command and replays work on a Run; `build` makes one. It knows every part, not
-how to make them. Its invariant: what `host_state` saves, `restore` puts back.
+Drivers, the main command and replays work on a Run; `build` makes one. Its invariant: what
+`host_state` saves, `restore` puts back.
 """
 
 import dataclasses

@@ -2,9 +2,8 @@
 """PromptStream: the endless, shuffled, resumable stream of a task's training prompts.
 
 Grain does the sharding, the shuffling and the position; this module turns a problem's index into a
-tokenized Prompt. It does not know rewards, models or who consumes the prompts. Invariants: a
-stream restored from `state()` continues with exactly the prompts that would have come, and a
-prompt that does not fit is refused or skipped and counted, never cut.
+tokenized Prompt. Invariants: a stream restored from `state()` continues with exactly the prompts
+that would have come, and a prompt that does not fit is refused or skipped and counted, never cut.
 
 Prompts are tokenized when they are taken, so that starting costs nothing. Grain is imported when
 the first stream is made, for the sake of commands that need none.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reference log-probs where a searcher makes its responses: one jitted program and its weights.
 
-It knows the one definition of log-probs and where the reference lies, not who asks. The invariant:
-what it returns for a response is what the trainer would compute for it with the same weights.
+The invariant: what it returns for a response is what the trainer would compute for it with the same
+weights.
 """
 
 import functools

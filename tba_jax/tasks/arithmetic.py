@@ -10,9 +10,9 @@ hashing, so there is no data file; an expression belongs to the evaluation split
 split by a hash of its own text, so no evaluation expression is ever seen in pretraining or in
 reinforcement learning, whatever the seeds.
 
-The module also writes the responses that the embedded start model was pretrained on. It does not
-know models, tokenizers, rewards or configs, and imports neither jax nor transformers. It owns one
-invariant: `problem(index, split)` is the same expression on every machine and in every release.
+The module also writes the responses that the embedded start model was pretrained on. It imports
+neither jax nor transformers. It owns one invariant: `problem(index, split)` is the same expression
+on every machine and in every release.
 """
 
 import hashlib

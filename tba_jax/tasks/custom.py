@@ -2,8 +2,8 @@
 """The `custom` task: the user's own prompts, from files or the hub, graded by the user's reward.
 
 A row has a column `prompt`, a text or a list of chat messages, and whatever columns the reward
-functions want. It does not know tokenizers, chat templates or rewards. Invariant: all rows have the
-same columns and the same kind of prompt, and no prompt is both trained on and held out.
+functions want. Invariant: all rows have the same columns and the same kind of prompt, and no prompt
+is both trained on and held out.
 """
 
 import functools

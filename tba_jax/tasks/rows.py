@@ -2,9 +2,8 @@
 """Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". This module does not know what the
-columns mean. Invariant: every row comes with the place it is from (file and line), so that whoever
-refuses it can name that.
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Invariant: every row comes with the
+place it is from (file and line), so that whoever refuses it can name that.
 """
 
 import functools

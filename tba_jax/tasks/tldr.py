@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model.
 
-It does not know which model gives the reward. Invariant: a problem's index is its row in the file.
+Invariant: a problem's index is its row in the file.
 """
 
 from typing import Any

@@ -10,9 +10,8 @@ ones, once each; what good means exactly is `rewards.digests`, which training ne
 not occur; theirs are the references that win rates compare with. Posts are made from their index,
 so there is no data file.
 
-It does not know models, tokenizers or how rewards are learned, and imports neither jax nor
-transformers. Invariant: `problem(index, split)` is the same text on every machine and in every
-release.
+It imports neither jax nor transformers. Invariant: `problem(index, split)` is the same text on
+every machine and in every release.
 """
 
 import random

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A learned log Z(x): a linear head on the policy's own view of the prompt.
 
-The alternative to VarGrad where groups are small or of mixed origin. It knows the model and the
-layout of a batch; it does not know objectives or optimisers. The invariant it owns: the estimate
-depends on the prompt's tokens alone, not on padding or on any response.
+The alternative to VarGrad where groups are small or of mixed origin. The invariant it owns: the
+estimate depends on the prompt's tokens alone, not on padding or on any response.
 """
 
 from typing import Any, NamedTuple

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning-rate schedules and the optimisers that follow them, out of parts of optax.
 
-It knows names and numbers of a config and the names of parameters, not objectives, meshes or
-steps. The invariant it owns: `learning_rate` and `weight_decay` mean the same for every optimiser
-(the root mean square of a settled update; decay times learning rate, on matrices only).
+The invariant it owns: `learning_rate` and `weight_decay` mean the same for every optimiser (the
+root mean square of a settled update; decay times learning rate, on matrices only).
 """
 
 from typing import Any

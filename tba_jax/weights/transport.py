@@ -3,8 +3,8 @@
 
 A publication is an immutable `(version, params)` pair in the rollout dtype. It is never an alias of
 train state, whose buffers the next donated train step deletes. Two transports give searchers the
-same `latest()`: in memory, and through Orbax checkpoints in the work directory. This module does
-not know what the params compute. Its invariant: a reader sees a complete version or the one before.
+same `latest()`: in memory, and through Orbax checkpoints in the work directory. Its invariant: a
+reader sees a complete version or the one before.
 """
 
 import json

@@ -3,8 +3,7 @@
 
 The library checks a file but copies every tensor it reads and wants all of them at once to write;
 here tensors are views of the mapped file, whose pages the system can drop, and are written one
-after the other. It does not know models or indexes of several files. The invariant it owns: a
-header that was accepted describes bytes that are there.
+after the other. The invariant it owns: a header that was accepted describes bytes that are there.
 """
 
 import json

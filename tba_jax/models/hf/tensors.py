@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How one tensor of a Hugging Face checkpoint lies in our leaves.
 
-It knows no architecture and no names. The invariant it owns: `join(split(x)) == x` bit for bit.
+The invariant it owns: `join(split(x)) == x` bit for bit.
 """
 
 from collections.abc import Sequence
