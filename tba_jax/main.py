@@ -22,6 +22,7 @@ from ml_collections import config_flags
 
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import local_folder, parse_flags
+from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
@@ -67,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
     workdir = local_folder(_WORKDIR.value or default_workdir(config))
     if _DRY_RUN.value:
         print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
+        for line in notes(config):
+            print(f"note: {line}", file=sys.stderr)
         return 0
     events = None
     if _REPLAY_SCHEDULE.value:

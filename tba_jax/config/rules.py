@@ -78,21 +78,29 @@ def _driver(config: Config) -> None:
             "stale at its last fresh use, so the trainer would wait for ever",
             "Lower sync_period or raise it.",
         )
-    if config.driver == "sync":
+    if config.search.exact_lag:
         need(
             config.search.initial_fill == 0,
             "search.initial_fill",
             config.search.initial_fill,
-            "the synchronous driver searches exactly what the next steps need",
-            "Set --config.search.initial_fill=0.",
+            "an exact lag merges as many rounds at every publication, and has no room for more",
+            "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
-        need(
-            config.replay.pace == "off",
-            "replay.pace",
-            config.replay.pace,
-            "the synchronous driver has nobody to wait for",
-            "Set --config.replay.pace=off.",
-        )
+    if config.driver == "async" and config.replay.pace == "off":
+        for name, value, reason in (
+            (
+                "max_staleness",
+                config.replay.max_staleness,
+                "bounding the staleness of fresh slots makes the trainer wait",
+            ),
+            (
+                "max_reuse",
+                config.replay.max_reuse,
+                "when every response is used up the trainer must wait for new ones",
+            ),
+        ):
+            remedy = "Set --config.replay.pace=trainer."
+            need(not value, f"replay.{name}", value, reason, remedy)
 
 
 def _pod(config: Config) -> None:

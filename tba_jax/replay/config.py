@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tba_jax.settings import Section, field, need, share
+from tba_jax.settings import Section, field, share
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,9 @@ class ReplaySettings(Section):
     recency_prob: float = share(0.95, "m: probability that a slot draws from the newest data")
     fresh_window: int = field(1, "merges that count as newest", at_least=1)
     pace: Literal["off", "trainer"] = field(
-        "off", "off: a slot short of fresh data becomes replay; trainer: the trainer waits"
+        "off",
+        "off: a slot short of fresh data becomes replay; trainer: the trainer waits (with "
+        "driver=sync it never has to)",
     )
     priority_temperature: float = field(
         math.inf, "replay draws responses ~ softmax(reward / this)", above=0
@@ -34,19 +36,3 @@ class ReplaySettings(Section):
     max_staleness: int = field(
         0, "fresh slots wait for data at most this many steps stale; 0: off", at_least=0
     )
-
-    def check(self) -> None:
-        need(
-            not self.max_staleness or self.pace == "trainer",
-            "replay.max_staleness",
-            self.max_staleness,
-            "bounding the staleness of fresh slots makes the trainer wait",
-            "Set --config.replay.pace=trainer.",
-        )
-        need(
-            not self.max_reuse or self.pace == "trainer",
-            "replay.max_reuse",
-            self.max_reuse,
-            "when every response is used up the trainer must wait for new ones",
-            "Set --config.replay.pace=trainer.",
-        )

@@ -136,10 +136,15 @@ def build(
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
     outboxes = [Outbox(outbox_bytes) for _ in range(mine)]
 
+    # One thread cannot wait for itself: what is missing becomes replay.
+    pace = config.replay.pace if config.driver == "async" else "off"
+
     def make_buffer() -> ReplayBuffer:
         # Hosts draw apart from one another; one host draws what a single process would.
         seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, cluster.process_id)
-        share = dataclasses.replace(config.replay, max_bytes=config.replay.max_bytes // num_hosts)
+        share = dataclasses.replace(
+            config.replay, max_bytes=config.replay.max_bytes // num_hosts, pace=pace
+        )
         return ReplayBuffer(**dataclasses.asdict(share), seed=seed)
 
     buffer = make_buffer()
@@ -241,7 +246,7 @@ def build(
             cluster,
             num_prompts=config.batch.num_prompts,
             recency_prob=config.replay.recency_prob,
-            pace=config.replay.pace,
+            pace=pace,
             seed=config.seed,
             num_steps=config.num_steps,
             sync_period=config.sync_period,

@@ -11,6 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
+from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
@@ -81,6 +82,8 @@ def _open(config: Config, workdir: Path, cluster: Cluster, start_s: float) -> Ru
         metric=task.metric,
         console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
     )
+    for line in notes(config):
+        progress.note(line)
     try:
         return build(
             config,

@@ -67,8 +67,9 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     """Search, merge, train in one thread until the last step or an interruption.
 
     Every `sync_period` steps the weights are published, each searcher does as many rounds as the
-    next steps need, and the outboxes are merged. With `search.exact_lag` D the merge takes the
-    rounds of D publications ago (the first D ones train on version 0 data drawn ahead).
+    next steps need (before the first one at least `search.initial_fill` responses), and the
+    outboxes are merged. With `search.exact_lag` D the merge takes the rounds of D publications ago
+    (the first D ones train on version 0 data drawn ahead).
     """
     trainer, config = run.trainer, run.config
     rounds = rounds_per_sync(run)
@@ -92,9 +93,10 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                         searcher.step()
             ahead = lag + 1 if step == 0 else 1
             for _ in range(rounds * ahead):
-                for searcher in run.searchers:
-                    did_round = searcher.step()
-                    assert did_round  # weights are published, and the outbox has no bound here
+                _search(run)
+            if step == 0:
+                while _num_drawn(run) < config.search.initial_fill and not interrupted():
+                    _search(run)
             merge_start = run.clock()
             reports = trainer.merge(rounds if lag else None)
             extra = {
@@ -112,6 +114,19 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
         sync = trainer.plan.sync
         if after_step(run, values, extra):
             extra = {}
+
+
+def _search(run: Run) -> None:
+    """One round of each searcher."""
+    for searcher in run.searchers:
+        did_round = searcher.step()
+        assert did_round  # weights are published, and the outbox has no bound here
+
+
+def _num_drawn(run: Run) -> int:
+    """Responses that this host's searchers drew, beside those that were given."""
+    generated = sum(outbox.counts.generated for outbox in run.outboxes)
+    return generated - sum(searcher.num_given for searcher in run.searchers)
 
 
 def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:

@@ -169,10 +169,12 @@ def make_decoder(
         config.search.max_new_tokens, config.eval.max_new_tokens
     )
     if longest > model_config.max_positions:
+        half = model_config.max_positions // 2
         raise ValueError(
             f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
-            f"was made for {model_config.max_positions}; lower config.task.max_prompt_tokens or "
-            "config.search.max_new_tokens and config.eval.max_new_tokens"
+            f"was made for {model_config.max_positions}; lower both, for example "
+            f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half} "
+            f"--config.eval.max_new_tokens={half}"
         )
     return Decoder(
         model_config,

@@ -53,8 +53,9 @@ def _prompt(
             return None
         raise ValueError(
             f"{where} has {len(tokens)} tokens, more than "
-            f"task.max_prompt_tokens = {max_prompt_tokens}; raise that, or leave such prompts out "
-            f"with task.long_prompts=skip. It begins: {text[:80]!r}"
+            f"task.max_prompt_tokens = {max_prompt_tokens}; set --config.task.max_prompt_tokens to "
+            f"{len(tokens)} or more, or leave such prompts out with "
+            f"--config.task.long_prompts=skip. It begins: {text[:80]!r}"
         )
     return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
 

@@ -151,8 +151,10 @@ def test_no_field_is_dead():
             "wait for ever",
         ),
         ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
-        ({"driver": "sync", "replay.pace": "trainer"}, "has nobody to wait for"),
-        ({"driver": "sync", "search.initial_fill": 5}, "searches exactly what the next steps need"),
+        (
+            {"driver": "sync", "search.initial_fill": 5, "search.exact_lag": 1},
+            "initial_fill = 5: an exact lag merges as many rounds at every publication",
+        ),
         ({"objective.beta_final": 0.1, "objective.beta_steps": 5}, "a constant beta does not move"),
         ({"objective.beta_schedule": "linear"}, "objective.beta_steps = 0"),
         ({"optimizer.schedule": "wsd"}, "optimizer.decay_steps = 0"),
@@ -377,7 +379,7 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
     [
         ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name=tb"),
         ({"placement": "pod"}, "hosts of a pod have replay buffers of their own"),
-        ({"driver": "sync", "replay.pace": "off", "search.exact_lag": 2}, "search.exact_lag=0"),
+        ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
 )
 def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):

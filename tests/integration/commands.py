@@ -19,7 +19,7 @@ SMALL = (
     "eval.period=4",
     "checkpoint.period=4",
 )
-SYNC = ("driver=sync", "replay.pace=off")
+SYNC = ("driver=sync",)
 
 
 def command(workdir, *overrides, config="configs/math.py", flags=()):

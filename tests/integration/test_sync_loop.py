@@ -197,11 +197,14 @@ def check_given(workdir):
 
 
 def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
-    out = given_run(tmp_path / "run", *SYNC, "num_steps=2", cache=cache)
+    options = (*SYNC, "num_steps=2", "search.initial_fill=100")
+    out = given_run(tmp_path / "run", *options, cache=cache)
+    assert "replay.pace=trainer has no effect: with driver=sync" in out
     assert "160 given responses come first, in 3 rounds" in out
     check_given(tmp_path / "run")
     ledger = json.loads((tmp_path / "run" / "report.json").read_text())["ledger"]
-    assert ledger["generated"] == 160 + 2 * 4 * 16
+    # Two rounds for the fill, of which the first step takes one's worth, and one for the second.
+    assert ledger["generated"] == 160 + 3 * 4 * 16
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_a_pythia_preset_trains_on_shrunken_models(preset, devices, cache, tmp_p
 @pytest.mark.slow
 def test_the_miniature_runs_and_evaluate_agrees(cache, tmp_path, capsys):
     workdir = tmp_path / "run"
-    overrides = ("driver=sync", "replay.pace=off", "task.num_eval_prompts=32")
+    overrides = ("driver=sync", "task.num_eval_prompts=32")
     done = run(workdir, *overrides, cache=cache, config="configs/tldr.py")
     assert done.returncode == 0, done.stderr
     after = json.loads((workdir / "report.json").read_text())["eval"]["after"]

@@ -116,7 +116,8 @@ def test_resume_continues_exactly(taken):
 def test_too_long_prompt_is_refused_with_its_row():
     message = (
         "train problem 6 of task counting has 60 tokens, more than task.max_prompt_tokens = 40; "
-        ".*It begins: 'problem 6!!!"
+        "set --config.task.max_prompt_tokens to 60 or more, or leave such prompts out with "
+        "--config.task.long_prompts=skip.*It begins: 'problem 6!!!"
     )
     with pytest.raises(ValueError, match=message):
         make_stream(CountingTask(8, long=[6])).take(8)

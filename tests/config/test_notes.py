@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run says which settings it does not follow, or not to their end."""
+
+import pytest
+
+from tba_jax.config.command_line import override
+from tba_jax.config.notes import notes
+from tba_jax.config.presets import names
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, make_config
+
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_preset_runs_in_one_thread_by_that_flag_alone(name):
+    config = override(None, [f"--config={name}", "--config.driver=sync"])
+    validate(config)
+    waits = config.replay.pace == "trainer"
+    said = [note for note in notes(config) if "driver=sync" in note]
+    assert [note.split(" ")[0] for note in said] == ["replay.pace=trainer"] * waits
+
+
+def test_miniatures_and_the_default_have_nothing_to_say():
+    for name in ("math", "tldr", "redteam"):
+        assert notes(override(None, [f"--config={name}"])) == []
+    assert notes(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "num_steps", "said"),
+    [
+        (
+            "math:gsm8k",
+            20,
+            [
+                "optimizer.schedule=wsd: the run ends after 20 of the 50 steps of warm-up",
+                "objective.beta_steps=500: the run ends after 20 of them, at 0.0136 on the way "
+                "from 0.014 to 0.004",
+            ],
+        ),
+        (
+            "math:gsm8k",
+            500,
+            ["optimizer.schedule=wsd: the run ends after 100 of the 600 steps of decay"],
+        ),
+        ("math:math", 50, ["reference.reset_period=50: the run ends before the first reset"]),
+        ("math:math", 51, []),
+        (
+            "tldr:toy",
+            15,
+            [
+                "objective.beta_schedule=linear_then_jump: the run ends before the jump to 0.1 at "
+                "step 15"
+            ],
+        ),
+        ("tldr:toy", 16, []),
+        (
+            "redteam:toy",
+            5,
+            ["optimizer.schedule=linear: the run ends after 5 of the 5 steps of warm-up"],
+        ),
+    ],
+)
+def test_a_shortened_run_says_what_it_does_not_reach(name, num_steps, said):
+    assert notes(override(None, [f"--config={name}", f"--config.num_steps={num_steps}"])) == said
+
+
+def test_a_run_that_ends_at_the_peak_says_when_the_decay_would_begin():
+    fields = {"schedule": "wsd", "warmup_steps": 5, "stable_steps": 20, "decay_steps": 10}
+    fields = {f"optimizer.{name}": value for name, value in fields.items()}
+    (note,) = notes(make_config({**fields, "num_steps": 25}))
+    assert note.endswith("ends at the peak, at step 25; the decay would begin at step 25")
+    assert notes(make_config({**fields, "num_steps": 35})) == []
+
+
+def test_temperatures_say_how_far_they_get():
+    fields = {"reward_temperature": 2.0, "reward_temperature_steps": 200}
+    fields = {f"objective.{name}": value for name, value in fields.items()}
+    (note,) = notes(make_config(fields))
+    assert note == (
+        "objective.reward_temperature_steps=200: the run ends after 100 of them, at 1.5 on the way "
+        "from 2.0 to 1.0"
+    )
