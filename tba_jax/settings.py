@@ -55,6 +55,7 @@ def field(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
+    among: tuple[str, ...] = (),
     on_resume: bool = False,
 ) -> T:
     """A field of a section.
@@ -63,10 +64,11 @@ def field(
         default: its default.
         meaning: what it means, in its unit.
         at_least, above, at_most: bounds of a number; `above` is exclusive.
+        among: its choices, where they are found and no `Literal` could name them.
         on_resume: whether a resumed run may change it: it decides what is logged, kept and risked,
             not what is computed.
     """
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "among": among}
     return dataclasses.field(
         default=default, metadata={"meaning": meaning, "on_resume": on_resume, **bounds}
     )
@@ -84,7 +86,7 @@ class Setting:
     Attributes:
         name: with its sections, as on the command line: "search.top_p".
         type: of its values.
-        default, meaning, on_resume, at_least, above, at_most: as given to `field`.
+        default, meaning, on_resume, at_least, above, at_most, among: as given to `field`.
     """
 
     name: str
@@ -95,11 +97,13 @@ class Setting:
     at_least: float | None
     above: float | None
     at_most: float | None
+    among: tuple[str, ...]
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Its values, if they are few; else ()."""
-        return typing.get_args(self.type) if typing.get_origin(self.type) is Literal else ()
+        is_literal = typing.get_origin(self.type) is Literal
+        return typing.get_args(self.type) if is_literal else self.among
 
     @property
     def rule(self) -> str:

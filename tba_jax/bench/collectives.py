@@ -193,8 +193,11 @@ def compiled_step(case: Case) -> Any:
     from tba_jax.flow.batch import Batch
     from tba_jax.models import transformer
     from tba_jax.models.scoring import Scoring
+    from tba_jax.train.objectives.tb import TrajectoryBalance
     from tba_jax.train.schedules import Schedule
-    from tba_jax.train.step import StepSettings, init_state, make_train_step, step_shardings
+    from tba_jax.train.state import init_state, step_shardings
+    from tba_jax.train.step import StepSettings, make_train_step
+    from tba_jax.train.target import Target
 
     config = transformer.TransformerConfig(
         vocab_size=case.vocab_size,
@@ -214,8 +217,8 @@ def compiled_step(case: Case) -> Any:
     schedule = optax.constant_schedule(1e-5)
     optimizer = optax.adamw(schedule)
     settings = StepSettings(
-        "tb",
-        Schedule(0.05),
+        TrajectoryBalance(),
+        Target(Schedule(0.05)),
         Scoring(
             chunk_tokens=num * case.group_size * case.response_tokens, compute_dtype="bfloat16"
         ),

@@ -32,10 +32,13 @@ from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.train import objectives
+from tba_jax.train.objectives.base import summed
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
-from tba_jax.train.step import StepSettings, TrainState, init_state, make_train_step
+from tba_jax.train.state import TrainState, init_state
+from tba_jax.train.step import StepSettings, make_train_step
+from tba_jax.train.target import Target
 
 
 def main(argv: Sequence[str]) -> int:
@@ -150,8 +153,8 @@ def _our_step(
     job: dict[str, Any],
 ) -> Any:
     settings = StepSettings(
-        "tb",
-        Schedule(job["beta"]),
+        TrajectoryBalance(),
+        Target(Schedule(job["beta"])),
         Scoring(compute_dtype=job["dtype"]),
         micro_batch_rows=job["micro_batch_rows"],
         remat=job["remat"],
@@ -179,10 +182,8 @@ def _naive_step(
         logprobs = jax.nn.log_softmax(logits[:, :-1])
         chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
         policy_logprob = chosen[:, -t:].sum(axis=1).reshape(p, k)
-        loss = objectives.tb_loss(
-            policy_logprob, batch.reference_logprob, batch.rewards, beta=job["beta"]
-        )
-        return loss.loss
+        data = summed(policy_logprob, batch.reference_logprob, batch.rewards)
+        return TrajectoryBalance()(data, job["beta"]).loss
 
     def step(state: TrainState, batch: Batch) -> Any:
         loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)

@@ -9,6 +9,7 @@ from tba_jax.devices.placement import MODES
 from tba_jax.rewards.kinds import kind_of
 from tba_jax.settings import need
 from tba_jax.tasks.registry import entry_of
+from tba_jax.train.objectives.registry import free_of_behavior, make_objective
 
 
 def validate(config: Config) -> None:
@@ -62,12 +63,13 @@ def _driver(config: Config) -> None:
     )
     if config.search.swap == "in_flight":
         need(
-            config.driver == "async" and config.objective.name == "tb",
+            config.driver == "async" and not make_objective(config.objective).needs_behavior,
             "search.swap",
             config.search.swap,
             "only the asynchronous driver publishes during a round, and only an objective that "
             "needs no behaviour policy permits a response of several versions",
-            "Set --config.search.swap=round, or --config.driver=async and objective.name=tb.",
+            "Set --config.search.swap=round, or --config.driver=async and objective.name to one of "
+            f"{', '.join(free_of_behavior())}.",
         )
     if config.replay.max_staleness:
         need(
@@ -124,12 +126,13 @@ def _pod(config: Config) -> None:
 def _start_data(config: Config) -> None:
     """Responses that the replay buffer is given before the first step."""
     need(
-        config.objective.name == "tb",
+        not make_objective(config.objective).needs_behavior,
         "task.start_path",
         config.task.start_path,
         "only an objective that needs no behaviour policy can train on responses that no policy "
         "of the run drew",
-        "Set --config.objective.name=tb, or leave --config.task.start_path empty.",
+        f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
+        "--config.task.start_path empty.",
     )
     need(
         not MODES[config.placement].spans_hosts,

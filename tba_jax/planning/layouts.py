@@ -30,7 +30,7 @@ from tba_jax.devices.sharding import Placement
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.run import modeling, placing
-from tba_jax.train.step import TrainState
+from tba_jax.train.state import TrainState
 
 # Weights of the next version arrive beside those in use, and programs need room: a group is made
 # larger where weights and cache would leave less than this share of the memory.

@@ -47,7 +47,8 @@ from tba_jax.run.training import (
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference
 from tba_jax.search.searcher import Searcher
-from tba_jax.train.step import TrainState, make_init_state, make_train_step
+from tba_jax.train.state import TrainState, make_init_state
+from tba_jax.train.step import make_train_step
 from tba_jax.train.trainer import Trainer
 
 

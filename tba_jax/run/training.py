@@ -13,29 +13,46 @@ from tba_jax.flow.packing import row_buckets
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.run.modeling import make_scoring, policy_config
+from tba_jax.settings import need
+from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.schedules import Schedule
-from tba_jax.train.step import StepSettings, StepShardings, TrainState, init_state, step_shardings
+from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
+from tba_jax.train.step import StepSettings
+from tba_jax.train.target import Target
 
 
 def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
-    """The settings of the training step."""
+    """The settings of the training step.
+
+    Raises:
+        ConfigError: the objective reads more of the reference than its placement gives.
+    """
     o = config.objective
 
-    def temperature(start: float, final: float, steps: int) -> Schedule:
+    def line(start: float, final: float, steps: int) -> Schedule:
         return Schedule(start, final, steps, "linear" if steps else "constant")
 
+    objective = make_objective(o)
+    need(
+        not objective.needs_token_reference or config.reference.placement == "trainer",
+        "reference.placement",
+        config.reference.placement,
+        f"objective.name={o.name} reads the reference token by token, and searchers keep sums",
+        "Set --config.reference.placement=trainer.",
+    )
     return StepSettings(
-        objective=o.name,
-        beta=Schedule(o.beta, o.beta_final, o.beta_steps, o.beta_schedule, o.beta_jump_step),
+        objective=objective,
+        target=Target(
+            Schedule(o.beta, o.beta_final, o.beta_steps, o.beta_schedule, o.beta_jump_step),
+            line(
+                o.reference_temperature,
+                o.reference_temperature_final,
+                o.reference_temperature_steps,
+            ),
+            line(o.reward_temperature, o.reward_temperature_final, o.reward_temperature_steps),
+        ),
         scoring=make_scoring(config, eos_ids),
-        scale=o.scale,
-        reference_temperature=temperature(
-            o.reference_temperature, o.reference_temperature_final, o.reference_temperature_steps
-        ),
-        reward_temperature=temperature(
-            o.reward_temperature, o.reward_temperature_final, o.reward_temperature_steps
-        ),
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
         micro_batch_rows=config.batch.micro_batch_rows,
@@ -88,7 +105,7 @@ def make_step_shardings(
         optimizer,
         mesh,
         keep_reference=config.reference.placement == "trainer",
-        learn_log_z=config.objective.log_z == "learned",
+        learn_log_z="log_z" in make_objective(config.objective).heads,
     )
 
 
@@ -102,6 +119,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
+    learns_log_z = "log_z" in make_objective(config.objective).heads
     policy = policy_config(config, model_config)
     if policy.adapters is None:
         params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
@@ -112,7 +130,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            log_z_size=model_config.hidden_size if config.objective.log_z == "learned" else 0,
+            log_z_size=model_config.hidden_size if learns_log_z else 0,
         ),
         params,
     )

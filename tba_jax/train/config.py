@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tba_jax.settings import Section, field, need, share
+from tba_jax.train.objectives.registry import make_objective, objective_names
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class BatchSettings(Section):
 class ObjectiveSettings(Section):
     """What is minimised."""
 
-    name: Literal["tb", "rloo", "online_dpo"] = field(
-        "tb", "tb: Trajectory Balance; baselines: rloo, online_dpo"
+    name: str = field(
+        "tb", "tb: Trajectory Balance; the others are baselines", among=objective_names()
     )
     group_size: int = field(16, "K: responses per prompt in a training group", at_least=2)
     beta: float = field(
@@ -93,11 +94,11 @@ class ObjectiveSettings(Section):
                 f"Set --config.objective.{name}_steps to the number of steps.",
             )
         need(
-            self.log_z == "vargrad" or self.name == "tb",
+            self.log_z == "vargrad" or "log_z" in make_objective(self).heads,
             "objective.log_z",
             self.log_z,
-            "only Trajectory Balance has a log Z to learn",
-            "Set --config.objective.name=tb or --config.objective.log_z=vargrad.",
+            f"objective.name={self.name} has no log Z to learn",
+            "Set --config.objective.log_z=vargrad.",
         )
 
 

@@ -1,41 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs and gradients of a batch, row by row and in micro-batches.
 
-It knows rows that can be scored in any number at a time, and an objective over groups of them; it
-does not know what a row holds, which objective it is, or what is done with a gradient. The
-invariant it owns: how rows are cut into micro-batches changes neither result beyond rounding.
+It knows rows that can be scored in any number at a time, and a loss of the groups in them; it does
+not know what a row holds, which objective it is, or what is done with a gradient. The invariant it
+owns: how rows are cut into micro-batches changes neither result beyond rounding.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tba_jax.train import objectives
+from tba_jax.train.rows import Responses, Rows, Tokens
 
-
-class Rows(NamedTuple):
-    """A batch as rows that can be scored in any number at a time, padded or packed.
-
-    Attributes:
-        inputs: arrays of n rows each, what `score` reads.
-        score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
-        counted: bool [n t], the tokens that count in log pi(y|x).
-        behavior: [n t], log-probs of the sampler.
-        is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
-        sums: [n t] -> [p k], sum over each response.
-        rows_per_prompt: K where the rows of a prompt lie side by side, 0 where they do not.
-    """
-
-    inputs: Any
-    score: Callable[[Any, Any], Float[Array, "m t"]]
-    counted: Array
-    behavior: Array
-    is_current: Array
-    sums: Callable[[Array], Float[Array, "p k"]]
-    rows_per_prompt: int
+LossOf = Callable[[Float[Array, "m t"], Tokens, Responses], Float[Array, ""]]
+"""(the policy's token log-probs, what else is known of these rows) -> their part of the loss."""
 
 
 def num_micro_batches(rows: Rows, wanted: int) -> int:
@@ -44,7 +25,7 @@ def num_micro_batches(rows: Rows, wanted: int) -> int:
     Raises:
         ValueError: they do not divide the rows.
     """
-    num_rows = rows.counted.shape[0]
+    num_rows = rows.tokens.counted.shape[0]
     if wanted and num_rows % wanted:
         raise ValueError(
             f"a batch of {num_rows} rows cannot be cut into micro-batches of {wanted}; make "
@@ -53,60 +34,43 @@ def num_micro_batches(rows: Rows, wanted: int) -> int:
     return num_rows // wanted if wanted else 1
 
 
-Objective = Callable[..., objectives.Loss]
-"""(policy log-probs [p k], whatever else it reads of the groups) -> loss."""
-
-
 def gradients(
-    rows: Rows,
-    params: Any,
-    objective: Objective,
-    groups: tuple[Array, ...],
-    num: int,
-    num_parts: int = 1,
+    rows: Rows, params: Any, loss_of: LossOf, responses: Responses, num: int, num_parts: int = 1
 ) -> tuple[Float[Array, "n t"], Any]:
-    """(token log-probs of all rows, gradients of the objective by the parameters).
+    """(token log-probs of all rows, gradients of the loss by the parameters).
 
     Args:
         rows: the batch.
         params: of the policy.
-        objective: (policy log-probs [p k], *groups) -> loss, a mean over prompts.
-        groups: what else the objective reads of the groups, [p k] or [p 1] each.
+        loss_of: the loss of whole groups; over disjoint groups it adds up to the batch's.
+        responses: of the batch.
         num: micro-batches.
         num_parts: into how many parts devices divide the rows.
     """
-
-    def weigh(token_logprobs: Array, counted: Array, groups: tuple[Array, ...]) -> Array:
-        """Gradient of the objective by each token's log-prob."""
-
-        def loss(x: Array) -> Array:
-            return objective(rows.sums(x * counted), *groups).loss
-
-        return jax.grad(loss)(token_logprobs)
+    # Gradient of the loss by each token's log-prob.
+    weigh = jax.grad(loss_of)
 
     def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
         return jax.vjp(lambda p: rows.score(p, inputs), params)
 
     if num == 1:
         token_logprobs, pull = pull_of(rows.inputs)
-        return token_logprobs, pull(weigh(token_logprobs, rows.counted, groups))[0]
+        return token_logprobs, pull(weigh(token_logprobs, rows.tokens, responses))[0]
 
     def add(total: Any, pull: Callable[[Array], tuple[Any]], weights: Array) -> Any:
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, pull(weights)[0])
 
-    num_rows, size = rows.counted.shape[0], rows.rows_per_prompt
+    num_rows, size = rows.tokens.counted.shape[0], rows.rows_per_prompt
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     if size and num_rows // num % (size * num_parts) == 0:
 
         def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
-            inputs, counted, groups = xs
+            (inputs, tokens), responses = xs
             token_logprobs, pull = pull_of(inputs)
-            # The mean of a micro-batch is over num times fewer prompts.
-            weights = weigh(token_logprobs, counted, groups) / num
-            return add(total, pull, weights), token_logprobs
+            return add(total, pull, weigh(token_logprobs, tokens, responses)), token_logprobs
 
-        xs = _cut((rows.inputs, rows.counted), num, size), _cut(groups, num, 1)
-        total, scored = jax.lax.scan(one_pass, first, (*xs[0], xs[1]))
+        xs = _cut((rows.inputs, rows.tokens), num, size), _cut(responses, num, 1)
+        total, scored = jax.lax.scan(one_pass, first, xs)
         token_logprobs = _joined(scored, size)
     else:
 
@@ -116,7 +80,7 @@ def gradients(
             return add(total, pull, weights), None
 
         token_logprobs = score_all(rows, params, num)
-        weights = weigh(token_logprobs, rows.counted, groups)
+        weights = weigh(token_logprobs, rows.tokens, responses)
         total, _ = jax.lax.scan(second_pass, first, _cut((rows.inputs, weights), num, 1))
     return token_logprobs, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
 

@@ -22,7 +22,7 @@ from tba_jax.flow.rounds import RoundReport
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
-from tba_jax.train.step import TrainState
+from tba_jax.train.state import TrainState
 from tba_jax.weights.transport import Transport
 
 

@@ -183,7 +183,10 @@ def test_no_field_is_dead():
             {"objective.reward_temperature_final": 2.0},
             "objective.reward_temperature_final = 2.0: a temperature that is constant does not",
         ),
-        ({"objective.log_z": "learned", "objective.name": "rloo"}, "only Trajectory Balance has a"),
+        (
+            {"objective.log_z": "learned", "objective.name": "rloo"},
+            "name=rloo has no log Z",
+        ),
         ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
         ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
         ({"task.name": "redteam"}, "Set --config.search.ownership=any"),
@@ -377,7 +380,7 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name=tb"),
+        ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name to one of tb"),
         ({"placement": "pod"}, "hosts of a pod have replay buffers of their own"),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],

@@ -29,8 +29,10 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
 from tba_jax.run.placing import open_sites
 from tba_jax.run.searching import make_references
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
+from tba_jax.train.state import init_state, make_init_state, step_shardings
+from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
 from tba_jax.weights.transport import CheckpointTransport, MemoryTransport, MergingTransport
 
@@ -189,7 +191,7 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
 def test_a_learned_log_z_is_trained_beside_adapters():
     schedule = optax.constant_schedule(0.05)
     optimizer = optax.adam(schedule)
-    settings = replace(SETTINGS, scale="paper")
+    settings = replace(SETTINGS, objective=TrajectoryBalance("paper", "learned"))
     base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
     policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
     shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, learn_log_z=True)

@@ -21,7 +21,8 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.step import init_state, make_init_state, make_train_step, step_shardings
+from tba_jax.train.state import init_state, make_init_state, step_shardings
+from tba_jax.train.step import make_train_step
 
 # Every axis divides by 8, but for two key/value heads.
 CONFIG = tiny_config(

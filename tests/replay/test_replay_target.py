@@ -15,7 +15,8 @@ import optax
 import pytest
 from fake_rounds import make_buffer, make_commit
 
-from tba_jax.train import objectives
+from tba_jax.train.objectives.base import summed
+from tba_jax.train.objectives.tb import TrajectoryBalance
 
 STRINGS = list(itertools.product(range(4), repeat=4))
 INDEX = {string: i for i, string in enumerate(STRINGS)}
@@ -50,7 +51,7 @@ def distance_after_training(*, recency_prob):
         def loss(logits):
             policy = jax.nn.log_softmax(logits)[indices]
             rows = jnp.asarray(reference)[indices], jnp.asarray(reward)[indices]
-            return objectives.tb_loss(policy, *rows, beta=BETA).loss
+            return TrajectoryBalance()(summed(policy, *rows), BETA).loss
 
         updates, state = optimizer.update(jax.grad(loss)(logits), state)
         return optax.apply_updates(logits, updates), state

@@ -13,7 +13,9 @@ from fakes import random_params, tiny_config
 from test_step import SETTINGS, make_batch
 
 from tba_jax.train.heads import LogZHead, init_head, log_z
-from tba_jax.train.step import init_state, make_train_step
+from tba_jax.train.objectives.tb import TrajectoryBalance
+from tba_jax.train.state import init_state
+from tba_jax.train.step import make_train_step
 
 CONFIG = tiny_config()
 
@@ -61,7 +63,7 @@ def learned_step():
     optimizer = optax.multi_transform(
         {"frozen": optax.set_to_zero(), "head": optax.adam(schedule)}, ("frozen", "head")
     )
-    settings = replace(SETTINGS, scale="paper")
+    settings = replace(SETTINGS, objective=TrajectoryBalance("paper", "learned"))
     return optimizer, make_train_step(CONFIG, optimizer, schedule, settings)
 
 

@@ -8,7 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.train import objectives
+from tba_jax.train.objectives.base import summed, tb_residual, vargrad_log_z
+from tba_jax.train.objectives.online_dpo import OnlineDpo
+from tba_jax.train.objectives.rloo import Rloo
+from tba_jax.train.objectives.tb import TrajectoryBalance
+
+TB, PAPER = TrajectoryBalance(), TrajectoryBalance("paper")
 
 
 @pytest.fixture
@@ -28,20 +33,20 @@ def test_loss_is_zero_and_log_z_exact_at_the_enumerated_optimum():
     log_z = np.log(np.sum(np.exp(reference + reward / beta), axis=1))
     policy = reference + reward / beta - log_z[:, None]
     with jax.enable_x64(True):
-        loss = objectives.tb_loss(
-            jnp.asarray(policy), jnp.asarray(reference), jnp.asarray(reward), beta=beta
-        )
-        np.testing.assert_allclose(loss.tb_loss, 0.0, atol=1e-25)
-        np.testing.assert_allclose(loss.log_z, log_z, rtol=1e-14)
+        loss = TB(summed(jnp.asarray(policy), jnp.asarray(reference), jnp.asarray(reward)), beta)
+        np.testing.assert_allclose(loss.metrics["tb_loss"], 0.0, atol=1e-25)
+        np.testing.assert_allclose(loss.metrics["log_z"], log_z.mean(), rtol=1e-14)
+        residual = tb_residual(policy, reference, reward, beta=beta)
+        np.testing.assert_allclose(vargrad_log_z(jnp.asarray(residual)), log_z, rtol=1e-14)
 
 
 def test_paper_loss_is_k_times_population_variance_of_the_scores(group):
     policy, reference, reward = group
     beta = 0.1
     scores = np.asarray(reward) / beta - (np.asarray(policy) - np.asarray(reference))
-    loss = objectives.tb_loss(policy, reference, reward, beta=beta, scale="paper")
+    loss = PAPER(summed(policy, reference, reward), beta)
     np.testing.assert_allclose(loss.loss, scores.var(axis=1).mean(), rtol=1e-5)
-    advantage = objectives.tb_loss(policy, reference, reward, beta=beta)
+    advantage = TB(summed(policy, reference, reward), beta)
     np.testing.assert_allclose(advantage.loss, beta / 2 * loss.loss, rtol=1e-6)
 
 
@@ -51,7 +56,7 @@ def test_gradient_is_centred_reinforce_with_the_kl_inside_the_reward(group):
     kl = policy - reference
     centred = (reward - reward.mean(1, keepdims=True)) - beta * (kl - kl.mean(1, keepdims=True))
     expected = -centred / policy.size
-    got = jax.grad(lambda p: objectives.tb_loss(p, reference, reward, beta=beta).loss)(policy)
+    got = jax.grad(lambda p: TB(summed(p, reference, reward), beta).loss)(policy)
     # float32, values of order 0.1
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
@@ -59,8 +64,8 @@ def test_gradient_is_centred_reinforce_with_the_kl_inside_the_reward(group):
 def test_gradient_on_policy_equals_rloo_up_to_the_leave_one_out_factor(group):
     policy, reference, reward = group
     k = policy.shape[1]
-    tb = jax.grad(lambda p: objectives.tb_loss(p, reference, reward, beta=0.2).loss)(policy)
-    rloo = jax.grad(lambda p: objectives.rloo_loss(p, reference, reward, beta=0.2).loss)(policy)
+    tb = jax.grad(lambda p: TB(summed(p, reference, reward), 0.2).loss)(policy)
+    rloo = jax.grad(lambda p: Rloo()(summed(p, reference, reward), 0.2).loss)(policy)
     np.testing.assert_allclose(tb * k / (k - 1), rloo, atol=1e-6)
 
 
@@ -72,7 +77,7 @@ def test_rloo_advantage_against_numpy(group):
     for i, j in itertools.product(range(3), range(5)):
         others = [regularised[i, m] for m in range(5) if m != j]
         expected[i, j] = regularised[i, j] - np.mean(others)
-    got = jax.grad(lambda p: objectives.rloo_loss(p, group[1], group[2], beta=beta).loss)(group[0])
+    got = jax.grad(lambda p: Rloo()(summed(p, group[1], group[2]), beta).loss)(group[0])
     np.testing.assert_allclose(got, -expected / expected.size, atol=1e-6)
 
 
@@ -89,9 +94,9 @@ def test_online_dpo_gradient_against_numpy_and_finite_differences(group):
         return total / 3
 
     args = (group[1], jnp.asarray(reward, jnp.float32))
-    got = objectives.online_dpo_loss(group[0], *args, beta=beta)
+    got = OnlineDpo()(summed(group[0], *args), beta)
     np.testing.assert_allclose(got.loss, loss(policy), rtol=1e-6)
-    grad = jax.grad(lambda p: objectives.online_dpo_loss(p, *args, beta=beta).loss)(group[0])
+    grad = jax.grad(lambda p: OnlineDpo()(summed(p, *args), beta).loss)(group[0])
     step = 1e-6
     for at in np.ndindex(policy.shape):
         shifted = [policy.copy(), policy.copy()]
@@ -106,7 +111,7 @@ def test_online_dpo_gradient_against_numpy_and_finite_differences(group):
 
 def test_online_dpo_does_not_move_the_reference(group):
     policy, reference, reward = group
-    grad = jax.grad(lambda r: objectives.online_dpo_loss(policy, r, reward, beta=0.1).loss)
+    grad = jax.grad(lambda r: OnlineDpo()(summed(policy, r, reward), 0.1).loss)
     np.testing.assert_array_equal(grad(reference), 0.0)
 
 
@@ -114,11 +119,11 @@ def test_stopping_the_gradient_of_log_z_changes_nothing(group):
     policy, reference, reward = group
 
     def without_stop(p):
-        residual = objectives.tb_residual(p, reference, reward, beta=0.5)
+        residual = tb_residual(p, reference, reward, beta=0.5)
         return jnp.mean(jnp.square(residual - residual.mean(1, keepdims=True)))
 
     def with_stop(p):
-        return objectives.tb_loss(p, reference, reward, beta=0.5, scale="paper").loss
+        return PAPER(summed(p, reference, reward), 0.5).loss
 
     np.testing.assert_allclose(
         jax.grad(with_stop)(policy), jax.grad(without_stop)(policy), atol=1e-6
@@ -130,7 +135,7 @@ def test_adding_a_constant_to_a_prompts_rewards_changes_nothing(group):
     shift = jnp.array([[3.0], [-1.0], [0.5]])
 
     def grad(r):
-        return jax.grad(lambda p: objectives.tb_loss(p, reference, r, beta=1.0).loss)(policy)
+        return jax.grad(lambda p: TB(summed(p, reference, r), 1.0).loss)(policy)
 
     np.testing.assert_allclose(grad(reward), grad(reward + shift), atol=1e-6)
 
@@ -139,54 +144,30 @@ def test_two_prompts_in_a_batch_equal_each_alone(group):
     # The official code reshapes (k, -1) rows laid out prompt by prompt and averages axis 0, which
     # mixes prompts as soon as a micro-batch holds two of them.
     policy, reference, reward = group
-    together = objectives.tb_loss(policy, reference, reward, beta=0.1)
-    for i in range(3):
-        alone = objectives.tb_loss(
-            policy[i : i + 1], reference[i : i + 1], reward[i : i + 1], beta=0.1
-        )
-        np.testing.assert_allclose(together.log_z[i], alone.log_z[0], rtol=1e-6)
+    together = TB(summed(policy, reference, reward), 0.1)
+    residual = tb_residual(policy, reference, reward, beta=0.1)
+    alone = [TB(summed(*(x[i : i + 1] for x in group)), 0.1) for i in range(3)]
+    np.testing.assert_allclose(together.loss, np.mean([x.loss for x in alone]), rtol=1e-6)
+    log_z = vargrad_log_z(residual)
+    np.testing.assert_allclose(log_z, [x.metrics["log_z"] for x in alone], rtol=1e-6)
 
     def buggy_log_z(residual):
         p, k = residual.shape
         mean = -residual.reshape(-1).reshape(k, -1).mean(0)
         return jnp.tile(mean, k).reshape(p, k)[:, 0]
 
-    wrong = buggy_log_z(together.residual)
-    assert np.abs(np.asarray(wrong - together.log_z)).max() > 1.0
+    wrong = buggy_log_z(residual)
+    assert np.abs(np.asarray(wrong - log_z)).max() > 1.0
 
 
 def test_responses_may_be_permuted(group):
     policy, reference, reward = group
     order = jnp.array([3, 1, 4, 0, 2])
-    plain = objectives.tb_loss(policy, reference, reward, beta=0.1)
-    permuted = objectives.tb_loss(policy[:, order], reference[:, order], reward[:, order], beta=0.1)
-    np.testing.assert_allclose(permuted.residual, plain.residual[:, order], rtol=1e-6)
+    plain = TB(summed(policy, reference, reward), 0.1)
+    permuted = TB(summed(policy[:, order], reference[:, order], reward[:, order]), 0.1)
     np.testing.assert_allclose(permuted.loss, plain.loss, rtol=1e-5)
-
-
-def test_off_policy_stats():
-    policy = jnp.log(jnp.array([[0.5, 0.25], [0.125, 0.125]]))
-    same = objectives.off_policy_stats(policy, policy)
-    np.testing.assert_allclose(same.ess_fraction, 1.0, rtol=1e-6)
-    np.testing.assert_allclose(same.log_ratio_p50, 0.0, atol=1e-7)
-    weights = np.array([4.0, 1.0, 1.0, 1.0])
-    behavior = policy - jnp.log(jnp.asarray(weights.reshape(2, 2), jnp.float32))
-    stats = objectives.off_policy_stats(policy, behavior)
-    np.testing.assert_allclose(
-        stats.ess_fraction, weights.sum() ** 2 / (4 * (weights**2).sum()), rtol=1e-5
-    )
-    np.testing.assert_allclose(stats.log_ratio_p95, np.quantile(np.log(weights), 0.95), rtol=1e-5)
-
-
-def test_tempered_target_is_the_papers_log_reward():
-    reference, reward = jnp.array([[-3.0, -5.0]]), jnp.array([[-0.2, -1.0]])
-    scaled = objectives.tempered_target(
-        reference, reward, reference_temperature=1.5, reward_temperature=2.0
-    )
-    residual = objectives.tb_residual(jnp.zeros((1, 2)), *scaled, beta=0.05)
-    # log R = (log p_ref / gamma + log R_tox / beta) / T_r; the residual is -log R for log pi = 0
-    expected = -(np.array([[-3.0, -5.0]]) / 1.5 + np.array([[-0.2, -1.0]]) / 0.05) / 2.0
-    np.testing.assert_allclose(residual, expected, rtol=1e-6)
+    for name, value in plain.metrics.items():
+        np.testing.assert_allclose(permuted.metrics[name], value, rtol=1e-5)
 
 
 def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
@@ -194,9 +175,7 @@ def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
     reward, log_z = jnp.array([[0.5, 0.0]]), jnp.array([0.7])
 
     def loss(log_z):
-        return objectives.tb_loss(
-            policy, reference, reward, beta=0.5, scale="paper", log_z=log_z
-        ).loss
+        return PAPER(summed(policy, reference, reward, log_z), 0.5).loss
 
     residual = np.array([-1.0 + 1.5 - 1.0, -2.0 + 1.0])
     np.testing.assert_allclose(loss(log_z), np.mean((residual + 0.7) ** 2), rtol=1e-6)

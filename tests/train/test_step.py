@@ -15,13 +15,22 @@ from fakes import random_params, tiny_config
 from tba_jax.flow.batch import Batch
 from tba_jax.flow.packing import pack_rows
 from tba_jax.models.scoring import Scoring
+from tba_jax.train.objectives.registry import make_objective
+from tba_jax.train.objectives.rloo import Rloo
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
-from tba_jax.train.step import StepSettings, init_state, make_train_step
+from tba_jax.train.state import init_state
+from tba_jax.train.step import StepSettings, make_train_step
+from tba_jax.train.target import Target
 
 CONFIG = tiny_config()
 SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)
-SETTINGS = StepSettings("tb", Schedule(0.1), SCORING)
+SETTINGS = StepSettings(TrajectoryBalance(), Target(Schedule(0.1)), SCORING)
+
+
+def named(name):
+    return make_objective(SimpleNamespace(name=name))
 
 
 def slow(*values):
@@ -92,7 +101,7 @@ def assert_close_metrics(got, expected):
 )
 def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
     batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
-    settings = replace(SETTINGS, objective=objective)
+    settings = replace(SETTINGS, objective=named(objective))
     expected, expected_metrics = run_step(batch, settings)
     got, metrics = run_step(batch, replace(settings, micro_batch_rows=micro_batch_rows))
     assert_close_states(got, expected)
@@ -179,7 +188,7 @@ def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
 def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
     # Equal gradients up to K / (K - 1) wherever the data come from (paper, section 3.3).
     _, tb = run_step(make_batch())
-    _, rloo = run_step(make_batch(), replace(SETTINGS, objective="rloo"))
+    _, rloo = run_step(make_batch(), replace(SETTINGS, objective=Rloo()))
     np.testing.assert_allclose(rloo["train/grad_norm"], tb["train/grad_norm"] * 4 / 3, rtol=1e-4)
 
 
@@ -224,7 +233,7 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     rows = packed(batch)
     assert rows.tokens.size < batch.tokens.size * 1.5 and (rows.segments[-1] == 0).all()
     scoring = replace(SCORING, mask_eos=True, eos_ids=(3, 7))
-    settings = replace(SETTINGS, objective=objective, scoring=scoring)
+    settings = replace(SETTINGS, objective=named(objective), scoring=scoring)
     expected, expected_metrics = run_step(batch, settings)
     got, metrics = run_step(rows, replace(settings, micro_batch_rows=micro_batch_rows))
     assert_close_states(got, expected)
@@ -327,11 +336,12 @@ def test_remat_and_micro_batches_take_less_memory():
 
 def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
     expected, expected_metrics = run_step(make_batch())
-    off = replace(
-        SETTINGS,
-        reference_temperature=Schedule(1.0, 1.0, 7, "linear"),
-        reward_temperature=Schedule(1.0, 1.0, 3, "linear"),
+    target = Target(
+        Schedule(0.1),
+        Schedule(1.0, 1.0, 7, "linear"),
+        Schedule(1.0, 1.0, 3, "linear"),
     )
+    off = replace(SETTINGS, target=target)
     state, metrics = run_step(make_batch(), off)
     assert metrics.keys() == expected_metrics.keys()
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
@@ -339,11 +349,8 @@ def test_temperatures_that_are_off_leave_the_numbers_as_they_are():
 
 def test_temperatures_move_with_the_step_and_scale_the_target():
     batch = make_batch()
-    settings = replace(
-        SETTINGS,
-        reference_temperature=Schedule(1.0, 2.0, 4, "linear"),
-        reward_temperature=Schedule(2.0, 1.0, 4, "linear"),
-    )
+    target = Target(Schedule(0.1), Schedule(1.0, 2.0, 4, "linear"), Schedule(2.0, 1.0, 4, "linear"))
+    settings = replace(SETTINGS, target=target)
     optimizer, step = sgd_step(settings)
     _, plain = sgd_step(SETTINGS)
     params = random_params(CONFIG)

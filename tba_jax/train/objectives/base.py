@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an objective is: a value that makes a loss of groups of responses.
+
+Arrays in, a scalar and metrics out. An objective does not know where log-probs come from, how rows
+are padded or packed, or that a batch is worked on in parts. Two invariants stand here: nothing is
+averaged across prompts before log Z is taken, and every mean is over the whole batch.
+"""
+
+import abc
+from collections.abc import Mapping
+from typing import ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Totals(NamedTuple):
+    """What a whole batch holds; all scalars, float32.
+
+    Attributes:
+        prompts: p.
+        responses: sum of the weights.
+        tokens: those that count, each with the weight of its response.
+    """
+
+    prompts: Float[Array, ""]
+    responses: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+
+class GroupData(NamedTuple):
+    """K responses to each of p prompts: a batch, or the whole groups of a part of it.
+
+    Token arrays are 0 at padding. Gradients flow through both forms of the policy's log-probs.
+
+    Attributes:
+        policy_logprob: [p k], log pi(y|x), summed over the tokens that count.
+        policy_token_logprobs: [p k t].
+        behavior_token_logprobs: [p k t], of the distribution actually sampled from.
+        reference_logprob: [p k], log pi_ref(y|x), summed.
+        reference_token_logprobs: [p k t]; None unless the trainer scores the reference.
+        mask: [p k t], the tokens that count.
+        reward: [p k], raw, not divided by beta.
+        weight: [p k], how often each response was drawn.
+        length: [p k], tokens of each response.
+        log_z: [p], learned; None without that head.
+        totals: of the whole batch.
+    """
+
+    policy_logprob: Float[Array, "p k"]
+    policy_token_logprobs: Float[Array, "p k t"]
+    behavior_token_logprobs: Float[Array, "p k t"]
+    reference_logprob: Float[Array, "p k"]
+    reference_token_logprobs: Float[Array, "p k t"] | None
+    mask: Bool[Array, "p k t"]
+    reward: Float[Array, "p k"]
+    weight: Float[Array, "p k"]
+    length: Int[Array, "p k"]
+    log_z: Float[Array, " p"] | None
+    totals: Totals
+
+    def mean_over_prompts(self, x: Float[Array, " p"]) -> Float[Array, ""]:
+        """The part of the whole batch's mean that is of these prompts; parts add up."""
+        return jnp.sum(x) / self.totals.prompts
+
+    def mean_over_responses(self, x: Float[Array, "p k"]) -> Float[Array, ""]:
+        """The same over responses, each with its weight."""
+        return jnp.sum(x * self.weight) / self.totals.responses
+
+    def mean_over_tokens(self, x: Float[Array, "p k t"]) -> Float[Array, ""]:
+        """The same over the tokens that count, each with the weight of its response."""
+        return jnp.sum(jnp.where(self.mask, x, 0) * self.weight[..., None]) / self.totals.tokens
+
+
+class Loss(NamedTuple):
+    """A scalar to minimise and what is worth logging about it.
+
+    Attributes:
+        loss: float32 scalar; gradients flow through the policy's log-probs and a learned log Z.
+        metrics: scalars, gradient stopped, logged as "train/NAME".
+    """
+
+    loss: Float[Array, ""]
+    metrics: Mapping[str, Float[Array, ""]]
+
+
+class Objective(abc.ABC):
+    """A frozen, hashable value. Means are `GroupData`'s, so that losses of parts add up.
+
+    Attributes:
+        needs_behavior: it assumes something of the sampler (that it is the current policy, or that
+            its log-probs are those of one policy), so responses that several versions or none of
+            the run's policies drew are refused.
+        needs_token_reference: it reads the reference token by token; only a reference that the
+            trainer scores is known so.
+    """
+
+    needs_behavior: ClassVar[bool]
+    needs_token_reference: ClassVar[bool] = False
+
+    @property
+    def heads(self) -> tuple[Literal["log_z"], ...]:
+        """What is learned beside the policy."""
+        return ()
+
+    @abc.abstractmethod
+    def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        """The loss.
+
+        Args:
+            data: the groups.
+            beta: KL coefficient, > 0; the target is pi_ref exp(r / beta).
+        """
+
+
+def summed(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    log_z: Float[Array, " p"] | None = None,
+) -> GroupData:
+    """A batch of which only sums are known: responses of one token, drawn by the policy itself."""
+    p, k = reward.shape
+    ones = jnp.ones((p, k), policy_logprob.dtype)
+    counts = [jnp.asarray(n, ones.dtype) for n in (p, p * k, p * k)]
+    return GroupData(
+        policy_logprob=policy_logprob,
+        policy_token_logprobs=policy_logprob[..., None],
+        behavior_token_logprobs=jax.lax.stop_gradient(policy_logprob)[..., None],
+        reference_logprob=reference_logprob,
+        reference_token_logprobs=reference_logprob[..., None],
+        mask=jnp.ones((p, k, 1), bool),
+        reward=reward,
+        weight=ones,
+        length=jnp.ones((p, k), jnp.int32),
+        log_z=log_z,
+        totals=Totals(*counts),
+    )
+
+
+def tb_residual(
+    policy_logprob: Float[Array, "p k"],
+    reference_logprob: Float[Array, "p k"],
+    reward: Float[Array, "p k"],
+    *,
+    beta: Float[Array, ""] | float,
+) -> Float[Array, "p k"]:
+    """Trajectory-balance residual of each response, up to log Z(x).
+
+    residual = log pi(y|x) - log pi_ref(y|x) - r(x, y) / beta
+
+    It is constant over y for a fixed prompt exactly when pi is the target
+    pi_ref * exp(r / beta) / Z.
+
+    Args:
+        policy_logprob: log pi(y|x), summed over response tokens; gradients flow here.
+        reference_logprob: log pi_ref(y|x), same tokens.
+        reward: raw reward, not divided by beta.
+        beta: KL coefficient, > 0.
+
+    Returns:
+        One residual per response, float32.
+
+    References:
+        TBA, arXiv:2503.18929, section 3.2.
+    """
+    return policy_logprob - reference_logprob - reward / beta
+
+
+def vargrad_log_z(residual: Float[Array, "p k"]) -> Float[Array, " p"]:
+    """VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
+
+    log_z(x) = -(1/K) sum_j residual(x, y_j), gradient stopped. Stopping the gradient changes
+    nothing as the centred residuals of a group sum to zero; it states the intent.
+
+    References:
+        TBA, arXiv:2503.18929, eq. 4; log-partition-variance form, arXiv:2302.05446.
+    """
+    return jax.lax.stop_gradient(-residual.mean(axis=1))
+
+
+def balance_metrics(
+    data: GroupData, residual: Float[Array, "p k"], log_z: Float[Array, " p"]
+) -> dict[str, Float[Array, ""]]:
+    """How far from balance the policy is, whatever is minimised; gradient stopped.
+
+    tb_loss is the mean of (residual + log_z)^2, residual_std its root, log_z the mean estimate.
+    """
+    residual, log_z = jax.lax.stop_gradient((residual, log_z))
+    tb_loss = data.mean_over_responses(jnp.square(residual + log_z[:, None]))
+    return {
+        "tb_loss": tb_loss,
+        "log_z": data.mean_over_prompts(log_z),
+        "residual_std": jnp.sqrt(tb_loss),
+    }

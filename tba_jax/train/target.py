@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target of training, pi_ref exp(r / beta) and its tempered forms, at every step."""
+
+import dataclasses
+
+from jaxtyping import Array, Float
+
+from tba_jax.train.schedules import Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the policy is trained towards.
+
+    log R = [log pi_ref(y|x) / reference_temperature + r(x, y) / beta] / reward_temperature
+
+    A high reference temperature flattens the reference, so fluency counts less; a high reward
+    temperature flattens the whole target.
+
+    Attributes:
+        beta: KL coefficient, > 0.
+        reference_temperature: gamma, > 0.
+        reward_temperature: T_r, > 0.
+
+    References:
+        TBA, arXiv:2503.18929, section 3.1; temperatures: appendix B.3 (red-teaming).
+    """
+
+    beta: Schedule
+    reference_temperature: Schedule = Schedule(1.0)
+    reward_temperature: Schedule = Schedule(1.0)
+
+    def temperatures(self, step: Array | int) -> dict[str, Float[Array, ""]]:
+        """By name at a step; empty where the target is pi_ref exp(r / beta) throughout."""
+        if self.reference_temperature.is_always(1.0) and self.reward_temperature.is_always(1.0):
+            return {}
+        return {
+            "reference_temperature": self.reference_temperature.at(step),
+            "reward_temperature": self.reward_temperature.at(step),
+        }
+
+
+def tempered_target(
+    reference_logprob: Float[Array, "*groups"],
+    reward: Float[Array, "p k"],
+    *,
+    reference_temperature: Float[Array, ""] | float,
+    reward_temperature: Float[Array, ""] | float,
+) -> tuple[Float[Array, "*groups"], Float[Array, "p k"]]:
+    """(reference_logprob, reward) scaled so that an objective's target becomes a tempered one.
+
+    Args:
+        reference_logprob: log pi_ref, of tokens or responses.
+        reward: raw reward.
+        reference_temperature, reward_temperature: as in `Target`.
+    """
+    return (
+        reference_logprob / (reference_temperature * reward_temperature),
+        reward / reward_temperature,
+    )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objectives by name, and what every one of them must keep."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.train import objectives
+from tba_jax.train.objectives.base import GroupData, Totals
+from tba_jax.train.objectives.registry import free_of_behavior, make_objective, objective_names
+from tba_jax.train.objectives.tb import TrajectoryBalance
+
+
+def test_a_file_in_the_folder_is_an_objective(tmp_path, monkeypatch):
+    source = "\n".join(
+        (
+            "import dataclasses",
+            "@dataclasses.dataclass(frozen=True)",
+            "class Ours:",
+            "    scale: str",
+            "    clip: float = 0.2",
+            "OBJECTIVE = Ours",
+        )
+    )
+    (tmp_path / "ours.py").write_text(source)
+    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
+    assert "ours" in objective_names() and "base" not in objective_names()
+    made = make_objective(SimpleNamespace(name="ours", scale="paper", beta=0.5))
+    assert (made.scale, made.clip) == ("paper", 0.2)
+    monkeypatch.delitem(sys.modules, "tba_jax.train.objectives.ours")
+
+
+def test_settings_reach_the_objective():
+    made = make_objective(SimpleNamespace(name="tb", scale="paper", log_z="learned"))
+    assert made == TrajectoryBalance("paper", "learned") and made.heads == ("log_z",)
+    assert make_objective(SimpleNamespace(name="tb")).heads == ()
+    assert free_of_behavior() == ("tb",)
+
+
+def test_names_are_known_without_jax():
+    code = (
+        "import sys; from tba_jax.config.schema import Config; import tba_jax.config.rules;"
+        "from tba_jax.train.objectives.registry import objective_names;"
+        "print('tb' in objective_names(), 'jax' in sys.modules)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split() == ["True", "False"]
+
+
+def random_groups(p=4, k=3, t=5, seed=0):
+    """Unequal lengths and weights, drawn by something near the policy."""
+    rng = np.random.default_rng(seed)
+    length = rng.integers(1, t + 1, (p, k))
+    mask = np.arange(t) < length[..., None]
+    tokens = np.where(mask, rng.normal(-2, 1, (3, p, k, t)), 0).astype(np.float32)
+    weight = rng.integers(1, 4, (p, k)).astype(np.float32)
+    policy, behavior, reference = (jnp.asarray(x) for x in tokens)
+    return GroupData(
+        policy_logprob=policy.sum(-1),
+        policy_token_logprobs=policy,
+        behavior_token_logprobs=behavior,
+        reference_logprob=reference.sum(-1),
+        reference_token_logprobs=reference,
+        mask=jnp.asarray(mask),
+        reward=jnp.asarray(rng.normal(size=(p, k)), jnp.float32),
+        weight=jnp.asarray(weight),
+        length=jnp.asarray(length, jnp.int32),
+        log_z=None,
+        totals=Totals(*(jnp.float32(x) for x in (p, weight.sum(), (mask.sum(-1) * weight).sum()))),
+    )
+
+
+@pytest.mark.parametrize("name", objective_names())
+def test_losses_of_disjoint_groups_add_up_to_the_batchs(name):
+    """What lets a batch be worked on in parts; a plain mean in an objective would fail here."""
+    objective, data = make_objective(SimpleNamespace(name=name)), random_groups()
+    assert hash(objective) == hash(make_objective(SimpleNamespace(name=name)))
+    whole = objective(data, 0.3)
+    parts = [
+        objective(
+            GroupData(*(None if x is None else x[i : i + 1] for x in data[:-1]), data.totals), 0.3
+        )
+        for i in range(4)
+    ]
+    # float32 sums of a dozen numbers of order 1
+    np.testing.assert_allclose(sum(x.loss for x in parts), whole.loss, rtol=1e-5)
+    assert abs(float(whole.loss)) > 1e-3
+
+
+def test_means_count_a_response_as_often_as_it_was_drawn():
+    data = random_groups()
+    x = np.asarray(data.reward)
+    weight, mask = np.asarray(data.weight), np.asarray(data.mask)
+    expected = np.average(x, weights=weight)
+    np.testing.assert_allclose(data.mean_over_responses(data.reward), expected, rtol=1e-5)
+    tokens = np.broadcast_to(x[..., None], mask.shape)
+    expected = np.average(tokens, weights=mask * weight[..., None])
+    np.testing.assert_allclose(data.mean_over_tokens(jnp.asarray(tokens)), expected, rtol=1e-5)
+    np.testing.assert_allclose(data.mean_over_prompts(data.reward[:, 0]), x[:, 0].mean(), rtol=1e-5)
