@@ -23,7 +23,7 @@ import numpy as np
 import optax
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.flow.packing import left_pad
+from tba_jax.flow.padding import left_pad
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.logprobs import token_logprobs

@@ -134,6 +134,11 @@ class Planner:
         return self._hosts.num_processes
 
     @property
+    def share(self) -> int:
+        """Prompts of a batch that are this host's."""
+        return self._num_prompts // self.num_hosts
+
+    @property
     def host(self) -> int:
         """This process."""
         return self._hosts.process_id

@@ -17,7 +17,7 @@ import numpy as np
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import MetricFunction, Responses
 from tba_jax.flow.edit_distance import distinct_n, mean_pairwise_distance
-from tba_jax.flow.packing import bucket_length, length_buckets
+from tba_jax.flow.padding import bucket_length, length_buckets
 from tba_jax.flow.trajectory import Trajectory
 from tba_jax.models import encoder
 from tba_jax.models.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.flow.packing import bucket_length, left_pad
+from tba_jax.flow.padding import Padding
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
@@ -105,8 +105,7 @@ class ReferenceDistance:
         config: the architecture of both.
         reference_params: gives the reference weights, on the device that evaluates.
         scoring: whose temperature divides the logits of both in the divergences, as in training.
-        prompt_buckets, response_buckets: padded lengths that are compiled for.
-        pad_id: token id at padding.
+        padding: the shapes that are compiled for.
         site: the devices of policy and reference.
 
     References:
@@ -119,30 +118,21 @@ class ReferenceDistance:
         reference_params: Callable[[], Params],
         *,
         scoring: Scoring,
-        prompt_buckets: Sequence[int],
-        response_buckets: Sequence[int],
-        pad_id: int,
+        padding: Padding,
         site: Site = ANY_DEVICE,
     ) -> None:
         self._reference_params = reference_params
-        self._prompt_buckets = tuple(prompt_buckets)
-        self._response_buckets = tuple(response_buckets)
-        self._pad_id = pad_id
+        self._padding = padding
         self._vocab_size = config.vocab_size
         self._program = site.in_turn(make_distance_program(config, scoring))
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """The four means."""
         decoded = responses.decoded
-        n = decoded.lengths.shape[1]
-        lengths = decoded.lengths.reshape(-1)
-        t = bucket_length(int(lengths.max()), self._response_buckets)
-        s = bucket_length(max(len(p.tokens) for p in responses.prompts), self._prompt_buckets)
-        prompts = left_pad([p.tokens for p in responses.prompts], s, self._pad_id)
-        tokens = np.concatenate(
-            [np.repeat(prompts, n, axis=0), decoded.tokens.reshape(len(lengths), -1)[:, :t]], axis=1
-        )
-        prompt_lengths = np.repeat([len(p.tokens) for p in responses.prompts], n).astype(np.int32)
+        prompts = [p.tokens for p in responses.prompts]
+        groups = self._padding.rows(prompts, decoded.tokens, decoded.lengths)
+        tokens, t = groups.tokens.reshape(-1, groups.tokens.shape[-1]), groups.t
+        prompt_lengths, lengths = groups.prompt_lengths.reshape(-1), decoded.lengths.reshape(-1)
         reference = self._reference_params()
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
         parts = []

@@ -1,54 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws become batches: length buckets, padding, and several sequences to a row.
+"""Draws become batches: padded, or with several sequences to a row.
 
 It knows numpy and token ids. Invariant: every token, reward and log-prob of a draw is in its batch
 once, whatever the shape.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Draw, Trajectory
-
-
-def bucket_length(length: int, buckets: Sequence[int]) -> int:
-    """Smallest bucket that holds `length` tokens.
-
-    Raises:
-        ValueError: when no bucket is large enough.
-    """
-    for bucket in buckets:
-        if length <= bucket:
-            return bucket
-    raise ValueError(
-        f"a sequence of {length} tokens does not fit the largest length bucket {buckets[-1]}; "
-        "raise the length limit that the buckets were made from"
-    )
-
-
-def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
-    """Bucket lengths that halve from `max_length` down, ascending, multiples of 8 except the last.
-
-    Example: length_buckets(96, 3) == (24, 48, 96).
-    """
-    buckets = {max_length}
-    length = max_length
-    for _ in range(num_buckets - 1):
-        length = -(-length // 2)
-        buckets.add(min(max_length, -(-length // 8) * 8))
-    return tuple(sorted(buckets))
-
-
-def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray:
-    """int32 [b length]: each row right-aligned, `pad_id` before it."""
-    out = np.full((len(rows), length), pad_id, np.int32)
-    for i, row in enumerate(rows):
-        if len(row):
-            out[i, length - len(row) :] = row
-    return out
 
 
 def longest(draws: Sequence[Draw]) -> tuple[int, int]:
@@ -61,19 +26,14 @@ def longest(draws: Sequence[Draw]) -> tuple[int, int]:
 
 def pack_batch(
     draws: Sequence[Draw],
-    *,
-    prompt_buckets: Sequence[int],
-    response_buckets: Sequence[int],
-    pad_id: int,
+    padding: Padding,
     policy_temperature: float | None = None,
 ) -> Batch:
     """Stack p draws of K responses into one padded batch, at the smallest buckets that hold them.
 
     Args:
         draws: p draws, all with the same number K of trajectories.
-        prompt_buckets: ascending prompt lengths in tokens.
-        response_buckets: ascending response lengths in tokens.
-        pad_id: token id written at padding.
+        padding: the shapes to choose from.
         policy_temperature: what the policy's logits are divided by; None: what each response was
             drawn at.
 
@@ -81,10 +41,8 @@ def pack_batch(
         ValueError: when a prompt or response is longer than its largest bucket.
     """
     p, k = len(draws), len(draws[0].trajectories)
-    longest_prompt, longest_response = longest(draws)
-    prompt_len = bucket_length(longest_prompt, prompt_buckets)
-    response_len = bucket_length(longest_response, response_buckets)
-    tokens = np.full((p, k, prompt_len + response_len), pad_id, np.int32)
+    prompt_len, response_len = padding.lengths(*longest(draws))
+    tokens = np.full((p, k, prompt_len + response_len), padding.pad_id, np.int32)
     prompt_lengths = np.zeros((p, k), np.int32)
     response_lengths = np.zeros((p, k), np.int32)
     rewards = np.zeros((p, k), np.float32)
@@ -92,7 +50,7 @@ def pack_batch(
     behavior = np.zeros((p, k, response_len), np.float32)
     versions = np.zeros((p, k), np.int32)
     for i, draw in enumerate(draws):
-        prompt_tokens = left_pad([draw.prompt.tokens], prompt_len, pad_id)[0]
+        prompt_tokens = left_pad([draw.prompt.tokens], prompt_len, padding.pad_id)[0]
         for j, y in enumerate(draw.trajectories):
             n = len(y.response_tokens)
             tokens[i, j, :prompt_len] = prompt_tokens
@@ -193,3 +151,42 @@ def pack_rows(
         reference_logprob=of_each([y.reference_logprob for _, y in sequences], np.float32),
         versions=of_each([_version(y, policy_temperature) for _, y in sequences], np.int32),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How draws become a batch.
+
+    Attributes:
+        padding: the shapes of padded batches.
+        policy_temperature: as in `pack_batch`.
+        row_length: tokens of rows that hold several responses; 0: one response a row.
+        row_buckets: numbers of such rows that are compiled for.
+    """
+
+    padding: Padding
+    policy_temperature: float
+    row_length: int = 0
+    row_buckets: tuple[int, ...] = ()
+
+    def batch(
+        self, draws: Sequence[Draw], agree: Callable[[Sequence[int]], Sequence[int]]
+    ) -> Batch | PackedBatch:
+        """This host's rows.
+
+        Args:
+            draws: p draws of K responses.
+            agree: the largest of every host's lengths; not asked for packed rows.
+        """
+        if self.row_length:
+            return pack_rows(
+                draws,
+                row_length=self.row_length,
+                row_buckets=self.row_buckets,
+                pad_id=self.padding.pad_id,
+                policy_temperature=self.policy_temperature,
+            )
+        prompt, response = agree(longest(draws))
+        prompt, response = self.padding.lengths(prompt, response)
+        padding = Padding((prompt,), (response,), self.padding.pad_id)
+        return pack_batch(draws, padding, self.policy_temperature)

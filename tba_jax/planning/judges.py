@@ -23,7 +23,7 @@ from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.attacks import make_embed_program
 from tba_jax.evaluation.metrics import distance_rows, make_distance_program
-from tba_jax.flow.packing import length_buckets
+from tba_jax.flow.padding import length_buckets
 from tba_jax.models import encoder
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import on_mesh, param_shardings

@@ -21,7 +21,7 @@ from tba_jax.decoding.session import PREFILL_TOKENS
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import length_buckets
+from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from tba_jax.flow.packing import bucket_length, left_pad, length_buckets
+from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs

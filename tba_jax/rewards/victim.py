@@ -22,7 +22,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.flow.packing import length_buckets
+from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.classifiers import ResponseClassifier

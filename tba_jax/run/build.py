@@ -22,7 +22,6 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
@@ -31,7 +30,13 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.evaluating import make_evaluator, make_metrics
-from tba_jax.run.modeling import model_path, policy_config, sampling_settings, start_weights
+from tba_jax.run.modeling import (
+    make_padding,
+    model_path,
+    policy_config,
+    sampling_settings,
+    start_weights,
+)
 from tba_jax.run.placing import open_sites, place_run
 from tba_jax.run.repartition import repartition
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task
@@ -40,9 +45,9 @@ from tba_jax.run.searching import make_decoders, make_references, make_start_dat
 from tba_jax.run.training import (
     abstract_state,
     make_optimizer_from,
+    make_packing,
     make_step_settings,
     make_step_shardings,
-    packed_row_buckets,
 )
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference
@@ -98,8 +103,6 @@ def build(
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model_config, placement.trainer_mesh)
     optimizer, schedule = make_optimizer_from(config)
-    prompt_buckets = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)
-    response_buckets = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)
     checkpoints = Checkpoints(
         str(folder / "checkpoints"),
         keep=config.checkpoint.keep,
@@ -198,9 +201,7 @@ def build(
             ),
             num_slots=config.search.num_slots or None,
             in_flight=config.search.swap == "in_flight",
-            prompt_buckets=prompt_buckets,
-            response_buckets=response_buckets,
-            pad_id=tokenizer.pad_id,
+            padding=make_padding(config, tokenizer.pad_id),
             clock=clock,
             given=given if first_searcher + i == 0 else None,
         )
@@ -239,7 +240,7 @@ def build(
     frozen = (base,) if has_adapters else ()
     trainer = Trainer(
         state=state,
-        train_step=lambda state, batch: train_step(state, batch, *frozen),
+        train_step=lambda state, batch: train_step(state, place_batch(batch), *frozen),
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
@@ -253,16 +254,9 @@ def build(
             sync_period=config.sync_period,
             checkpoint_period=config.checkpoint.period,
         ),
-        num_prompts=config.batch.num_prompts,
         group_size=config.objective.group_size,
-        prompt_buckets=prompt_buckets,
-        response_buckets=response_buckets,
-        pad_id=tokenizer.pad_id,
-        policy_temperature=config.search.sampling_temperature,
-        packed_length=config.batch.packed_length,
-        row_buckets=packed_row_buckets(config),
+        packing=make_packing(config, tokenizer.pad_id),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
-        place_batch=place_batch,
         log_event=schedule_log.append,
         clock=clock,
     )

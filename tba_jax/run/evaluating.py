@@ -11,11 +11,10 @@ from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.evaluation.evaluator import Evaluator, MetricFunction
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
-from tba_jax.flow.packing import length_buckets
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource
-from tba_jax.run.modeling import make_rollout_scoring
+from tba_jax.run.modeling import make_padding, make_rollout_scoring
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.tasks.registry import Task, entry_of
 
@@ -42,15 +41,12 @@ def make_metrics(
     if gold is not None:
         metrics.append(WinRate(gold, tokenizer))
     if config.eval.reference_metrics:
-        buckets = config.batch.num_length_buckets
         metrics.append(
             ReferenceDistance(
                 model_config,
                 reference_params,
                 scoring=make_rollout_scoring(config, tokenizer.eos_ids),
-                prompt_buckets=length_buckets(config.task.max_prompt_tokens, buckets),
-                response_buckets=length_buckets(config.eval.max_new_tokens, buckets),
-                pad_id=tokenizer.pad_id,
+                padding=make_padding(config, tokenizer.pad_id, config.eval.max_new_tokens),
                 site=site,
             )
         )

@@ -15,7 +15,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.packing import length_buckets
+from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.scoring import Scoring
@@ -57,6 +57,16 @@ def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
     """The same where weights are the published ones: start data, and the distance to the start."""
     scoring = make_scoring(config, eos_ids)
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
+
+
+def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Padding:
+    """The padded lengths of prompts and of responses, of those drawn in training unless said."""
+    num = config.batch.num_length_buckets
+    return Padding(
+        length_buckets(config.task.max_prompt_tokens, num),
+        length_buckets(max_new_tokens or config.search.max_new_tokens, num),
+        pad_id,
+    )
 
 
 def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:

@@ -21,6 +21,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.modeling import (
     adapter_shardings,
     make_decoder,
+    make_padding,
     make_publication,
     make_rollout_scoring,
     make_scoring,
@@ -103,9 +104,7 @@ def make_start_data(
         program,
         prompts_per_round=search.prompts_per_round,
         samples_per_prompt=search.samples_per_prompt,
-        prompt_length=config.task.max_prompt_tokens,
-        max_new_tokens=search.max_new_tokens,
-        pad_id=tokenizer.pad_id,
+        padding=make_padding(config, tokenizer.pad_id),
     )
 
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
-from tba_jax.flow.packing import row_buckets
+from tba_jax.flow.packing import Packing, row_buckets
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.run.modeling import make_scoring, policy_config
+from tba_jax.run.modeling import make_padding, make_scoring, policy_config
 from tba_jax.settings import need
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
@@ -81,6 +81,16 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
         clip_norm=o.clip_norm,
     )
     return optimizer, schedule
+
+
+def make_packing(config: Config, pad_id: int) -> Packing:
+    """How the trainer's draws become a batch."""
+    return Packing(
+        make_padding(config, pad_id),
+        config.search.sampling_temperature,
+        config.batch.packed_length,
+        packed_row_buckets(config),
+    )
 
 
 def packed_row_buckets(config: Config) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.flow.packing import bucket_length, left_pad
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport, mean_known
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.outbox import Outbox
@@ -93,8 +93,7 @@ class Searcher:
         explore_temperatures: that temperature is uniform between these, rounded to hundredths.
         num_slots: decoder slots; None: one per response of a round.
         in_flight: take up newer weights between decode chunks, not only between rounds.
-        prompt_buckets, response_buckets: padded lengths that are compiled for.
-        pad_id: token id at padding.
+        padding: the shapes that the reference is compiled for.
         clock: seconds since the run began.
         given: the responses of the first rounds, if any are given.
 
@@ -125,9 +124,7 @@ class Searcher:
         explore_temperatures: tuple[float, float] = (1.0, 1.0),
         num_slots: int | None,
         in_flight: bool,
-        prompt_buckets: Sequence[int],
-        response_buckets: Sequence[int],
-        pad_id: int,
+        padding: Padding,
         clock: Callable[[], float],
         given: GivenRounds | None = None,
     ) -> None:
@@ -150,9 +147,7 @@ class Searcher:
         self._explore_temperatures = explore_temperatures
         self._num_slots = num_slots
         self._in_flight = in_flight
-        self._prompt_buckets = tuple(prompt_buckets)
-        self._response_buckets = tuple(response_buckets)
-        self._pad_id = pad_id
+        self._padding = padding
         self._clock = clock
         self._given = given
         self.num_given = 0 if given is None else given.num_responses
@@ -279,24 +274,8 @@ class Searcher:
     def _dispatch_reference(self, prompts: Sequence[Prompt], decoded: Decoded) -> jax.Array | None:
         if self._reference is None:
             return None
-        lengths = decoded.lengths
-        response_len = bucket_length(int(lengths.max()), self._response_buckets)
-        prompt_len = bucket_length(max(len(p.tokens) for p in prompts), self._prompt_buckets)
-        padded = left_pad([p.tokens for p in prompts], prompt_len, self._pad_id)
-        tokens = np.concatenate(
-            [
-                np.repeat(padded[:, None], self._samples_per_prompt, axis=1),
-                decoded.tokens[:, :, :response_len],
-            ],
-            axis=-1,
-        )
-        prompt_lengths = np.array([len(p.tokens) for p in prompts], np.int32)
-        return self._reference(
-            tokens,
-            np.repeat(prompt_lengths[:, None], self._samples_per_prompt, axis=1),
-            lengths,
-            response_len,
-        )
+        tokens = [p.tokens for p in prompts]
+        return self._reference(*self._padding.rows(tokens, decoded.tokens, decoded.lengths))
 
     def _score(
         self,

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from tba_jax.decoding.engine import Decoded
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.flow.packing import left_pad
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
@@ -126,9 +126,7 @@ class StartData:
         logprobs: from `make_start_program`.
         prompts_per_round: p.
         samples_per_prompt: S.
-        prompt_length: padded length of prompts.
-        max_new_tokens: padded length of responses.
-        pad_id: token id at padding.
+        padding: whose largest shape is that of every round.
 
     Attributes:
         num_rounds: so many rounds hold them all.
@@ -142,16 +140,12 @@ class StartData:
         *,
         prompts_per_round: int,
         samples_per_prompt: int,
-        prompt_length: int,
-        max_new_tokens: int,
-        pad_id: int,
+        padding: Padding,
     ) -> None:
         self._groups = tuple(groups)
         self._logprobs = logprobs
         self._shape = (prompts_per_round, samples_per_prompt)
-        self._prompt_length = prompt_length
-        self._max_new_tokens = max_new_tokens
-        self._pad_id = pad_id
+        self._padding = padding.largest
         self.num_rounds = -(-len(self._groups) // prompts_per_round)
         self.num_responses = sum(len(group.responses) for group in self._groups)
 
@@ -167,20 +161,14 @@ class StartData:
         groups = self._groups[number * p : (number + 1) * p]
         # One shape for all rounds: one compiled program each for these log-probs and the reference.
         prompts = [groups[min(i, len(groups) - 1)].prompt for i in range(p)]
-        tokens = np.full((p, s, self._max_new_tokens), self._pad_id, np.int32)
+        tokens = np.full((p, s, self._padding.response_buckets[0]), self._padding.pad_id, np.int32)
         lengths = np.zeros((p, s), np.int32)
         for i, group in enumerate(groups):
             for j, response in enumerate(group.responses):
                 lengths[i, j] = len(response)
                 tokens[i, j, : len(response)] = response
-        padded = left_pad([x.tokens for x in prompts], self._prompt_length, self._pad_id)
-        prompt_lengths = np.array([len(x.tokens) for x in prompts], np.int32)
-        token_logprobs = self._logprobs(
-            params,
-            np.concatenate([np.repeat(padded[:, None], s, axis=1), tokens], axis=-1),
-            np.repeat(prompt_lengths[:, None], s, axis=1),
-            lengths,
-        )
+        rows = self._padding.rows([x.tokens for x in prompts], tokens, lengths)
+        token_logprobs = self._logprobs(params, *rows[:3])
         versions = np.full((p, s), version, np.int32)
         return prompts, Decoded(
             tokens, lengths, np.asarray(token_logprobs), lengths > 0, versions, versions

@@ -130,6 +130,12 @@ def make_train_step(
         }
         return new_state, {f"train/{name}": value for name, value in metrics.items()}
 
+    return _jitted(train_step, shardings)
+
+
+def _jitted(
+    train_step: Callable[..., tuple[TrainState, dict[str, Array]]], shardings: StepShardings | None
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     if shardings is None:
         return jax.jit(train_step, donate_argnums=0)
     base = () if shardings.base is None else (shardings.base,)

@@ -17,7 +17,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.step_plan import Offer, Planner, StepPlan
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import bucket_length, longest, pack_batch, pack_rows
+from tba_jax.flow.packing import Packing
 from tba_jax.flow.rounds import RoundReport
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
@@ -35,19 +35,14 @@ class Trainer:
 
     Args:
         state: initial or restored train state.
-        train_step: from `make_train_step`.
+        train_step: as `make_train_step` makes it, for this host's rows on the host.
         buffer: the replay buffer; this object is its only writer.
         outboxes: one per searcher.
         transport: where weights are published.
         planner: decides what all hosts do.
-        num_prompts, group_size: p and K of a batch; p over all hosts.
-        prompt_buckets, response_buckets: padded lengths that are compiled for.
-        pad_id: token id at padding.
-        policy_temperature: what the policy's logits are divided by.
-        packed_length: tokens of rows that hold several responses; 0: one response a row.
-        row_buckets: numbers of packed rows that are compiled for; read with `packed_length` only.
+        group_size: K of a batch; the planner knows p.
+        packing: how draws become a batch.
         max_nonfinite_steps: skipped steps in a row that end the run.
-        place_batch: puts this host's rows on the trainer's devices.
         log_event: schedule log.
         clock: seconds since the run began.
     """
@@ -63,16 +58,9 @@ class Trainer:
         outboxes: Sequence[Outbox],
         transport: Transport,
         planner: Planner,
-        num_prompts: int,
         group_size: int,
-        prompt_buckets: Sequence[int],
-        response_buckets: Sequence[int],
-        pad_id: int,
-        policy_temperature: float,
-        packed_length: int,
-        row_buckets: Sequence[int],
+        packing: Packing,
         max_nonfinite_steps: int,
-        place_batch: Callable[[Batch | PackedBatch], Batch | PackedBatch],
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -89,16 +77,9 @@ class Trainer:
         self._outboxes = outboxes
         self._transport = transport
         self._planner = planner
-        self._num_prompts = num_prompts // planner.num_hosts
         self._group_size = group_size
-        self._prompt_buckets = tuple(prompt_buckets)
-        self._response_buckets = tuple(response_buckets)
-        self._pad_id = pad_id
-        self._policy_temperature = policy_temperature
-        self._packed_length = packed_length
-        self._row_buckets = tuple(row_buckets)
+        self._packing = packing
         self._max_nonfinite_steps = max_nonfinite_steps
-        self._place_batch = place_batch
         self._log_event = log_event
         self._clock = clock
         self._waiting_since: float | None = None
@@ -160,7 +141,7 @@ class Trainer:
         return [commit.report for commit in commits]
 
     def _offer(self, wants_stop: bool) -> Offer:
-        size = (self._num_prompts, self._group_size, self.step_index)
+        size = (self._planner.share, self._group_size, self.step_index)
         if self._planner.num_hosts == 1:
             return Offer(self._buffer.is_ready(*size), 0, wants_stop)
         suffices, num_fresh = self._buffer.supply(*size)
@@ -168,7 +149,7 @@ class Trainer:
 
     def _draw(self) -> list[Draw]:
         """This host's share of the batch that the plan is about."""
-        size = (self._num_prompts, self._group_size, self.step_index)
+        size = (self._planner.share, self._group_size, self.step_index)
         if self._planner.num_hosts == 1:
             draws = self._buffer.sample(*size)
         else:
@@ -179,14 +160,6 @@ class Trainer:
             )
         assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
         return draws
-
-    def _buckets(self, draws: Sequence[Draw]) -> tuple[int, int]:
-        """Padded lengths that hold every host's rows."""
-        prompt, response = self._planner.agree_on_shape(longest(draws))
-        return (
-            bucket_length(prompt, self._prompt_buckets),
-            bucket_length(response, self._response_buckets),
-        )
 
     def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
         """One optimiser step, or None when some host's buffer has nothing to train on yet.
@@ -212,9 +185,9 @@ class Trainer:
         self._waiting_since = None
         self.wait_s += waited
         draws = self._draw()
-        batch = self._pack(draws)
+        batch = self._packing.batch(draws, self._planner.agree_on_shape)
         drawn_s = self._clock() - start
-        self.state, metrics = self._train_step(self.state, self._place_batch(batch))
+        self.state, metrics = self._train_step(self.state, batch)
         # One transfer for all scalars; it is also what waits for the step.
         values = {k: float(v) for k, v in jax.device_get(metrics).items()}
         end = self._clock()
@@ -253,24 +226,6 @@ class Trainer:
             }
         )
         return values
-
-    def _pack(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
-        if self._packed_length:
-            return pack_rows(
-                draws,
-                row_length=self._packed_length,
-                row_buckets=self._row_buckets,
-                pad_id=self._pad_id,
-                policy_temperature=self._policy_temperature,
-            )
-        prompt_bucket, response_bucket = self._buckets(draws)
-        return pack_batch(
-            draws,
-            prompt_buckets=(prompt_bucket,),
-            response_buckets=(response_bucket,),
-            pad_id=self._pad_id,
-            policy_temperature=self._policy_temperature,
-        )
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])

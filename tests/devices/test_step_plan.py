@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba_jax.devices.step_plan import Offer, Planner, StepPlan, share_out
-from tba_jax.flow.packing import bucket_length
+from tba_jax.flow.padding import bucket_length
 
 READY = Offer(is_ready=True, num_fresh=8, wants_stop=False)
 

@@ -11,6 +11,7 @@ from tba_jax.decoding.engine import Decoded
 from tba_jax.evaluation import metrics as evaluation_metrics
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
@@ -108,9 +109,7 @@ def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
         config,
         lambda: reference,
         scoring=Scoring(temperature=temperature),
-        prompt_buckets=(5,),
-        response_buckets=(6,),
-        pad_id=0,
+        padding=Padding((5,), (6,), 0),
     )
     given = responses(transformer.unstack_layers(policy, config))
     got = measure(given)
@@ -140,9 +139,7 @@ def test_the_start_model_is_at_distance_zero():
         config,
         lambda: params,
         scoring=Scoring(),
-        prompt_buckets=(5,),
-        response_buckets=(6,),
-        pad_id=0,
+        padding=Padding((5,), (6,), 0),
     )
     got = measure(responses(jax.tree.map(jnp.copy, params)))
     assert got["kl_to_reference"] == pytest.approx(0.0, abs=1e-6)

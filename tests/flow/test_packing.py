@@ -4,14 +4,8 @@
 import numpy as np
 import pytest
 
-from tba_jax.flow.packing import (
-    bucket_length,
-    left_pad,
-    length_buckets,
-    pack_batch,
-    pack_rows,
-    row_buckets,
-)
+from tba_jax.flow.packing import pack_batch, pack_rows, row_buckets
+from tba_jax.flow.padding import Padding, bucket_length, left_pad, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
 
@@ -50,7 +44,7 @@ def two_draws():
 
 
 def test_pack_batch_places_every_value():
-    batch = pack_batch(two_draws(), prompt_buckets=(4, 8), response_buckets=(4,), pad_id=0)
+    batch = pack_batch(two_draws(), Padding((4, 8), (4,), 0))
     assert batch.tokens.tolist() == [
         [[0, 1, 2, 3, 7, 8, 0, 0], [0, 1, 2, 3, 9, 0, 0, 0]],
         [[0, 0, 1, 2, 4, 0, 0, 0], [0, 0, 1, 2, 5, 6, 7, 0]],
@@ -106,7 +100,7 @@ def test_pack_rows_places_every_value():
         [0, 0, 0, -1, 0, 0, 0, 0],
         [0] * 8,
     ]
-    padded = pack_batch(two_draws(), prompt_buckets=(4,), response_buckets=(4,), pad_id=0)
+    padded = pack_batch(two_draws(), Padding((4,), (4,), 0))
     for name in ("prompt_lengths", "response_lengths", "rewards", "reference_logprob", "versions"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
         assert getattr(batch, name).dtype == getattr(padded, name).dtype
@@ -134,7 +128,7 @@ def test_packed_rows_hold_all_tokens_with_little_padding():
     # Up to an eighth by the number of rows, and what first-fit decreasing leaves.
     assert tokens / batch.tokens.size > 0.8
     # Lengths are uniform, so every other token of padded rows is padding.
-    padded = pack_batch(draws, prompt_buckets=(20,), response_buckets=(99,), pad_id=0)
+    padded = pack_batch(draws, Padding((20,), (99,), 0))
     assert tokens / padded.tokens.size < 0.65
 
 

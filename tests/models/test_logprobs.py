@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.flow.packing import left_pad
+from tba_jax.flow.padding import left_pad
 from tba_jax.models import transformer
 from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.scoring import Scoring

@@ -8,6 +8,7 @@ import pytest
 from model_folders import load_folder
 
 from tba_jax.config.schema import make_config
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
@@ -78,10 +79,9 @@ def make_searcher(model, given_texts):
     program = make_start_program(
         model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
     )
+    padding = Padding((12,), (8,), tokenizer.pad_id)
     sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
-    given = StartData(
-        groups, program, **sizes, prompt_length=12, max_new_tokens=8, pad_id=tokenizer.pad_id
-    )
+    given = StartData(groups, program, **sizes, padding=padding)
     stream = PromptStream(
         Arithmetic(),
         tokenizer,
@@ -110,9 +110,7 @@ def make_searcher(model, given_texts):
         settings=sampling_settings(config),
         num_slots=None,
         in_flight=False,
-        prompt_buckets=(12,),
-        response_buckets=(8,),
-        pad_id=tokenizer.pad_id,
+        padding=padding,
         clock=lambda: 0.0,
         given=given,
     )

@@ -11,6 +11,7 @@ from model_folders import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
@@ -116,9 +117,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         program,
         prompts_per_round=2,
         samples_per_prompt=4,
-        prompt_length=12,
-        max_new_tokens=12,
-        pad_id=tokenizer.pad_id,
+        padding=Padding((12,), (12,), tokenizer.pad_id),
     )
     assert (start.num_rounds, start.num_responses) == (2, 4 + 3 + 2)
     for number, (first, count) in enumerate([(0, 2), (2, 1)]):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: what it makes of draws, and when it gives up."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -10,8 +11,12 @@ import pytest
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.train.trainer import NonFiniteError, Trainer
+
+PADDED = Packing(Padding((4,), (8,), 0), policy_temperature=1.0, row_buckets=(1, 2))
 
 
 def make_draws():
@@ -65,16 +70,9 @@ def make_trainer(outcomes, seen, **changes):
         ),
         "outboxes": [],
         "transport": None,
-        "num_prompts": 1,
         "group_size": 2,
-        "prompt_buckets": (4,),
-        "response_buckets": (8,),
-        "pad_id": 0,
-        "policy_temperature": 1.0,
-        "packed_length": 0,
-        "row_buckets": (1, 2),
+        "packing": PADDED,
         "max_nonfinite_steps": 2,
-        "place_batch": lambda batch: batch,
         "log_event": lambda event: None,
         "clock": lambda: 0.0,
     }
@@ -103,7 +101,7 @@ def test_batches_are_packed_if_rows_have_a_length():
     assert isinstance(seen[0], Batch) and seen[0].tokens.shape == (1, 2, 12)
     # Sequences of 3 and 8 tokens.
     assert values["train/padding_share"] == pytest.approx(1 - 11 / 24)
-    trainer = make_trainer([True], seen, packed_length=16)
+    trainer = make_trainer([True], seen, packing=replace(PADDED, row_length=16))
     values = trainer.step()
     assert isinstance(seen[1], PackedBatch) and seen[1].tokens.shape == (1, 16)
     assert values["train/padding_share"] == pytest.approx(1 - 11 / 16)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Padded lengths: few shapes for sequences of many lengths, because every shape is compiled for.
+
+It knows numpy and token ids. Invariant: a sequence is never cut.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+def bucket_length(length: int, buckets: Sequence[int]) -> int:
+    """Smallest bucket that holds `length` tokens.
+
+    Raises:
+        ValueError: when no bucket is large enough.
+    """
+    for bucket in buckets:
+        if length <= bucket:
+            return bucket
+    raise ValueError(
+        f"a sequence of {length} tokens does not fit the largest length bucket {buckets[-1]}; "
+        "raise the length limit that the buckets were made from"
+    )
+
+
+def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
+    """Bucket lengths that halve from `max_length` down, ascending, multiples of 8 except the last.
+
+    Example: length_buckets(96, 3) == (24, 48, 96).
+    """
+    buckets = {max_length}
+    length = max_length
+    for _ in range(num_buckets - 1):
+        length = -(-length // 2)
+        buckets.add(min(max_length, -(-length // 8) * 8))
+    return tuple(sorted(buckets))
+
+
+def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray:
+    """int32 [b length]: each row right-aligned, `pad_id` before it."""
+    out = np.full((len(rows), length), pad_id, np.int32)
+    for i, row in enumerate(rows):
+        if len(row):
+            out[i, length - len(row) :] = row
+    return out
+
+
+class PaddedRows(NamedTuple):
+    """Prompts with K responses each, laid out as `Batch.tokens`.
+
+    Attributes:
+        tokens: int32 [p k s], prompt left-padded to s - t, response right-padded to t.
+        prompt_lengths: int32 [p k].
+        response_lengths: int32 [p k].
+        t: padded length of the responses.
+    """
+
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    t: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """The padded lengths of a run.
+
+    Attributes:
+        prompt_buckets: ascending prompt lengths in tokens.
+        response_buckets: ascending response lengths in tokens.
+        pad_id: token id at padding.
+    """
+
+    prompt_buckets: tuple[int, ...]
+    response_buckets: tuple[int, ...]
+    pad_id: int
+
+    @property
+    def largest(self) -> "Padding":
+        """One shape for all: that of the longest sequences."""
+        return Padding(self.prompt_buckets[-1:], self.response_buckets[-1:], self.pad_id)
+
+    def lengths(self, prompt: int, response: int) -> tuple[int, int]:
+        """The buckets that hold a prompt and a response of so many tokens.
+
+        Raises:
+            ValueError: when no bucket is large enough.
+        """
+        prompt_length = bucket_length(prompt, self.prompt_buckets)
+        return prompt_length, bucket_length(response, self.response_buckets)
+
+    def rows(
+        self, prompts: Sequence[np.ndarray], responses: np.ndarray, response_lengths: np.ndarray
+    ) -> PaddedRows:
+        """Prompts before the responses to them, at the smallest buckets that hold them.
+
+        Args:
+            prompts: p prompts.
+            responses: int32 [p k n], right-padded to no less than the bucket of the longest.
+            response_lengths: int32 [p k]; not all 0.
+
+        Raises:
+            ValueError: when no bucket is large enough.
+        """
+        lengths = np.array([len(x) for x in prompts], np.int32)
+        s, t = self.lengths(int(lengths.max()), int(response_lengths.max()))
+        k = responses.shape[1]
+        padded = np.repeat(left_pad(prompts, s, self.pad_id)[:, None], k, axis=1)
+        return PaddedRows(
+            np.concatenate([padded, responses[:, :, :t]], axis=-1),
+            np.repeat(lengths[:, None], k, axis=1),
+            response_lengths,
+            t,
+        )
