@@ -10,10 +10,9 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from tba_jax.config.command_line import override
-from tba_jax.config.presets import names
-from tba_jax.config.schema import default_config, flatten
-from tba_jax.report.page import Run
+from tba_jax.config.presets import load, names
+from tba_jax.config.schema import Config, flatten
+from tba_jax.report.files import Run
 from tba_jax.report.writers import format_duration, format_metric, metric_label
 
 _OBJECTIVES = {"tb": "Trajectory Balance", "rloo": "RLOO", "online_dpo": "online DPO"}
@@ -37,7 +36,7 @@ def command(config: Mapping[str, Any]) -> str:
     is_preset = name in names()
     start = f"--config={name if is_preset else 'YOUR_CONFIG.py'}"
     # With a file of the user's own, what it sets cannot be told from what the command line did.
-    base = json.loads(json.dumps(flatten(override(None, [start])))) if is_preset else config
+    base = json.loads(json.dumps(flatten(load(name)))) if is_preset else config
     changes = [
         f"--config.{field}={shlex.quote(_text(tuple(v) if isinstance(v, list) else v))}"
         for field, v in sorted(config.items())
@@ -66,7 +65,7 @@ def model_card(run: Run, step: int, name: str) -> str:
         pipeline_tag="text-generation",
         tags=["tba_jax", "reinforcement-learning", objective.lower().replace(" ", "-")],
     )
-    defaults = flatten(default_config())
+    defaults = flatten(Config())
     settings = "\n".join(
         f"| `{field}` | {_text(value)} |"
         for field, value in sorted(config.items())

@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from tba_jax.config.schema import default_config
+from tba_jax.config.schema import Config, default_config, freeze
 from tba_jax.settings import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "presets"
@@ -50,6 +50,19 @@ def names() -> list[str]:
         for path in sorted(FOLDER.glob("[a-z]*.py"))
         for preset in runpy.run_path(str(path))["PRESETS"]
     ]
+
+
+def load(name: str) -> Config:
+    """The config of a preset or file, without the command line; not validated.
+
+    Raises:
+        ConfigError: there is none of this name, or the file has no `get_config`.
+    """
+    path, _, preset = path_of(name).partition(":")
+    get_config = runpy.run_path(path).get("get_config")
+    if get_config is None:
+        raise ConfigError(f"{path} defines no get_config(PRESET); docs/presets.md shows one")
+    return freeze(get_config(preset) if preset else get_config())
 
 
 def path_of(name: str) -> str:

@@ -60,7 +60,6 @@ def start_cluster(
     process_id: int | None = None,
 ) -> "Cluster":
     """Settings that must precede the first use of a device; joins the other processes of a pod."""
-    import jax
 
     from tba_jax.devices import cluster as clusters
 
@@ -74,5 +73,25 @@ def start_cluster(
                 shutdown_s=int(config.log.watchdog_s),
             )
     if config.num_cpu_devices > 1:
-        jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
+        _divide_cpu(config.num_cpu_devices)
     return clusters.Cluster()
+
+
+def _divide_cpu(num_devices: int) -> None:
+    """Have the CPU backend show several devices, at least, where jax runs already.
+
+    Raises:
+        UserError: it runs on fewer.
+    """
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:  # too late: what uses jax in this process came first
+        found = jax.local_device_count()
+        if jax.default_backend() == "cpu" and found < num_devices:
+            raise UserError(
+                f"config.num_cpu_devices = {num_devices}: jax runs in this process already, with "
+                f"{found} CPU device(s). Restart it (the kernel of a notebook) and train before "
+                f"anything else uses jax, or give num_cpu_devices={found}"
+            ) from error

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training from Python, in a script or a notebook: the names that `tba_jax` exports.
+
+It is the main command without its flags, its exit and its signals: errors are raised, the process
+goes on, and a second call works. Imports no jax by itself, and leaves no absl flag behind.
+"""
+
+import dataclasses
+import difflib
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba_jax.config import presets
+from tba_jax.config.command_line import local_folder, override
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, make_config
+from tba_jax.report import files
+from tba_jax.settings import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.models.transformer import TransformerConfig
+
+# Of a searcher that is in the middle of a round when the last step is made.
+_LAST_ROUND_S = 60.0
+
+
+def load_config(name: str, /, **overrides: Any) -> Config:
+    """A preset, or a config file, with some fields changed; checked as the command checks it.
+
+        load_config("math")
+        load_config("math:gsm8k", num_steps=20, search={"top_p": 0.9})
+
+    Args:
+        name: as `--config` names it: math, math:gsm8k, path/to/file.py:preset.
+        overrides: fields by name; those of a section as a mapping, as presets write them.
+
+    Returns:
+        A frozen config: `config.search.top_p`. docs/config.md says what each field means.
+
+    Raises:
+        ConfigError: no such preset or field (with the nearest name), or values that cannot work.
+    """
+    arguments = [
+        f"--config.{field}={tuple(value) if isinstance(value, list) else value}"
+        for field, value in files.flat(overrides).items()
+    ]
+    config = override(presets.load(name), arguments)
+    validate(config)
+    return config
+
+
+def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+    """Train in this process: begin a run, or continue the one in the work directory.
+
+    A finished run is not repeated. An interrupt (Ctrl-C, the stop button of a notebook) saves after
+    the current step and then raises; the same call continues. A script that calls this needs the
+    `if __name__ == "__main__":` of every program whose processes are started anew.
+
+    Args:
+        config: of `load_config`.
+        workdir: folder that is made, or holds a run with this very config.
+
+    Returns:
+        report.json: `report["eval"]["before"]`, `["after"]`, `["samples"]`, times and counts.
+
+    Raises:
+        ConfigError: the config cannot work here. UserError: the folder holds another run.
+        KeyboardInterrupt: the run was interrupted, and is saved.
+    """
+    import signal
+
+    from tba_jax.run.interruption import Interruption
+    from tba_jax.run.session import train
+
+    if config.placement == "pod":
+        raise ConfigError(
+            "config.placement = 'pod': a pod has a process per host, and this is one; start "
+            "`python -m tba_jax.main` on every host, or give another placement"
+        )
+    validate(config)
+    workdir = local_folder(workdir, "workdir")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
+    interruption = None
+    # Python takes signals in its main thread only; elsewhere a run goes on to its end.
+    if threading.current_thread() is threading.main_thread():
+        interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
+    try:
+        outcome = train(config, workdir, interrupted=interruption or (lambda: False))
+    finally:
+        if interruption is not None:
+            interruption.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("searcher-"):
+                thread.join(_LAST_ROUND_S)
+    if not outcome.is_finished:
+        raise KeyboardInterrupt(
+            f"stopped at step {outcome.step} of {config.num_steps}; {workdir} is saved, and the "
+            "same call continues"
+        )
+    return outcome.report
+
+
+def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
+    """What a run left in its work directory, finished or not; it is only read.
+
+    Raises:
+        ValueError: the folder holds no run.
+    """
+    return SavedRun(files.load_run(local_folder(workdir, "workdir")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A picture that a notebook shows where it is the value of a cell.
+
+    Attributes:
+        png: the file's bytes.
+    """
+
+    png: bytes = dataclasses.field(repr=False)
+
+    def _repr_png_(self) -> bytes:
+        return self.png
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The policy of a checkpoint.
+
+    Attributes:
+        step: optimiser steps it was trained for.
+        config: the architecture.
+        params: parameters, layers stacked, divided over the devices of this machine.
+        tokenizer: of its texts.
+    """
+
+    step: int
+    config: "TransformerConfig"
+    params: Any = dataclasses.field(repr=False)
+    tokenizer: "Tokenizer" = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SavedRun:
+    """A run, from what it left in its work directory at the moment of `load_run`."""
+
+    _files: files.Run
+
+    def __repr__(self) -> str:
+        from tba_jax.report.page import headline
+
+        return f"{self.workdir}: {headline(self._files)}"
+
+    @property
+    def workdir(self) -> Path:
+        """The folder."""
+        return self._files.workdir
+
+    @property
+    def config(self) -> Config:
+        """What the run was made with."""
+        values = {k: float("inf") if v == "inf" else v for k, v in self._files.config.items()}
+        return make_config(values)
+
+    @property
+    def report(self) -> Mapping[str, Any]:
+        """report.json; {} before the run has written it."""
+        return self._files.report
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: one for each step, "step" and the metrics by name."""
+        return [dict(record) for record in self._files.metrics]
+
+    def column(self, name: str) -> "tuple[np.ndarray, np.ndarray]":
+        """Steps at which a metric was written, and its values there.
+
+        Raises:
+            ValueError: no line has it; with the nearest names.
+        """
+        from tba_jax.report.plots import column
+
+        known = sorted({key for record in self._files.metrics for key in record})
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+            raise ValueError(f"no metric {name!r} in {self.workdir}; near: {', '.join(near)}")
+        return column(self._files.metrics, "step", name)
+
+    @property
+    def plots(self) -> tuple[str, ...]:
+        """Names for `plot`."""
+        from tba_jax.report.figures import FIGURES
+
+        return tuple(figure.name for figure in FIGURES)
+
+    def plot(self, name: str, *, dpi: int = 110) -> Picture:
+        """A figure of the report.
+
+        Raises:
+            ValueError: there is no such figure, or the run has nothing to draw in it.
+        """
+        from tba_jax.report import plots
+        from tba_jax.report.figures import FIGURES
+
+        draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
+        if draw is None:
+            raise ValueError(f"no plot {name!r}; there are {', '.join(self.plots)}")
+        figure = draw(self._files, plots.LIGHT)
+        if figure is None:
+            raise ValueError(f"{self.workdir} has nothing to draw for {name!r} yet")
+        return Picture(plots.to_png(figure, dpi))
+
+    def load_policy(self) -> Policy:
+        """The policy of the newest checkpoint; adapters come merged.
+
+        Raises:
+            ValueError, CheckpointError: there is no checkpoint that can be read.
+        """
+        from tba_jax.models.tokenizer import Tokenizer
+        from tba_jax.run.saved import load_policy
+
+        step, config, params, _, folder = load_policy(str(self.workdir))
+        return Policy(step, config, params, Tokenizer.load(folder))

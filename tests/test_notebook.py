@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notebook of a first run works as it is written, and shows a real run where it is read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from notebook import run_cell
+
+import tba_jax
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "first_run.ipynb"
+LONG = 'load_config("math", num_steps=150)'
+SHORT = (
+    'load_config("math", num_steps=3, batch={"num_prompts": 4}, search={"prompts_per_round": 4}, '
+    'task={"num_eval_prompts": 16}, eval={"num_slots": 16, "period": 1})'
+)
+RUN = """
+import json, sys
+from notebook import run_notebook
+contents = json.load(open(sys.argv[1]))
+run_notebook(contents, lambda source: source.replace(sys.argv[2], sys.argv[3]))
+json.dump(contents, open("ran.ipynb", "w"))
+"""
+
+
+def outputs(contents):
+    """Cell -> the kinds of its outputs."""
+    found = {}
+    for cell in contents["cells"]:
+        if cell["cell_type"] == "code":
+            found[cell["id"]] = [kind for o in cell["outputs"] for kind in o.get("data", o)]
+    return found
+
+
+def test_the_cells_run_in_order_and_put_out_what_is_shown(tmp_path):
+    contents = json.loads(NOTEBOOK.read_text())
+    sources = ["".join(cell["source"]) for cell in contents["cells"]]
+    assert sum(source.count(LONG) for source in sources) == 1
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(NOTEBOOK), LONG, SHORT],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    ran = json.loads((tmp_path / "ran.ipynb").read_text())
+    assert outputs(ran) == outputs(contents)
+    pictures = [cell for cell, kinds in outputs(contents).items() if "image/png" in kinds]
+    assert pictures == ["accuracy", "habits", "timeline"]
+    assert len(tba_jax.load_run(tmp_path / "runs" / "first_run").metrics) >= 3
+
+
+def test_the_file_is_small_and_names_no_folder_of_the_machine_that_made_it():
+    text = NOTEBOOK.read_text()
+    assert len(text) < 500_000
+    assert str(ROOT) not in text and "/tmp/" not in text
+
+
+def test_what_the_notebook_proposes_is_a_config():
+    more = tba_jax.load_config("math", num_steps=150, objective={"beta": 0.02, "beta_final": 0.02})
+    late = tba_jax.load_config(
+        "math", driver="sync", search={"exact_lag": 16}, replay={"pace": "off"}
+    )
+    assert (more.objective.beta, late.search.exact_lag) == (0.02, 16)
+
+
+def test_a_cell_puts_out_what_it_prints_and_its_value():
+    printed, value = run_cell("print('a')\nx = 2\nx + y", {"y": 3})
+    assert (printed["text"], value["data"]) == (["a\n"], {"text/plain": ["5"]})
+    assert run_cell("x = 1", {}) == [] and run_cell("None", {}) == []
