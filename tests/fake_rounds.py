@@ -107,7 +107,7 @@ def assert_same_trajectory(a, b):
 
 def stored(buffer):
     """Sorted (prompt id, tokens) of everything stored, read from the snapshot."""
-    arrays, _ = buffer.snapshot()
+    arrays, _ = buffer.state()
     ends = np.cumsum(arrays["tokens_sizes"])
     return sorted(
         (int(prompt_id), tuple(arrays["tokens"][end - size : end].view(np.int32).tolist()))
@@ -129,5 +129,5 @@ def prompts_of(draws):
 
 def json_snapshot(buffer):
     """A snapshot, its description as a file gives it back."""
-    arrays, meta = buffer.snapshot()
+    arrays, meta = buffer.state()
     return arrays, json.loads(json.dumps(meta))

@@ -19,7 +19,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from tba_jax.evaluation.attacks import Finds
-    from tba_jax.run.repartition import HostState
+    from tba_jax.run.host_state import HostState
 
 _NUM_BARS = 10
 _BAR_WIDTH = 40
@@ -49,12 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (CheckpointError, ConfigError) as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
-    arrays, meta = state["buffer"]
+    arrays, meta = state.parts["buffer"]
     pending = sum(
         group[0] + sum(group[1].values())
-        for name, (_, outbox) in state.items()
-        if name.startswith("outbox_")
-        for group in outbox["groups"]
+        for outbox in state.named("outbox_").values()
+        for group in outbox.meta["groups"]
     )
     result = summarise(arrays, meta, step=step, pending=pending)
     config, note = _config(workdir)

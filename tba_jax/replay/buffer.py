@@ -8,15 +8,15 @@ saved.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from tba_jax.flow.edit_distance import near_duplicates
-from tba_jax.flow.records import Snapshot
 from tba_jax.flow.rounds import RoundCommit, check_commit
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
 from tba_jax.replay.draws import choose, response_log_weights
 from tba_jax.replay.fresh import FreshWindow
@@ -425,23 +425,27 @@ class ReplayBuffer:
                 "buffer/fresh_short": float(totals["fresh_short"]),
             }
 
-    def snapshot(self) -> Snapshot:
+    def state(self) -> PartState:
         """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
         with self._lock:
             arrays, meta = self._store.snapshot(self._replay.ids)
-            return arrays, {
-                **meta,
-                "rng": self._rng.bit_generator.state,
-                "replay_left": self._replay.num_left,
-                **self._fresh.state(),
-                "plan": self._plan,
-                **self._ledger.state(),
-                "next_id": self._next_id,
-                "step": self._step,
-            }
+            return PartState(
+                arrays,
+                {
+                    **meta,
+                    "rng": self._rng.bit_generator.state,
+                    "replay_left": self._replay.num_left,
+                    **self._fresh.state(),
+                    "plan": self._plan,
+                    **self._ledger.state(),
+                    "next_id": self._next_id,
+                    "step": self._step,
+                },
+            )
 
-    def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Replace everything by what `snapshot` returned; the next draws are the same."""
+    def restore(self, state: PartState) -> None:
+        """Replace everything by what `state` returned; the next draws are the same."""
+        arrays, meta = state
         with self._lock:
             self._store = TrajectoryStore.restored(arrays, meta)
             self._replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])

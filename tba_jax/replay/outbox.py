@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from tba_jax.flow.records import Snapshot
 from tba_jax.flow.rounds import RoundCommit, check_commit, pack_commits, unpack_commits
+from tba_jax.flow.state import PartState
 
 
 class OutboxCounts(NamedTuple):
@@ -97,7 +95,7 @@ class Outbox:
         with self._lock:
             return len(self._pending)
 
-    def snapshot(self) -> Snapshot:
+    def state(self) -> PartState:
         """Pending commits and committed position at one instant: flat arrays, JSON metadata."""
         with self._lock:
             pending = list(self._pending)
@@ -107,10 +105,11 @@ class Outbox:
                 "num_generated": self._num_generated,
             }
         arrays, meta = pack_commits(pending)
-        return arrays, {**meta, "position": position}
+        return PartState(arrays, {**meta, "position": position})
 
-    def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Replace everything by what `snapshot` returned."""
+    def restore(self, state: PartState) -> None:
+        """Replace everything by what `state` returned."""
+        arrays, meta = state
         pending = deque(unpack_commits(arrays, meta))
         position = meta["position"]
         with self._lock:

@@ -13,28 +13,22 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import io
-import json
 import logging as std_logging
 import os
 import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 from orbax.checkpoint import future as ocp_future
 
-# Name -> (flat arrays, JSON-compatible metadata).
-HostState = Mapping[str, tuple[Mapping[str, np.ndarray], Any]]
-
-_META_KEY = "__meta__"
+from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
@@ -47,10 +41,6 @@ _READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which and what to do."""
 
 
 def _has_no_traceback(record: std_logging.LogRecord) -> bool:
@@ -77,37 +67,6 @@ def _tell_failures_once() -> None:
         sys.unraisablehook = _print_unless_late
 
 
-def pack_host_state(state: HostState) -> bytes:
-    """Serialise host state to npz bytes: arrays as `name/key`, metadata as one JSON entry."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, (fields, _) in state.items():
-        for key, value in fields.items():
-            arrays[f"{name}/{key}"] = np.asarray(value)
-    meta = json.dumps({name: meta for name, (_, meta) in state.items()})
-    arrays[_META_KEY] = np.frombuffer(meta.encode(), np.uint8)
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **arrays)
-    return out.getvalue()
-
-
-def unpack_host_state(data: bytes) -> dict[str, tuple[dict[str, np.ndarray], Any]]:
-    """Inverse of `pack_host_state`.
-
-    Raises:
-        ValueError, KeyError, OSError, zipfile.BadZipFile: when the bytes are not intact.
-    """
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        metas = json.loads(arrays[_META_KEY].tobytes().decode())
-        out: dict[str, tuple[dict[str, np.ndarray], Any]] = {
-            name: ({}, meta) for name, meta in metas.items()
-        }
-        for full_key in arrays.files:
-            if full_key != _META_KEY:
-                name, key = full_key.split("/", 1)
-                out[name][0][key] = arrays[full_key]
-    return out
-
-
 def _host_file(directory: epath.Path, process: int) -> epath.Path:
     return directory / f"process_{process:05d}.npz"
 
@@ -117,7 +76,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
 
     async def async_save(self, directory: epath.Path, args: Any = None) -> Any:
         """Serialise now (the caller may go on changing its state), write in the background."""
-        data = pack_host_state(args.item)
+        data = pack(args.item)
 
         async def write() -> None:
             _host_file(directory, jax.process_index()).write_bytes(data)
@@ -146,7 +105,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         saved = sorted(directory.glob("process_*.npz"), key=lambda file: file.name)
         if len(saved) <= 1 or len(saved) == jax.process_count():
             saved = [_host_file(directory, jax.process_index() if len(saved) > 1 else 0)]
-        return [unpack_host_state(file.read_bytes()) for file in saved]
+        return [unpack(file.read_bytes()) for file in saved]
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
@@ -306,7 +265,7 @@ class Checkpoints:
 
     def restore(
         self, abstract_state: Any, step: int | None = None
-    ) -> tuple[int, Any, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
+    ) -> tuple[int, Any, list[HostState]]:
         """Newest (or given) checkpoint, placed as `abstract_state` says.
 
         Args:
@@ -330,9 +289,7 @@ class Checkpoints:
         )
         return step, restored["train_state"], restored["host_state"]
 
-    def restore_host_states(
-        self, step: int | None = None
-    ) -> tuple[int, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
+    def restore_host_states(self, step: int | None = None) -> tuple[int, list[HostState]]:
         """Only the host states, as `restore`: what the inspection commands need."""
         step = self._resolve(step)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
@@ -341,6 +298,8 @@ class Checkpoints:
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
         try:
             return self._manager.restore(step, args=args)
+        except CheckpointError:
+            raise  # a message of ours
         except Exception as error:
             # A damaged array arrives as a bare Exception, caused by what TensorStore found (or by
             # the cancellation that another damaged array led to).
@@ -389,7 +348,7 @@ def _brief(error: BaseException) -> str:
 
 def load_host_states(
     workdir: str,
-) -> tuple[int, list[dict[str, tuple[dict[str, np.ndarray], Any]]]]:
+) -> tuple[int, list[HostState]]:
     """Step and all host states of a run's newest checkpoint, without touching the run.
 
     Raises:

@@ -25,13 +25,13 @@ def host_counts(run: Run) -> dict[str, Any]:
     return {
         "ledger": {
             **run.buffer.ledger(),
-            "generated": sum(outbox.counts.generated for outbox in run.outboxes),
-            "outbox": sum(outbox.counts.pending for outbox in run.outboxes),
+            "generated": sum(outbox.counts.generated for outbox in run.search.outboxes),
+            "outbox": sum(outbox.counts.pending for outbox in run.search.outboxes),
         },
-        "decoded": sum(s.decoded_tokens for s in run.searchers),
-        "searcher_idle_s": [run.searcher_idle_s.get(s.index, 0.0) for s in run.searchers],
-        "staleness_counts": sorted(run.trainer.staleness_counts.items()),
-        "skipped_prompts": sum(stream.num_skipped for stream in run.streams),
+        "decoded": sum(s.decoded_tokens for s in run.search.searchers),
+        "searcher_idle_s": [s.idle_s for s in run.search.searchers],
+        "staleness_counts": sorted(run.trainer.counters.staleness_counts.items()),
+        "skipped_prompts": sum(stream.num_skipped for stream in run.search.streams),
         "num_devices": _num_local_devices(),
     }
 
@@ -67,16 +67,16 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
     samples = []
-    if run.before is not None and run.after is not None:
+    if run.evaluated.before is not None and run.evaluated.after is not None:
         prompts = run.evaluator.prompts
         if len(prompts) == 1:  # several of its responses are shown
-            prompts = prompts * len(run.before["texts"])
+            prompts = prompts * len(run.evaluated.before["texts"])
         for prompt, before, before_reward, after, after_reward in zip(
             prompts,
-            run.before["texts"],
-            run.before["rewards"],
-            run.after["texts"],
-            run.after["rewards"],
+            run.evaluated.before["texts"],
+            run.evaluated.before["rewards"],
+            run.evaluated.after["texts"],
+            run.evaluated.after["rewards"],
             strict=False,  # the report shows the first few prompts only
         ):
             samples.append(
@@ -98,29 +98,35 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "name": run.config.name,
         "seed": run.config.seed,
         "driver": run.config.driver,
-        "eval": {"before": evaluation(run.before), "after": evaluation(run.after)},
+        "eval": {
+            "before": evaluation(run.evaluated.before),
+            "after": evaluation(run.evaluated.after),
+        },
         "steps": trainer.step_index,
         "num_steps": run.config.num_steps,
         "wall_s": wall_s,
-        "time_to_first_step_s": run.time_to_first_step_s,
-        "tokens_per_s": {"decoded": decoded / wall_s, "trained": trainer.trained_tokens / wall_s},
+        "time_to_first_step_s": run.clock.time_to_first_step_s,
+        "tokens_per_s": {
+            "decoded": decoded / wall_s,
+            "trained": trainer.counters.trained_tokens / wall_s,
+        },
         "idle_s": {
-            "trainer": trainer.wait_s,
+            "trainer": trainer.counters.wait_s,
             "searchers": [idle_s for host in hosts for idle_s in host["searcher_idle_s"]],
         },
         "staleness": staleness_summary(staleness),
         "ledger": add_up([host["ledger"] for host in hosts]),
         "sync": {
-            "count": len(trainer.sync_s),
-            "mean_s": sum(trainer.sync_s) / max(1, len(trainer.sync_s)),
-            "max_s": max(trainer.sync_s, default=0.0),
+            "count": len(trainer.counters.sync_s),
+            "mean_s": sum(trainer.counters.sync_s) / max(1, len(trainer.counters.sync_s)),
+            "max_s": max(trainer.counters.sync_s, default=0.0),
         },
         "skipped_prompts": {
             "train": sum(host["skipped_prompts"] for host in hosts),
             "eval": run.evaluator.num_skipped,
         },
-        "compiled_decode_programs": run.decoder.compile_count,
-        "kinds": list(run.task.response_kinds),
+        "compiled_decode_programs": run.search.decoders[run.shared.sites.evaluation].compile_count,
+        "kinds": list(run.shared.task.response_kinds),
         "samples": samples,
         "processes": len(hosts),
         "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
@@ -129,7 +135,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "config_changes": difference(flatten(Config()), flatten(run.config)),
     }
     report = jsonable(report)
-    (run.workdir / "report.json").write_text(json.dumps(report, indent=1))
+    (run.shared.workdir / "report.json").write_text(json.dumps(report, indent=1))
     return report
 
 

@@ -17,10 +17,11 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
 from tba_jax.run import drivers
 from tba_jax.run.build import build
+from tba_jax.run.clock import RunClock
 from tba_jax.run.closing import host_counts, write_report_json
 from tba_jax.run.errors import UserError
 from tba_jax.run.rewarding import make_task
-from tba_jax.run.run import Run, RunClock
+from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import drive_schedule
 from tba_jax.run.workdir import Outcome
 
@@ -57,8 +58,8 @@ def conduct(
         is_finished = run.trainer.step_index >= config.num_steps
         if is_finished:
             _evaluate_at_the_end(run)
-        run.progress.phase("saving")
-        run.checkpoints.wait()
+        run.logs.progress.phase("saving")
+        run.shared.checkpoints.wait()
         counts = cluster.gather_json(host_counts(run))
     except BaseException:
         run.abort()
@@ -105,9 +106,11 @@ def _drive(
     _check_reward(run)
     config, begun = run.config, run.trainer.step_index
     if begun:
-        run.progress.resume(read_jsonl(run.workdir / "metrics.jsonl"))
-        run.progress.note(f"resumed {run.workdir} at step {begun} of {config.num_steps}")
-        if run.before is None and run.cluster.is_primary:
+        run.logs.progress.resume(read_jsonl(run.shared.workdir / "metrics.jsonl"))
+        run.logs.progress.note(
+            f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
+        )
+        if run.evaluated.before is None and run.cluster.is_primary:
             run.evaluate_start_model()
     if events is not None:
         drive_schedule(run, events, interrupted)
@@ -135,15 +138,15 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
 def _evaluate_at_the_end(run: Run) -> None:
     """What the report compares; the publication is a call of all hosts, the rest of process 0."""
     is_primary = run.cluster.is_primary
-    if run.before is None and is_primary:
+    if run.evaluated.before is None and is_primary:
         run.evaluate_start_model()
-    is_due = run.last_eval_step < run.config.num_steps
+    is_due = run.evaluated.last_eval_step < run.config.num_steps
     if not run.cluster.broadcast_json(is_due):
         return
-    run.progress.phase("evaluating the final policy")
+    run.logs.progress.phase("evaluating the final policy")
     run.trainer.publish()
-    run.transport.poll()
-    published = run.transport.latest(0)
+    run.search.transport.poll()
+    published = run.search.transport.latest(0)
     assert published is not None
     if is_primary:
         run.evaluate(published.version, published.params)
@@ -152,8 +155,6 @@ def _evaluate_at_the_end(run: Run) -> None:
 def _check_reward(run: Run) -> None:
     """Refuse a reward function that cannot be used while nothing has been computed yet."""
     try:
-        run.rewards.check()
-        if run.gold is not None:
-            run.gold.check()
+        run.shared.rewards.check()
     except (RuntimeError, TimeoutError) as error:
         raise UserError(str(error)) from error

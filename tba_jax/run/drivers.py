@@ -30,7 +30,7 @@ def rounds_per_sync(run: Run) -> int:
     """Rounds each searcher does per publication so that every fresh slot has new data."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
-    return -(-prompts // (config.search.prompts_per_round * run.num_searchers))
+    return -(-prompts // (config.search.prompts_per_round * run.shared.num_searchers))
 
 
 def _is_eval_due(run: Run, step: int, newest: int) -> bool:
@@ -50,14 +50,15 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
         Whether a metrics line was written; what belongs to no single step waits for one.
     """
     step = run.trainer.step_index
-    if run.time_to_first_step_s is None:
-        run.time_to_first_step_s = run.clock()
+    run.clock.note_step()
     config = run.config
     is_logged = step % config.log.period == 0 or step == config.num_steps
     if is_logged:
-        extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.streams)
-        run.metrics.write(step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()})
-    run.checkpoints.check()
+        extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.search.streams)
+        run.logs.metrics.write(
+            step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
+        )
+    run.shared.checkpoints.check()
     if run.trainer.plan.save:
         run.save()
     return is_logged
@@ -80,15 +81,15 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
         step = trainer.step_index
         if sync:
             publish_s = trainer.publish()
-            run.transport.poll()
-            published = run.transport.latest(0)
+            run.search.transport.poll()
+            published = run.search.transport.latest(0)
             assert published is not None
-            if _is_eval_due(run, step, run.last_eval_step):
-                run.progress.phase("evaluating")
+            if _is_eval_due(run, step, run.evaluated.last_eval_step):
+                run.logs.progress.phase("evaluating")
                 run.evaluate(step, published.params)
-                run.progress.phase("")
+                run.logs.progress.phase("")
             if step == 0:
-                for searcher in run.searchers:
+                for searcher in run.search.searchers:
                     while searcher.num_given_rounds_left:
                         searcher.step()
             ahead = lag + 1 if step == 0 else 1
@@ -118,15 +119,15 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 
 def _search(run: Run) -> None:
     """One round of each searcher."""
-    for searcher in run.searchers:
+    for searcher in run.search.searchers:
         did_round = searcher.step()
         assert did_round  # weights are published, and the outbox has no bound here
 
 
 def _num_drawn(run: Run) -> int:
     """Responses that this host's searchers drew, beside those that were given."""
-    generated = sum(outbox.counts.generated for outbox in run.outboxes)
-    return generated - sum(searcher.num_given for searcher in run.searchers)
+    generated = sum(outbox.counts.generated for outbox in run.search.outboxes)
+    return generated - sum(searcher.num_given for searcher in run.search.searchers)
 
 
 def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:
@@ -171,17 +172,18 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """
     stop = StopFlag()
     watchdog = _Watchdog(run.config.log.watchdog_s)
-    searchers = [Worker(f"searcher-{s.index}", _step_of(run, s), stop) for s in run.searchers]
+    searchers = [
+        Worker(f"searcher-{s.index}", _step_of(run, s), stop) for s in run.search.searchers
+    ]
     others = [
-        Worker("weight-poller", run.transport.poll, stop),
+        Worker("weight-poller", run.search.transport.poll, stop),
         Worker("watchdog", watchdog.step, stop, idle_s=1.0),
     ]
-    idle_before = dict(run.searcher_idle_s)
+    idle_before = [searcher.idle_s for searcher in run.search.searchers]
 
     def count_idle() -> None:
-        for searcher, worker in zip(run.searchers, searchers, strict=True):
-            i = searcher.index
-            run.searcher_idle_s[i] = idle_before.get(i, 0.0) + worker.idle_total_s
+        for i, worker in enumerate(searchers):
+            run.search.searchers[i].idle_s = idle_before[i] + worker.idle_total_s
 
     try:
         run.trainer.publish()
@@ -192,7 +194,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
         stop.set()
         # A thread inside native code must not meet the end of the interpreter.
-        run.rewards.close()  # ends a `score` that waits for a reward
+        run.shared.rewards.close()  # ends a `score` that waits for a reward
         deadline = time.monotonic() + STOP_S
         for worker in [*searchers, *others]:
             worker.join(max(0.0, deadline - time.monotonic()))
@@ -210,7 +212,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
 
 def _step_of(run: Run, searcher: Searcher) -> Callable[[], bool]:
     """What a searcher's thread does; the first one's evaluates, with the weights it has."""
-    if searcher is not run.searchers[0]:
+    if searcher is not run.search.searchers[0]:
         return searcher.step
     return lambda: run.evaluations.step() or searcher.step()
 
@@ -229,7 +231,7 @@ class _AsyncLoop:
         self._stop = stop
         self._watchdog = watchdog
         self._count_idle = count_idle
-        self._newest_eval = self._newest_eval_version = run.last_eval_step
+        self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
 
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Sync, train, log until the last step."""
@@ -263,8 +265,8 @@ class _AsyncLoop:
             self._drain()
             self._count_idle()
             extra.update(summarise_rounds(reports))
-            extra["search/idle_s"] = sum(run.searcher_idle_s.values())
-            if (turns := run.sites.trainer.turns) is not None:
+            extra["search/idle_s"] = sum(searcher.idle_s for searcher in run.search.searchers)
+            if (turns := run.shared.sites.trainer.turns) is not None:
                 extra["sync/turn_wait_s"] = turns.wait_s
             if after_step(run, values, extra):
                 extra, reports = {}, []
@@ -277,7 +279,7 @@ class _AsyncLoop:
             return
         # Checkpoint transport, at the very start: the weight poller brings the first version. (To
         # poll here as well would wait for ever once the poller's thread had taken that version.)
-        while (published := run.transport.latest(0)) is None:
+        while (published := run.search.transport.latest(0)) is None:
             self._stop.check()
             self._stop.wait(POLL_S)
         version, params = published
@@ -295,13 +297,13 @@ class _AsyncLoop:
         run = self._run
         reports: list[RoundReport] = []
         start = run.clock()
-        given = sum(searcher.num_given for searcher in run.searchers)
+        given = sum(searcher.num_given for searcher in run.search.searchers)
         target = given + run.config.search.initial_fill
-        run.progress.phase("searchers fill the buffer")
+        run.logs.progress.phase("searchers fill the buffer")
         while run.trainer.step_index == 0 and (
             run.buffer.num_trajectories == 0
             or run.buffer.ledger()["generated"] < target
-            or any(searcher.num_given_rounds_left for searcher in run.searchers)
+            or any(searcher.num_given_rounds_left for searcher in run.search.searchers)
         ):
             self._stop.check()
             if interrupted():
@@ -309,8 +311,8 @@ class _AsyncLoop:
             reports += self._merge()
             self._stop.wait(POLL_S)
         # The first step of a process compiles; the display drops the phase when a step is made.
-        run.progress.phase("compiling the training step")
-        run.trainer.wait_s += run.clock() - start
+        run.logs.progress.phase("compiling the training step")
+        run.trainer.counters.wait_s += run.clock() - start
         return reports
 
     def _merge(self) -> list[RoundReport]:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a run as its config asks for it: evaluator and metrics."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.config.schema import Config
@@ -14,8 +15,10 @@ from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource
-from tba_jax.run.modeling import make_padding, make_rollout_scoring
+from tba_jax.run.modeling import make_padding, make_rollout_scoring, start_weights
+from tba_jax.run.shared import Shared
 from tba_jax.search.prompts import eval_prompts
+from tba_jax.search.reference import Reference
 from tba_jax.tasks.registry import Task, entry_of
 
 
@@ -96,3 +99,40 @@ def make_evaluator(
         min_new_tokens=config.search.min_new_tokens,
         metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )
+
+
+def build_evaluator(
+    shared: Shared,
+    decoder: Decoder,
+    references: Mapping[Site, Reference],
+    note: Callable[[str], None],
+) -> Evaluator:
+    """The evaluator of a run, on the devices of searcher 0.
+
+    Args:
+        shared: what it stands on.
+        decoder: of those devices.
+        references: by site; where there is one it also is the start model of the metrics.
+        note: told how many prompts are skipped.
+    """
+    config, site, gold = shared.config, shared.sites.evaluation, shared.rewards.gold
+
+    @functools.cache
+    def start_params() -> Any:
+        return references[site].params if site in references else load_start_weights(shared)
+
+    metrics = make_metrics(config, shared.tokenizer, shared.model.config, gold, start_params, site)
+    evaluator = make_evaluator(
+        config, shared.task, shared.tokenizer, decoder, shared.rewards.source, metrics
+    )
+    if evaluator.num_skipped:
+        note(f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens: skipped")
+    return evaluator
+
+
+def load_start_weights(shared: Shared) -> Any:
+    """The start model's weights where searcher 0 decodes."""
+    # From devices of this process: only one evaluates, and the others go on meanwhile.
+    source = shared.sites.reading(shared.model.config)
+    load = source.in_turn(start_weights)
+    return load(shared.config, shared.model.config, source.mesh, shared.sites.evaluation.mesh)

@@ -8,6 +8,8 @@ in, a state out; no devices, no files. Its invariant: over all hosts nothing is 
 each host's ledger adds up by itself.
 """
 
+import collections
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,12 +25,12 @@ from tba_jax.flow.records import (
     unflatten,
     unpack_prompts,
 )
-from tba_jax.flow.rounds import pack_commits
+from tba_jax.flow.rounds import RoundCommit, pack_commits
+from tba_jax.flow.state import PartState
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.replay.store import FIELDS, ID, SYNC, USES, VERSION
-
-HostState = Mapping[str, tuple[Mapping[str, np.ndarray], Any]]
+from tba_jax.run.host_state import HostState
 
 _SETTINGS = [name for name, _ in ROW_FIELDS].index("settings")
 _OLD_SYNC = -1  # of responses that came before the fresh window
@@ -46,7 +48,7 @@ def repartition(
     num_hosts: int,
     num_searchers: int,
     make_buffer: Callable[[], ReplayBuffer],
-) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
+) -> HostState:
     """The state of one of `num_hosts` hosts, from those of the hosts that saved.
 
     Searchers keep their outboxes, round numbers and places in the prompt stream while there are as
@@ -61,34 +63,30 @@ def repartition(
         make_buffer: an empty buffer with the run's settings.
 
     Returns:
-        A host state in the form in which one is saved.
+        Its state, as if it had saved it.
     """
-    runs = [state["run"][1] for state in states]
-    names = [name for state in states for name in state if name.startswith("outbox_")]
-    outboxes = {name: state[name] for state in states for name in state if name in names}
-    buffers: list[Snapshot] = []
+    outboxes = {name: o for state in states for name, o in state.named("outbox_").items()}
     is_same_search = len(outboxes) == num_searchers
+    buffers: list[PartState] = []
     for state in states:
-        arrays, meta = state["buffer"]
-        pending = (
-            [] if is_same_search else [c for n in names if n in state for c in _pending(state, n)]
-        )
-        if pending:
+        saved = state.parts["buffer"]
+        waiting = [] if is_same_search else _pending(state)
+        if waiting:
             buffer = make_buffer()
-            buffer.restore(arrays, meta)
-            buffer.merge(pending, meta["step"])
-            arrays, meta = buffer.snapshot()
-        buffers.append((dict(arrays), meta))
-    buffer_arrays, buffer_meta = _divide_buffers(
+            buffer.restore(saved)
+            buffer.merge(waiting, saved.meta["step"])
+            saved = buffer.state()
+        buffers.append(saved)
+    divided = _divide_buffers(
         buffers,
         keep=lambda i: owner_of(i, num_searchers=num_searchers, num_hosts=num_hosts) == host,
         has_history=host == 0,
-        seed=[runs[0]["seed"], num_hosts, host, buffers[0][1]["step"]],
+        seed=[states[0].facts.seed, num_hosts, host, buffers[0].meta["step"]],
     )
     share = num_searchers // num_hosts
     mine = range(host * share, (host + 1) * share)
-    out: dict[str, tuple[Mapping[str, np.ndarray], Any]] = {"buffer": (buffer_arrays, buffer_meta)}
-    next_round = max(outboxes[name][1]["position"]["next_round"] for name in names)
+    parts = {"buffer": PartState(*divided)}
+    next_round = max(outbox.meta["position"]["next_round"] for outbox in outboxes.values())
     for searcher in mine:
         if is_same_search:
             arrays, meta = outboxes[f"outbox_{searcher}"]
@@ -98,11 +96,15 @@ def repartition(
             position = {"next_round": next_round, "prompt_state": None}
         pending_count = sum(commit["generated"] for commit in meta["commits"])
         # The ledger of a host compares what its outboxes and its buffer have seen.
-        seen = buffer_meta["counters"]["generated"] if searcher == mine.start else 0
+        seen = parts["buffer"].meta["counters"]["generated"] if searcher == mine.start else 0
         position = {**position, "num_generated": pending_count + seen}
-        out[f"outbox_{searcher}"] = (arrays, {**meta, "position": position})
-    out["run"] = ({}, _run_of(runs, host, num_hosts, num_searchers, mine))
-    return out
+        parts[f"outbox_{searcher}"] = PartState(arrays, {**meta, "position": position})
+    parts |= _searchers_of(states, num_searchers, mine)
+    parts |= _history_of(states, has_history=host == 0)
+    facts = dataclasses.replace(
+        states[0].facts, num_processes=num_hosts, num_searchers=num_searchers
+    )
+    return HostState(facts, parts)
 
 
 def on_one_host(states: Sequence[HostState]) -> HostState:
@@ -117,46 +119,57 @@ def on_one_host(states: Sequence[HostState]) -> HostState:
         states,
         host=0,
         num_hosts=1,
-        num_searchers=states[0]["run"][1]["num_searchers"],
+        num_searchers=states[0].facts.num_searchers,
         make_buffer=no_buffer,
     )
 
 
-def _pending(state: HostState, name: str) -> list[Any]:
-    outbox = Outbox(max_bytes=1)
-    outbox.restore(*state[name])
-    return outbox.take()
+def _pending(state: HostState) -> list[RoundCommit]:
+    """The rounds that wait in a host's outboxes."""
+    commits = []
+    for saved in state.named("outbox_").values():
+        outbox = Outbox(max_bytes=1)
+        outbox.restore(saved)
+        commits += outbox.take()
+    return commits
 
 
-def _run_of(
-    runs: Sequence[Mapping[str, Any]],
-    host: int,
-    num_hosts: int,
-    num_searchers: int,
-    mine: range,
-) -> dict[str, Any]:
-    """Counters: process 0 takes the past of all hosts, except what belongs to single searchers."""
-    idle = {int(i): s for run in runs for i, s in run["searcher_idle_s"]}
-    decoded = {int(i): n for run in runs for i, n in run["decoded_tokens"]}
-    staleness: dict[int, int] = {}
-    for value, count in (pair for run in runs for pair in run["staleness_counts"]):
-        staleness[value] = staleness.get(value, 0) + count
-    lost = sum(n for i, n in decoded.items() if i >= num_searchers)  # of searchers that are no more
-    run = {
-        **runs[0],
-        "num_processes": num_hosts,
-        "num_searchers": num_searchers,
-        "searcher_idle_s": [[i, idle.get(i, 0.0)] for i in mine],
-        "decoded_tokens": [[i, decoded.get(i, 0) + (lost if i == 0 else 0)] for i in mine],
-        "staleness_counts": sorted(staleness.items()) if host == 0 else [],
+def _searchers_of(
+    states: Sequence[HostState], num_searchers: int, mine: range
+) -> dict[str, PartState]:
+    """Counters of this host's searchers; searcher 0 has those of searchers that are no more."""
+    known = {name: s.meta for state in states for name, s in state.named("searcher_").items()}
+    kept = {f"searcher_{i}" for i in range(num_searchers)}
+    lost = sum(meta["decoded_tokens"] for name, meta in known.items() if name not in kept)
+    found = {}
+    for i in mine:
+        meta = known.get(f"searcher_{i}", {"decoded_tokens": 0, "idle_s": 0.0})
+        tokens = meta["decoded_tokens"] + (lost if i == 0 else 0)
+        found[f"searcher_{i}"] = PartState({}, {**meta, "decoded_tokens": tokens})
+    return found
+
+
+def _history_of(states: Sequence[HostState], has_history: bool) -> dict[str, PartState]:
+    """Trainer's counters, clock and evaluations: process 0 takes the past of all hosts."""
+    first = states[0].parts
+    trainer, evaluations = dict(first["trainer"].meta), dict(first["evaluations"].meta)
+    staleness: collections.Counter[int] = collections.Counter()
+    for state in states:
+        staleness.update(dict(state.parts["trainer"].meta["staleness_counts"]))
+    if has_history:
+        trainer["staleness_counts"] = sorted(staleness.items())
+    else:
+        trainer |= {"wait_s": 0.0, "sync_s": [], "staleness_counts": []}
+        evaluations |= {"before": None, "after": None}
+    return {
+        "trainer": PartState({}, trainer),
+        "clock": first["clock"],
+        "evaluations": PartState({}, evaluations),
     }
-    if host:
-        run |= {"before": None, "after": None, "wait_s": 0.0, "sync_s": []}
-    return run
 
 
 def _divide_buffers(
-    snapshots: Sequence[Snapshot],
+    snapshots: Sequence[PartState],
     *,
     keep: Callable[[int], bool],
     has_history: bool,

@@ -8,6 +8,7 @@ judge cannot be used is refused here, before anything is decoded.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -17,6 +18,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
+from tba_jax.run.placing import Sites
 from tba_jax.tasks.registry import Task, get_task
 
 
@@ -28,6 +30,36 @@ def make_task(config: Config) -> Task:
     """
     task = config.task
     return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts, chat=task.chat)
+
+
+class Rewards(NamedTuple):
+    """What gives rewards and what judges.
+
+    Attributes:
+        source: what training learns from and evaluation reports.
+        gold: the judge of the win rate, None where the config names none.
+    """
+
+    source: RewardSource
+    gold: RewardSource | None
+
+    def check(self) -> None:
+        """Raises RuntimeError or TimeoutError where one of them cannot be used."""
+        for source in filter(None, self):
+            source.check()
+
+    def close(self) -> None:
+        """Stop what computes rewards."""
+        for source in filter(None, self):
+            source.close()
+
+
+def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
+    """Rewards and judge of a run; raises ValueError as `make_rewards` and `make_gold`."""
+    return Rewards(
+        make_rewards(config, task, tokenizer, sites.searchers),
+        make_gold(config, task, tokenizer, sites.evaluation),
+    )
 
 
 def make_rewards(

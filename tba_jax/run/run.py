@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run: the parts of one run as they are connected, and the state that belongs to none of them.
+"""Run: the connected parts of one run, and what all drivers do with them.
 
 Drivers, the main command and replays work on a Run; `build` makes one. Its invariant: what
 `host_state` saves, `restore` puts back.
@@ -8,129 +8,131 @@ Drivers, the main command and replays work on a Run; `build` makes one. Its inva
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
-from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
-from tba_jax.models.transformer import TransformerConfig
+from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.outbox import Outbox
 from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
-from tba_jax.rewards.source import RewardSource
-from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.modeling import start_weights
-from tba_jax.run.placing import Sites
-from tba_jax.search.prompts import PromptStream
-from tba_jax.search.searcher import Searcher
-from tba_jax.tasks.registry import Task
+from tba_jax.run.clock import RunClock
+from tba_jax.run.evaluating import load_start_weights
+from tba_jax.run.host_state import HostState
+from tba_jax.run.searching import Search
+from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
-from tba_jax.weights.transport import Transport
+
+
+class Logs(NamedTuple):
+    """Where a process writes.
+
+    Attributes:
+        metrics: all sinks of metrics, `own` and the display among them.
+        progress: the display.
+        schedule: the order in which things were done.
+        own: metrics.jsonl; None in processes other than 0.
+    """
+
+    metrics: MultiWriter
+    progress: ProgressDisplay
+    schedule: JsonlWriter
+    own: JsonlWriter | None
+
+    def close(self) -> None:
+        """Complete the files."""
+        self.progress.close()
+        self.metrics.close()
+        self.schedule.close()
+
+
+@dataclasses.dataclass
+class Evaluated:
+    """Evaluations so far, as the report compares them.
+
+    Attributes:
+        before: the first one with its sample texts, None until it is done.
+        after: the newest one.
+        last_eval_step: step of the newest one, -1 before the first.
+    """
+
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+    last_eval_step: int = -1
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Take in one more, of the version `step`."""
+        if self.before is None:
+            self.before = record
+        self.after = record
+        self.last_eval_step = max(self.last_eval_step, record["step"])
+
+    def state(self) -> PartState:
+        """Both records and the step."""
+        return PartState({}, dict(vars(self)))
+
+    def restore(self, state: PartState) -> None:
+        """Go on from there."""
+        vars(self).update(state.meta)
 
 
 @dataclasses.dataclass
 class Run:
-    """The parts of one run, and the counters that belong to none of them.
+    """The connected parts of one run.
 
     Attributes:
-        cluster: the processes of the run; searchers, streams, outboxes and buffer are this one's.
-        num_searchers: of all processes.
-        rewards: what training learns from; gold: what judges the win rate, if anything.
-        clock: seconds of running time, accumulated over resumes.
-        before: the first evaluation with its sample texts, None until it is done.
-        after: the newest one.
-        last_eval_step: step of the newest finished evaluation, -1 before the first.
-        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
+        shared: what all of them stand on.
+        search: searchers, prompt streams, outboxes and the weight transport of this process.
+        evaluations: evaluates a version, now or on another thread; evaluated: what came of it.
+        last_saved_step: step of the newest checkpoint, -1 before the first.
     """
 
-    config: Config
-    workdir: Path
-    cluster: Cluster
-    num_searchers: int
-    task: Task
-    trainer: Trainer
-    searchers: list[Searcher]
-    streams: list[PromptStream]
-    outboxes: list[Outbox]
+    shared: Shared
+    search: Search
     buffer: ReplayBuffer
-    transport: Transport
-    rewards: RewardSource
-    gold: RewardSource | None
+    trainer: Trainer
     evaluator: Evaluator
     evaluations: EvaluationService
-    decoder: Decoder
-    sites: Sites
-    model_config: TransformerConfig
-    checkpoints: Checkpoints
-    metrics: MultiWriter
-    progress: ProgressDisplay
-    schedule_log: JsonlWriter
-    metrics_log: JsonlWriter | None
-    clock: "RunClock"
-    before: dict[str, Any] | None = None
-    after: dict[str, Any] | None = None
-    last_eval_step: int = -1
+    logs: Logs
+    evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
-    time_to_first_step_s: float | None = None
-    searcher_idle_s: dict[int, float] = dataclasses.field(default_factory=dict)
-    base_fingerprint: str = ""
 
-    def host_state(self) -> dict[str, tuple[Mapping[str, np.ndarray], Any]]:
-        """Everything that is not train state, copied, for one atomic checkpoint."""
-        state: dict[str, tuple[Mapping[str, np.ndarray], Any]] = {
-            "buffer": self.buffer.snapshot(),
-            "run": (
-                {},
-                {
-                    "seed": self.config.seed,
-                    "num_processes": self.cluster.num_processes,
-                    "num_searchers": self.num_searchers,
-                    "elapsed_s": self.clock(),
-                    "before": self.before,
-                    "after": self.after,
-                    "last_eval_step": self.last_eval_step,
-                    "time_to_first_step_s": self.time_to_first_step_s,
-                    "wait_s": self.trainer.wait_s,
-                    "sync_s": self.trainer.sync_s,
-                    "trained_tokens": self.trainer.trained_tokens,
-                    "staleness_counts": sorted(self.trainer.staleness_counts.items()),
-                    "decoded_tokens": [[s.index, s.decoded_tokens] for s in self.searchers],
-                    "searcher_idle_s": sorted(self.searcher_idle_s.items()),
-                    "base_fingerprint": self.base_fingerprint,
-                },
-            ),
+    @property
+    def config(self) -> Config:
+        """The config."""
+        return self.shared.config
+
+    @property
+    def cluster(self) -> Cluster:
+        """The processes of the run."""
+        return self.shared.cluster
+
+    @property
+    def clock(self) -> RunClock:
+        """Seconds of running time."""
+        return self.shared.clock
+
+    def parts(self) -> dict[str, Saveable]:
+        """Everything with state but the train state, by name, in the order of restoring."""
+        return {
+            "buffer": self.buffer,
+            **self.search.parts(),
+            "trainer": self.trainer.counters,
+            "clock": self.clock,
+            "evaluations": self.evaluated,
         }
-        for searcher, outbox in zip(self.searchers, self.outboxes, strict=True):
-            state[f"outbox_{searcher.index}"] = outbox.snapshot()
-        return state
 
-    def restore(self, state: Mapping[str, tuple[Mapping[str, np.ndarray], Any]]) -> None:
+    def host_state(self) -> HostState:
+        """Everything that is not train state, copied, for one atomic checkpoint."""
+        states = {name: part.state() for name, part in self.parts().items()}
+        return HostState(self.shared.facts, states)
+
+    def restore(self, state: HostState) -> None:
         """Put back what `host_state` saved; the train state is the trainer's constructor's."""
-        self.buffer.restore(*state["buffer"])
-        for searcher, outbox, stream in zip(
-            self.searchers, self.outboxes, self.streams, strict=True
-        ):
-            outbox.restore(*state[f"outbox_{searcher.index}"])
-            _, prompt_state = outbox.committed
-            if prompt_state is not None:
-                stream.set_state(prompt_state)
-        _, run = state["run"]
-        self.clock.add(run["elapsed_s"])
-        self.before, self.after = run["before"], run["after"]
-        self.last_eval_step = run["last_eval_step"]
+        for name, part in self.parts().items():
+            part.restore(state.parts[name])
         self.last_saved_step = self.trainer.step_index
-        self.time_to_first_step_s = run["time_to_first_step_s"]
-        self.trainer.wait_s = run["wait_s"]
-        self.trainer.sync_s = list(run["sync_s"])
-        self.trainer.trained_tokens = run["trained_tokens"]
-        self.trainer.staleness_counts = {int(k): int(v) for k, v in run["staleness_counts"]}
-        self.searcher_idle_s = {int(k): float(v) for k, v in run["searcher_idle_s"]}
-        for searcher, (_, count) in zip(self.searchers, run["decoded_tokens"], strict=True):
-            searcher.decoded_tokens = count
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
         """Whether this host wants to stop: by a signal, or because a peer was told to end.
@@ -149,7 +151,7 @@ class Run:
         if step == self.last_saved_step:
             return
         # The next step is donated this state; the save has its own copy by then.
-        self.checkpoints.save(step, self.trainer.state, self.host_state())
+        self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
 
     def evaluate(self, version: int, params: Any) -> None:
@@ -168,71 +170,48 @@ class Run:
         step, evaluation, start_s = finished
         end = self.clock()
         values = evaluation.metrics()
-        self.schedule_log.append(
+        self.logs.schedule.append(
             {"event": "eval", "step": step, "version": step, "start_s": start_s, "end_s": end}
         )
-        self.metrics.write(
+        self.logs.metrics.write(
             step,
             {"time_s": end, **{f"eval/{k}": v for k, v in values.items()}, "eval/version": step},
         )
         shown = self.config.eval.num_report_samples
-        record = {
-            **values,
-            "step": step,
-            "texts": evaluation.texts[:shown],
-            "rewards": evaluation.rewards[:shown],
-        }
-        if self.before is None:
-            self.before = record
-        self.after = record
-        self.last_eval_step = max(self.last_eval_step, step)
+        texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
+        self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
 
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
-        # On devices of this process: the others go on meanwhile.
-        source = self.sites.reading(self.model_config)
-        load = source.in_turn(start_weights)
-        weights = load(self.config, self.model_config, source.mesh, self.sites.evaluation.mesh)
-        self.evaluate(0, weights)
-
-    def close_rewards(self) -> None:
-        """Stop what computes rewards."""
-        self.rewards.close()
-        if self.gold is not None:
-            self.gold.close()
+        self.evaluate(0, load_start_weights(self.shared))
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
-        self.close_rewards()
-        self.checkpoints.abandon(timeout_s=30.0)
-        self.progress.close()
-        self.metrics.close()
-        self.schedule_log.close()
+        self.shared.rewards.close()
+        self.shared.checkpoints.abandon(timeout_s=30.0)
+        self.logs.close()
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
-        self.close_rewards()
-        self.transport.close()
-        self.checkpoints.close()
-        self.progress.close()
-        self.metrics.close()
-        self.schedule_log.close()
+        self.shared.rewards.close()
+        self.search.transport.close()
+        self.shared.checkpoints.close()
+        self.logs.close()
 
 
-class RunClock:
-    """Seconds of running time; resumes add what earlier processes spent."""
+def open_logs(workdir: Path, cluster: Cluster, progress: ProgressDisplay, extra: list[Any]) -> Logs:
+    """The logs of a process, appended to where they are.
 
-    def __init__(self, now: Callable[[], float], start: float) -> None:
-        self._now = now
-        self._start = start
-
-    def __call__(self) -> float:
-        """Seconds since the run began, without the pauses between processes."""
-        return self._now() - self._start
-
-    def add(self, seconds: float) -> None:
-        """Count time an earlier process spent."""
-        self._start -= seconds
+    Args:
+        workdir: of the run.
+        cluster: its processes; only process 0 writes metrics.jsonl.
+        progress: the display.
+        extra: more metric sinks.
+    """
+    own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
+    sinks = [*([own] if own else []), progress, *extra]
+    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id))
+    return Logs(MultiWriter(sinks), progress, schedule, own)
 
 
 def schedule_name(process_id: int) -> str:
@@ -246,26 +225,25 @@ def forget_after(run: Run, step: int) -> None:
     A metrics line of step n was written after update n; schedule events carry the number of
     updates done when they began.
     """
+    last_eval_step = run.evaluated.last_eval_step
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        if "eval/n" in record:
-            return record["step"] <= run.last_eval_step
-        return record["step"] <= step
+        return record["step"] <= (last_eval_step if "eval/n" in record else step)
 
     # Rounds of searchers that other hosts have now stay: this log is where they were done.
     merged = {
         searcher.index: outbox.committed[0] - outbox.num_rounds
-        for searcher, outbox in zip(run.searchers, run.outboxes, strict=True)
+        for searcher, outbox in zip(run.search.searchers, run.search.outboxes, strict=True)
     }
 
     def is_kept_event(record: Mapping[str, Any]) -> bool:
         if record["event"] == "eval":
-            return record["step"] <= run.last_eval_step
+            return record["step"] <= last_eval_step
         if record["event"] == "round":  # an interruption may save rounds merged at this very step
             return record["round"] < merged.get(record["searcher"], record["round"] + 1)
         # Weights are published again at the restored step, which changes nothing.
         return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
 
-    if run.metrics_log is not None:
-        run.metrics_log.keep(is_kept_metric)
-    run.schedule_log.keep(is_kept_event)
+    if run.logs.own is not None:
+        run.logs.own.keep(is_kept_metric)
+    run.logs.schedule.keep(is_kept_event)

@@ -59,16 +59,16 @@ def drive_schedule(
             return
         if event["event"] == "sync":
             trainer.publish()
-            run.transport.poll()
-            for searcher in run.searchers:
-                published = run.transport.latest(searcher.reader)
+            run.search.transport.poll()
+            for searcher in run.search.searchers:
+                published = run.search.transport.latest(searcher.reader)
                 assert published is not None
                 weights[published.version, searcher.index] = published
-            if run.before is None:
+            if run.evaluated.before is None:
                 run.evaluate(trainer.step_index, weights[trainer.step_index, 0].params)
             weights = {k: w for k, w in weights.items() if last_use.get(k[0], -1) >= i}
         elif event["event"] == "round":
-            searcher = run.searchers[event["searcher"]]
+            searcher = run.search.searchers[event["searcher"]]
             swaps = {chunk: weights[version, searcher.index] for chunk, version in event["swaps"]}
             searcher.do_round(weights[event["version"], searcher.index], swaps.get)
             reports += trainer.merge()

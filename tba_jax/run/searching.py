@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What searchers stand on: references, decoders, start data, weight transport."""
+"""The searchers of a process and what they stand on: references, decoders, start data, transport.
+
+Searchers are made of what all parts share and of the start; they never see the trainer.
+"""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -14,10 +19,12 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site
+from tba_jax.flow.state import Saveable
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.replay.outbox import Outbox
 from tba_jax.run.modeling import (
     adapter_shardings,
     make_decoder,
@@ -26,10 +33,14 @@ from tba_jax.run.modeling import (
     make_rollout_scoring,
     make_scoring,
     reference_shardings,
+    sampling_settings,
     searcher_shardings,
 )
 from tba_jax.run.placing import Sites
+from tba_jax.run.shared import Shared
+from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
+from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
 from tba_jax.weights.transport import (
@@ -162,3 +173,113 @@ def make_decoders(
         for key in dict.fromkeys(site.program_site for site in sites.searchers)
     }
     return {site: programs[site.program_site] for site in sites.searchers}
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """The searching side of one process.
+
+    Attributes:
+        searchers: this process's; streams and outboxes: one each, in the same order.
+        transport: how weights come to them.
+        decoders: by site.
+    """
+
+    searchers: tuple[Searcher, ...]
+    streams: tuple[PromptStream, ...]
+    outboxes: tuple[Outbox, ...]
+    transport: Transport
+    decoders: Mapping[Site, Decoder]
+
+    def parts(self) -> dict[str, Saveable]:
+        """Everything with state; outboxes first, which know where each prompt stream stands."""
+        return {
+            **{f"outbox_{s.index}": o for s, o in zip(self.searchers, self.outboxes, strict=True)},
+            **{f"searcher_{s.index}": s for s in self.searchers},
+        }
+
+
+def build_searchers(
+    shared: Shared,
+    *,
+    base: Any,
+    references: Mapping[Site, Reference],
+    wants_given: bool,
+    note: Callable[[str], None],
+) -> Search:
+    """This process's searchers with their streams, outboxes and decoders, and the transport.
+
+    Args:
+        shared: what they stand on.
+        base: frozen parameters under adapters, on the trainer's devices; None without adapters.
+        references: by site; none where the trainer scores.
+        wants_given: the run's first rounds are still to come, so start data is read.
+        note: told how much is given.
+    """
+    config, sites, task = shared.config, shared.sites, shared.task
+    transport = make_transport(config, shared.policy, sites, shared.workdir, base)
+    decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
+    # The synchronous driver itself decides how far searchers run ahead.
+    outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
+    outboxes = tuple(Outbox(outbox_bytes) for _ in sites.searchers)
+    streams = tuple(_stream(shared, i) for i in range(len(sites.searchers)))
+    given = None
+    if wants_given:
+        given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
+    if given is not None:
+        note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
+    searchers = tuple(
+        _searcher(
+            shared,
+            i,
+            stream=streams[i],
+            decoder=decoders[site],
+            transport=transport,
+            outbox=outboxes[i],
+            reference=references.get(site),
+            given=given if shared.first_searcher + i == 0 else None,
+        )
+        for i, site in enumerate(sites.searchers)
+    )
+    return Search(searchers, streams, outboxes, transport, decoders)
+
+
+def _stream(shared: Shared, i: int) -> PromptStream:
+    config = shared.config
+    return PromptStream(
+        shared.task,
+        shared.tokenizer,
+        searcher=shared.first_searcher + i,
+        num_searchers=shared.num_searchers,
+        ownership=config.search.ownership,
+        seed=config.seed,
+        max_prompt_tokens=config.task.max_prompt_tokens,
+        long_prompts=config.task.long_prompts,
+    )
+
+
+def _searcher(shared: Shared, i: int, **parts: Any) -> Searcher:
+    config, task, tokenizer = shared.config, shared.task, shared.tokenizer
+    search = config.search
+    return Searcher(
+        index=shared.first_searcher + i,
+        reader=i,
+        rewards=shared.rewards.source.on(shared.sites.searchers[i]),
+        decode_text=tokenizer.batch_decode,
+        response_kind=task.response_kind,
+        first_kind=task.response_kinds[0] if task.response_kinds else "",
+        key=jax.random.key(config.seed),
+        prompts_per_round=search.prompts_per_round,
+        samples_per_prompt=search.samples_per_prompt,
+        settings=sampling_settings(config),
+        explore_share=search.explore_share,
+        explore_temperatures=(
+            search.explore_min_temperature,
+            search.explore_max_temperature,
+        ),
+        num_slots=search.num_slots or None,
+        in_flight=search.swap == "in_flight",
+        padding=make_padding(config, tokenizer.pad_id),
+        clock=shared.clock,
+        **parts,
+    )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run trains with as its config asks for it: optimizer, step settings, train state."""
+"""The trainer of a run and what it trains with: optimizer, step settings, train state, buffer."""
 
+import dataclasses
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,17 +11,24 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
+from tba_jax.devices.step_plan import Planner
+from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing, row_buckets
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.outbox import Outbox
 from tba_jax.run.modeling import make_padding, make_scoring, policy_config
+from tba_jax.run.shared import Shared
 from tba_jax.settings import need
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
-from tba_jax.train.step import StepSettings
+from tba_jax.train.step import StepSettings, make_train_step
 from tba_jax.train.target import Target
+from tba_jax.train.trainer import Trainer
+from tba_jax.weights.transport import Transport
 
 
 def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
@@ -149,3 +158,73 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
         shapes,
         make_step_shardings(config, model_config, mesh).state,
     )
+
+
+def make_buffer(shared: Shared) -> ReplayBuffer:
+    """This process's replay buffer, empty."""
+    config, num_hosts = shared.config, shared.cluster.num_processes
+    # Hosts draw apart from one another; one host draws what a single process would.
+    seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, shared.cluster.process_id)
+    share = dataclasses.replace(config.replay, max_bytes=config.replay.max_bytes // num_hosts)
+    return ReplayBuffer(**dataclasses.asdict(share), seed=seed)
+
+
+def build_trainer(
+    shared: Shared,
+    *,
+    state: TrainState,
+    base: Any,
+    buffer: ReplayBuffer,
+    outboxes: Sequence[Outbox],
+    transport: Transport,
+    log_event: Callable[[Mapping[str, Any]], None],
+) -> Trainer:
+    """The trainer of a process, with its compiled step and its planner.
+
+    Args:
+        shared: what it stands on.
+        state: the train state; the trainer's from now on.
+        base: frozen parameters under adapters; None without adapters.
+        buffer, outboxes, transport, log_event: as in `Trainer`.
+    """
+    config, policy = shared.config, shared.policy
+    shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
+    optimizer, schedule = make_optimizer_from(config)
+    settings = make_step_settings(config, shared.tokenizer.eos_ids)
+    step = make_train_step(policy, optimizer, schedule, settings, shardings)
+    step = shared.sites.trainer.in_turn(step)
+    place = _batch_placer(shardings, shared.cluster.num_processes)
+    frozen = () if base is None else (base,)
+    return Trainer(
+        state=state,
+        train_step=lambda state, batch: step(state, place(batch), *frozen),
+        buffer=buffer,
+        outboxes=outboxes,
+        transport=transport,
+        planner=Planner(
+            shared.cluster,
+            num_prompts=config.batch.num_prompts,
+            recency_prob=config.replay.recency_prob,
+            pace=config.replay.pace,
+            seed=config.seed,
+            num_steps=config.num_steps,
+            sync_period=config.sync_period,
+            checkpoint_period=config.checkpoint.period,
+        ),
+        group_size=config.objective.group_size,
+        packing=make_packing(config, shared.tokenizer.pad_id),
+        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
+        log_event=log_event,
+        clock=shared.clock,
+    )
+
+
+def _batch_placer(
+    shardings: StepShardings, num_hosts: int
+) -> Callable[[Batch | PackedBatch], Batch | PackedBatch]:
+    """What puts a host's rows on the trainer's devices."""
+    if num_hosts == 1:
+        return lambda batch: jax.device_put(batch, shardings.batch)
+    # This host's rows; the others bring theirs.
+    make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
+    return lambda batch: jax.tree.map(make, batch)

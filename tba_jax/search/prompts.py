@@ -166,7 +166,7 @@ class PromptStream:
         """Position and count, JSON-compatible; later calls of `take` do not change it."""
         return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
 
-    def set_state(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a position that `state` of an equally configured stream returned."""
         self._indices.set_state(dict(state["position"]))
         self.num_skipped = state["num_skipped"]

@@ -10,7 +10,7 @@ stands still in those. It does no learning and cannot see the trainer.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -20,6 +20,7 @@ from tba_jax.decoding.engine import Decoded, Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport, mean_known
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.source import RewardSource, ScoreResult, part_means
@@ -38,6 +39,10 @@ class PromptSource(Protocol):
 
     def state(self) -> dict[str, Any]:
         """JSON-compatible position after the last `take`."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from there."""
         ...
 
 
@@ -99,6 +104,7 @@ class Searcher:
 
     Attributes:
         decoded_tokens: tokens drawn so far.
+        idle_s: seconds that it had nothing to do; counted by whoever drives it.
         num_given: responses that are given.
     """
 
@@ -152,6 +158,22 @@ class Searcher:
         self._given = given
         self.num_given = 0 if given is None else given.num_responses
         self.decoded_tokens = 0
+        self.idle_s = 0.0
+
+    def state(self) -> PartState:
+        """Its counters; the outbox has the position of the last committed round."""
+        return PartState({}, {"decoded_tokens": self.decoded_tokens, "idle_s": self.idle_s})
+
+    def restore(self, state: PartState) -> None:
+        """Count on, and let the prompts come again that followed the last committed round.
+
+        The outbox is restored before.
+        """
+        self.decoded_tokens = state.meta["decoded_tokens"]
+        self.idle_s = state.meta["idle_s"]
+        _, position = self._outbox.committed
+        if position is not None:
+            self._stream.restore(position)
 
     @property
     def num_given_rounds_left(self) -> int:

@@ -8,6 +8,7 @@ draws its own share of the batch, and all of them follow one StepPlan. It owns t
 invariant that published weights are no alias of its state, and the ledger check at every merge.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tba_jax.devices.step_plan import Offer, Planner, StepPlan
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.rounds import RoundReport
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
@@ -28,6 +30,34 @@ from tba_jax.weights.transport import Transport
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
+
+
+@dataclasses.dataclass
+class Counters:
+    """What a trainer has counted over the whole run.
+
+    Attributes:
+        wait_s: seconds without anything to train on.
+        sync_s: pause of each publication.
+        trained_tokens: response tokens of all steps.
+        staleness_counts: how many uses of responses there were of each age in steps.
+    """
+
+    wait_s: float = 0.0
+    sync_s: list[float] = dataclasses.field(default_factory=list)
+    trained_tokens: int = 0
+    staleness_counts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def state(self) -> PartState:
+        """The counts."""
+        counts = {**vars(self), "sync_s": list(self.sync_s)}
+        return PartState({}, {**counts, "staleness_counts": sorted(self.staleness_counts.items())})
+
+    def restore(self, state: PartState) -> None:
+        """Count on from there."""
+        vars(self).update(state.meta)
+        self.sync_s = list(self.sync_s)
+        self.staleness_counts = {int(k): int(v) for k, v in state.meta["staleness_counts"]}
 
 
 class Trainer:
@@ -66,11 +96,8 @@ class Trainer:
     ) -> None:
         self.state = state
         self.step_index = int(state.step)
-        self.wait_s = 0.0
-        self.sync_s: list[float] = []
-        self.trained_tokens = 0
+        self.counters = Counters()
         self.last_event: Mapping[str, Any] = {}
-        self.staleness_counts: dict[int, int] = {}
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
         self._buffer = buffer
@@ -102,7 +129,7 @@ class Trainer:
                 "end_s": end,
             }
         )
-        self.sync_s.append(end - start)
+        self.counters.sync_s.append(end - start)
         return end - start
 
     def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
@@ -183,7 +210,7 @@ class Trainer:
             return None
         waited = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
-        self.wait_s += waited
+        self.counters.wait_s += waited
         draws = self._draw()
         batch = self._packing.batch(draws, self._planner.agree_on_shape)
         drawn_s = self._clock() - start
@@ -203,7 +230,7 @@ class Trainer:
             )
         step = self.step_index
         self.step_index += 1
-        self.trained_tokens += int(values["train/response_tokens"])
+        self.counters.trained_tokens += int(values["train/response_tokens"])
         self._log(
             {
                 "event": "step",
@@ -230,8 +257,9 @@ class Trainer:
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])
         values, counts = np.unique(staleness, return_counts=True)
+        known = self.counters.staleness_counts
         for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            self.staleness_counts[value] = self.staleness_counts.get(value, 0) + count
+            known[value] = known.get(value, 0) + count
         total = sum(len(d.trajectories) for d in draws)
         return {
             "buffer/staleness_mean": float(staleness.mean()),

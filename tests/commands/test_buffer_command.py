@@ -12,6 +12,9 @@ from tba_jax.commands import buffer as buffer_command
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.host_state import Facts, HostState
+
+FACTS = Facts(seed=0, num_processes=1, num_searchers=1)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def workdir(tmp_path_factory):
     buffer.sample(1, 3, 4)
     folder = tmp_path_factory.mktemp("run")
     checkpoints = Checkpoints(folder / "checkpoints")
-    state = {"buffer": buffer.snapshot(), "outbox_0": outbox.snapshot(), "run": ({}, {})}
+    state = HostState(FACTS, {"buffer": buffer.state(), "outbox_0": outbox.state()})
     checkpoints.save(6, {"x": np.zeros(2)}, state)
     checkpoints.close()
     return folder
@@ -94,7 +97,7 @@ def test_successful_attacks_of_a_red_team_run_are_counted(tmp_path, capsys):
     group = Group(make_prompt(0), tuple(attacks), {})
     buffer.merge([dataclasses.replace(make_commit({}), groups=(group,), generated=3)], 3)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(3, {"x": np.zeros(2)}, {"buffer": buffer.snapshot()})
+    checkpoints.save(3, {"x": np.zeros(2)}, HostState(FACTS, {"buffer": buffer.state()}))
     checkpoints.close()
     config = {"task.name": "redteam", "model.path": ""}
     (tmp_path / "config.json").write_text(json.dumps({"config": config}))
@@ -111,7 +114,7 @@ def test_successful_attacks_of_a_red_team_run_are_counted(tmp_path, capsys):
 
 def test_an_empty_buffer_is_shown_too(tmp_path, capsys):
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    checkpoints.save(0, {"x": np.zeros(2)}, {"buffer": make_buffer().snapshot()})
+    checkpoints.save(0, {"x": np.zeros(2)}, HostState(FACTS, {"buffer": make_buffer().state()}))
     checkpoints.close()
     result = json.loads(_run(capsys, tmp_path, "--json").splitlines()[-1])
     assert (result["num_trajectories"], result["texts"], result["reward_histogram"]) == (0, [], [])

@@ -132,11 +132,11 @@ def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cach
     step, states = load_host_states(str(workdir))
     assert step == 8 and len(states) == 2
     for host, state in enumerate(states):
-        assert set(state["buffer"][0]["prompt_ids"] % 2) == {host}
-        assert f"outbox_{host}" in state
+        assert set(state.parts["buffer"].arrays["prompt_ids"] % 2) == {host}
+        assert f"outbox_{host}" in state.parts
 
     # 2 -> 1 -> 2 processes: nothing lost, nothing double, and training goes on.
-    stored = sum(len(state["buffer"][0]["row_reward"]) for state in states)
+    stored = sum(len(state.parts["buffer"].arrays["row_reward"]) for state in states)
     for number, num_steps in ((1, 12), (2, 16)):
         # The horizon is part of the config; what is tested is the state.
         edit_config(workdir, num_steps=num_steps)
@@ -159,7 +159,7 @@ def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cach
         _, states = load_host_states(str(workdir))
         assert len(states) == number
         for host, state in enumerate(states):
-            assert set(state["buffer"][0]["prompt_ids"] % number) == {host}
+            assert set(state.parts["buffer"].arrays["prompt_ids"] % number) == {host}
 
 
 @pytest.mark.slow

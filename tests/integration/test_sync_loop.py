@@ -151,7 +151,7 @@ def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
         done = run(workdir, *SYNC, *overrides, cache=cache)
         assert done.returncode == 0, done.stderr
         _, [state] = load_host_states(str(workdir))
-        stored.append(state["buffer"][0])
+        stored.append(state.parts["buffer"].arrays)
     one, two = stored
     # The first round: 4 prompts x 16 responses, less those that were drawn twice.
     assert one["store_sizes"].sum() > 32
@@ -186,7 +186,7 @@ def check_given(workdir):
         (32, [8, 8]),
     ]
     _, [state] = load_host_states(str(workdir))
-    arrays, _ = state["buffer"]
+    arrays = state.parts["buffer"].arrays
     tokenizer = Tokenizer.load(str(modeling.START_MODEL))
     stored = {
         tokenizer.decode(np.frombuffer(tokens, np.int32)) for tokens in unflatten(arrays, "tokens")

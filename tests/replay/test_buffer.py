@@ -251,7 +251,7 @@ def test_invariants_hold_and_a_restored_buffer_draws_the_same(options, rounds):
     for step, round_ in enumerate(rounds):
         if step == half:
             twin = make_buffer(**(options | {"seed": 99}))
-            twin.restore(*json_snapshot(buffer))
+            twin.restore(json_snapshot(buffer))
         commit = _commit_of(round_, step)
         generated += commit.generated
         before = buffer.num_trajectories
@@ -306,7 +306,7 @@ def test_restore_replaces_what_was_there():
             commit = make_commit({1: distinct_responses(4, 4 * step)}, rewards=rewards)
             target.merge([commit], step)
             target.sample(2, 2, step)
-    other.restore(*json_snapshot(buffer))
+    other.restore(json_snapshot(buffer))
     assert stored(other) == stored(buffer)
     assert other.ledger() == buffer.ledger()
     assert other.stats() == buffer.stats()
@@ -321,7 +321,7 @@ def test_a_sync_that_was_saved_in_the_middle_goes_on():
     buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({1: distinct_responses(2)})], 5)
     other = make_buffer(recency_prob=1.0)
-    other.restore(*json_snapshot(buffer))
+    other.restore(json_snapshot(buffer))
     assert other.stats() == buffer.stats()
     other.merge([make_commit({2: distinct_responses(2)}, round=1)], 5)
     assert [d.is_fresh for d in other.sample(2, 2, 5)] == [True, True]
@@ -329,7 +329,7 @@ def test_a_sync_that_was_saved_in_the_middle_goes_on():
 
 def test_an_empty_buffer_can_be_saved():
     buffer = make_buffer()
-    buffer.restore(*json_snapshot(make_buffer()))
+    buffer.restore(json_snapshot(make_buffer()))
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
     assert len(buffer.sample(1, 2, 0)) == 1
 

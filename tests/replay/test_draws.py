@@ -14,6 +14,7 @@ from fake_rounds import (
     prompts_of,
 )
 
+from tba_jax.flow.state import PartState
 from tba_jax.replay.draws import response_log_weights
 
 # --- fresh slots ---------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def test_responses_used_in_replay_are_no_longer_fresh():
     assert draw.is_fresh  # one of the three is unused, and that is the one drawn
     assert arrays["row_uses"][arrays["row_id"].tolist().index(draw.trajectory_ids[0])] == 0
     other = make_buffer(recency_prob=0.0)
-    other.restore(arrays, meta)
+    other.restore(PartState(arrays, meta))
     other.sample(1, 3, 0)
     other._recency_prob = 1.0
     assert [d.is_fresh for d in other.sample(1, 1, 0)] == [False]

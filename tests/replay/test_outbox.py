@@ -11,6 +11,7 @@ import pytest
 from fake_rounds import assert_same_trajectory, distinct_responses, make_commit, make_trajectory
 
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
+from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.outbox import Outbox
 
@@ -125,10 +126,10 @@ def test_a_restored_outbox_goes_on_where_the_saved_one_was():
     for commit in commits:
         outbox.put(commit)
     outbox.take(1)
-    arrays, meta = outbox.snapshot()
+    arrays, meta = outbox.state()
     outbox.put(make_commit({1: [[5]]}, round=2))  # after the snapshot: not in it
     other = Outbox(1000)
-    other.restore(arrays, json.loads(json.dumps(meta)))
+    other.restore(PartState(arrays, json.loads(json.dumps(meta))))
     assert other.committed == (2, {"position": 1})
     assert (other.counts, other.num_rounds) == ((7, 2), 1)
     (pending,) = other.take()
@@ -156,7 +157,7 @@ def test_nothing_is_lost_or_torn_between_a_writer_and_a_reader():
         finished = done.is_set()
         # A snapshot in the middle of everything is one instant: its pending rounds end exactly
         # where its committed position says.
-        arrays, meta = outbox.snapshot()
+        arrays, meta = outbox.state()
         pending = unpack_commits(arrays, meta)
         if pending and pending[-1].round + 1 != meta["position"]["next_round"]:
             torn.append(meta["position"])

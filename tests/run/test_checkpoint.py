@@ -10,37 +10,25 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.flow.state import PartState
 from tba_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     load_host_states,
-    pack_host_state,
-    unpack_host_state,
 )
+from tba_jax.run.host_state import Facts, HostState
 
-HOST = {
-    "buffer": (
-        {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))},
-        {"k": [1, "ü"]},
-    ),
-    "run": ({}, {"elapsed_s": 1.5, "before": None}),
-}
-
-
-def test_host_state_round_trip_is_exact():
-    got = unpack_host_state(pack_host_state(HOST))
-    assert {name: meta for name, (_, meta) in got.items()} == {
-        "buffer": {"k": [1, "ü"]},
-        "run": {"elapsed_s": 1.5, "before": None},
-    }
-    np.testing.assert_array_equal(got["buffer"][0]["tokens"], np.arange(7))
-    assert got["buffer"][0]["tokens"].dtype == np.int32
-    assert got["buffer"][0]["empty"].shape == (0, 3)
-
-
-def test_objects_are_not_pickled():
-    with pytest.raises(ValueError, match="allow_pickle=False"):
-        pack_host_state({"x": ({"bad": np.array([{"a": 1}], object)}, {})})
+FACTS = Facts(seed=0, num_processes=1, num_searchers=2, base_fingerprint="f00d")
+HOST = HostState(
+    FACTS,
+    {
+        "buffer": PartState(
+            {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))},
+            {"k": [1, "ü"]},
+        ),
+        "clock": PartState({}, {"elapsed_s": 1.5, "time_to_first_step_s": None}),
+    },
+)
 
 
 def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
@@ -60,17 +48,19 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
         assert step == 3
         np.testing.assert_array_equal(state["w"], value)
         assert state["w"].sharding == placed(n)
-        assert host["run"][1]["elapsed_s"] == 1.5
+        assert host.parts["clock"].meta["elapsed_s"] == 1.5
 
 
 def test_host_state_is_copied_before_save_returns(tmp_path):
     tokens = np.arange(4)
     checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
-    checkpoints.save(1, {"w": jnp.zeros(2)}, {"buffer": ({"tokens": tokens}, {})})
+    checkpoints.save(
+        1, {"w": jnp.zeros(2)}, HostState(FACTS, {"buffer": PartState({"tokens": tokens}, {})})
+    )
     tokens[:] = -1
     checkpoints.close()
     _, [host] = load_host_states(str(tmp_path))
-    assert host["buffer"][0]["tokens"].tolist() == [0, 1, 2, 3]
+    assert host.parts["buffer"].arrays["tokens"].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
@@ -102,7 +92,7 @@ def test_a_relative_folder_works(tmp_path, monkeypatch):
     checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
     checkpoints.close()
     step, [host] = load_host_states("run")
-    assert (step, host["run"][1]["elapsed_s"]) == (1, 1.5)
+    assert (step, host.parts["clock"].meta["elapsed_s"]) == (1, 1.5)
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 

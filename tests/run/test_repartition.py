@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host states divided anew: nothing lost, nothing double, every ledger adds up."""
 
-import json
-
 import numpy as np
 from fake_rounds import distinct_responses, make_buffer, make_commit
 
+from tba_jax.flow.state import PartState
 from tba_jax.replay.outbox import Outbox
+from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.repartition import on_one_host, owner_of, repartition
+from tba_jax.run.run import Evaluated
+from tba_jax.train.trainer import Counters
 
 
 def make_state(host, num_hosts, num_searchers=2, step=5):
@@ -33,27 +35,23 @@ def make_state(host, num_hosts, num_searchers=2, step=5):
             if number < 3:
                 buffer.merge(outbox.take(), step + number)
     buffer.sample(1, 2, step + 2)
-    run = {
-        "seed": 0,
-        "num_processes": num_hosts,
-        "num_searchers": num_searchers,
-        "elapsed_s": 3.0,
-        "before": {"pass_at_1": 0.5} if host == 0 else None,
-        "after": None,
-        "wait_s": 1.0,
-        "sync_s": [0.1],
-        "staleness_counts": [[0, 4]],
-        "decoded_tokens": [[s, 100 + s] for s in mine],
-        "searcher_idle_s": [[s, float(s)] for s in mine],
+    parts = {
+        "buffer": buffer.state(),
+        **{f"outbox_{s}": outbox.state() for s, outbox in outboxes.items()},
+        **{
+            f"searcher_{s}": PartState({}, {"decoded_tokens": 100 + s, "idle_s": float(s)})
+            for s in mine
+        },
+        "trainer": Counters(1.0, [0.1], 50, {0: 4}).state(),
+        "clock": PartState({}, {"elapsed_s": 3.0, "time_to_first_step_s": 1.0}),
+        "evaluations": Evaluated({"pass_at_1": 0.5} if host == 0 else None).state(),
     }
-    state = {"buffer": buffer.snapshot(), "run": ({}, run)}
-    state |= {f"outbox_{s}": outbox.snapshot() for s, outbox in outboxes.items()}
-    return as_saved(state)
+    return as_saved(HostState(Facts(0, num_hosts, num_searchers), parts))
 
 
 def as_saved(state):
-    """Through JSON, as a checkpoint has it."""
-    return {name: (arrays, json.loads(json.dumps(meta))) for name, (arrays, meta) in state.items()}
+    """Through bytes, as a checkpoint has it."""
+    return unpack(pack(state))
 
 
 def divide(states, num_hosts, num_searchers=2):
@@ -74,12 +72,11 @@ def divide(states, num_hosts, num_searchers=2):
 def restored(state):
     """(buffer, outboxes) of a state, after the check that a merge makes."""
     buffer = make_buffer(fresh_window=2)
-    buffer.restore(*state["buffer"])
+    buffer.restore(state.parts["buffer"])
     outboxes = {}
-    for name in state:
-        if name.startswith("outbox_"):
-            outboxes[name] = Outbox(10**9)
-            outboxes[name].restore(*state[name])
+    for name, saved in state.named("outbox_").items():
+        outboxes[name] = Outbox(10**9)
+        outboxes[name].restore(saved)
     counts = [outbox.counts for outbox in outboxes.values()]
     buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
     return buffer, outboxes
@@ -89,7 +86,7 @@ def content(states):
     """Everything stored or pending, as comparable values: prompt, tokens, reward, uses."""
     found = []
     for state in states:
-        arrays, _ = state["buffer"]
+        arrays = state.parts["buffer"].arrays
         ends = np.cumsum(arrays["tokens_sizes"])
         for i, end in enumerate(ends):
             tokens = arrays["tokens"][end - arrays["tokens_sizes"][i] : end].tobytes()
@@ -101,6 +98,11 @@ def content(states):
 def fresh_of(meta):
     """(step of the sync, prompt, unused responses) of everything fresh."""
     return {(e["step"], i, unused) for e in meta["fresh"] for i, unused, _ in e["prompts"]}
+
+
+def decoded(state):
+    """Tokens drawn by each searcher."""
+    return {name: s.meta["decoded_tokens"] for name, s in state.named("searcher_").items()}
 
 
 def ledger(states):
@@ -117,7 +119,7 @@ def test_two_hosts_to_one_and_back():
     assert content(one) == content(two) == content(again)
     assert ledger(one) == ledger(two) == ledger(again)
     for host, state in enumerate(again):
-        assert {i % 2 for i in state["buffer"][0]["prompt_ids"].tolist()} == {host}
+        assert {i % 2 for i in state.parts["buffer"].arrays["prompt_ids"].tolist()} == {host}
         # Rounds, prompt streams and what waits move with their searcher.
         _, before = restored(two[host])
         _, after = restored(state)
@@ -125,16 +127,18 @@ def test_two_hosts_to_one_and_back():
         name = f"outbox_{host}"
         assert after[name].committed == before[name].committed
         assert after[name].num_rounds == before[name].num_rounds == 1
-    assert [state["run"][1]["decoded_tokens"] for state in again] == [[[0, 100]], [[1, 101]]]
-    assert one[0]["run"][1]["staleness_counts"] == [[0, 8]]
-    assert again[1]["run"][1]["before"] is None and one[0]["run"][1]["before"]
+    assert [decoded(state) for state in again] == [{"searcher_0": 100}, {"searcher_1": 101}]
+    assert one[0].parts["trainer"].meta["staleness_counts"] == [[0, 8]]
+    before = [state.parts["evaluations"].meta["before"] for state in (*one, *again)]
+    assert before == [{"pass_at_1": 0.5}, {"pass_at_1": 0.5}, None]
+    assert [state.facts.num_processes for state in (*one, *again)] == [1, 2, 2]
 
 
 def test_fresh_prompts_stay_fresh_and_drawn_ones_do_not_come_back():
     two = [make_state(host, 2) for host in range(2)]
-    fresh = [fresh_of(state["buffer"][1]) for state in two]
+    fresh = [fresh_of(state.parts["buffer"].meta) for state in two]
     buffer, _ = restored(divide(two, 1)[0])
-    merged = fresh_of(buffer.snapshot()[1])
+    merged = fresh_of(buffer.state().meta)
     assert merged == fresh[0] | fresh[1] and merged
     ready, num_fresh = buffer.supply(4, 2, 7)
     assert ready and num_fresh == len(merged)
@@ -148,13 +152,14 @@ def test_another_number_of_searchers_merges_what_waits_and_repeats_no_round():
     assert buffer.num_trajectories == 2 * 4 * 4
     assert [o.committed for o in outboxes.values()] == [(4, None)] * 3
     assert all(o.num_rounds == 0 for o in outboxes.values())
-    assert one["run"][1]["decoded_tokens"] == [[0, 100], [1, 101], [2, 0]]
+    assert decoded(one) == {"searcher_0": 100, "searcher_1": 101, "searcher_2": 0}
 
 
 def test_one_response_on_two_hosts_is_kept_once_and_counted():
     # search.ownership=any: the same prompt and response on both.
     states = [make_state(0, 2), make_state(0, 2)]
-    states[1]["outbox_1"] = states[1].pop("outbox_0")
+    second = states[1].parts
+    second["outbox_1"], second["searcher_1"] = second.pop("outbox_0"), second.pop("searcher_0")
     merged = divide(states, 1)[0]
     restored(merged)  # the ledger adds up
     assert len(content([merged])) == len(content(states)) // 2

@@ -106,10 +106,10 @@ def test_resume_continues_exactly(taken):
     assert json.dumps(state) == text  # a snapshot, not a view
     resumed = make_stream(task, seed=3)
     resumed.take(5)
-    resumed.set_state(json.loads(text))
+    resumed.restore(json.loads(text))
     assert resumed.state() == state
     assert ids(resumed.take(120)) == coming
-    stream.set_state(state)  # an unfinished round is redone on the same stream
+    stream.restore(state)  # an unfinished round is redone on the same stream
     assert ids(stream.take(120)) == coming
 
 
@@ -150,7 +150,7 @@ def test_resume_with_skipped_prompts_continues_exactly(taken):
     coming = ids(stream.take(80))
     resumed = make_stream(task, seed=3, long_prompts="skip")
     resumed.take(5)
-    resumed.set_state(state)
+    resumed.restore(state)
     assert resumed.state() == state
     assert ids(resumed.take(80)) == coming
     assert resumed.num_skipped == stream.num_skipped > state["num_skipped"]

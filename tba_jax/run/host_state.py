@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one host: the states of its parts by name, and the facts that they belong to.
+
+It serialises them and knows the formats of earlier versions; what a part's state means is known to
+the part alone. Invariant: nothing on disk is pickled.
+"""
+
+import dataclasses
+import io
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.flow.state import PartState
+
+FORMAT = 2
+"""1: all counters in one part `run`; 2: each part has its own."""
+
+_FACTS_KEY, _META_KEY = "__facts__", "__meta__"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message says which and what to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a host's state belongs to.
+
+    Attributes:
+        seed: of the run.
+        num_processes, num_searchers: of the whole run.
+        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
+        format: in which it was written.
+    """
+
+    seed: int
+    num_processes: int
+    num_searchers: int
+    base_fingerprint: str = ""
+    format: int = FORMAT
+
+
+class HostState(NamedTuple):
+    """Everything of one process that is not train state.
+
+    Attributes:
+        facts: what it belongs to.
+        parts: state of each part, by name: buffer, outbox_I and searcher_I of each searcher I,
+            trainer, clock, evaluations.
+    """
+
+    facts: Facts
+    parts: Mapping[str, PartState]
+
+    def named(self, prefix: str) -> dict[str, PartState]:
+        """The parts whose names begin so."""
+        return {name: part for name, part in self.parts.items() if name.startswith(prefix)}
+
+
+def pack(state: HostState) -> bytes:
+    """Host state as npz bytes: arrays as `part/key`, facts and metadata as JSON entries."""
+    arrays = {
+        f"{name}/{key}": np.asarray(value)
+        for name, part in state.parts.items()
+        for key, value in part.arrays.items()
+    }
+    entries = {
+        _FACTS_KEY: dataclasses.asdict(state.facts),
+        _META_KEY: {name: part.meta for name, part in state.parts.items()},
+    }
+    for key, value in entries.items():
+        arrays[key] = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    out = io.BytesIO()
+    np.savez(out, allow_pickle=False, **arrays)
+    return out.getvalue()
+
+
+def unpack(data: bytes) -> HostState:
+    """Inverse of `pack`; also reads format 1.
+
+    Raises:
+        CheckpointError: a format that this version does not know.
+        ValueError, KeyError, OSError, zipfile.BadZipFile: when the bytes are not intact.
+    """
+    with np.load(io.BytesIO(data), allow_pickle=False) as entries:
+        metas = json.loads(entries[_META_KEY].tobytes().decode())
+        arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
+        for full_key in entries.files:
+            if full_key not in (_FACTS_KEY, _META_KEY):
+                name, key = full_key.split("/", 1)
+                arrays[name][key] = entries[full_key]
+        parts = {name: PartState(arrays[name], meta) for name, meta in metas.items()}
+        if _FACTS_KEY not in entries.files:
+            return _from_format_1(parts)
+        facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
+    if facts["format"] != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "
+            f"formats up to {FORMAT}; continue the run with the version that config.json names"
+        )
+    return HostState(Facts(**facts), parts)
+
+
+def _from_format_1(parts: dict[str, PartState]) -> HostState:
+    """Counters of all parts were one part then."""
+    run = parts.pop("run").meta
+
+    def of(*names: str) -> PartState:
+        return PartState({}, {name: run[name] for name in names})
+
+    idle = {int(i): seconds for i, seconds in run["searcher_idle_s"]}
+    searchers: dict[str, Any] = {
+        f"searcher_{i}": PartState({}, {"decoded_tokens": n, "idle_s": idle.get(i, 0.0)})
+        for i, n in run["decoded_tokens"]
+    }
+    facts = ("seed", "num_processes", "num_searchers", "base_fingerprint")
+    return HostState(
+        Facts(**{name: run[name] for name in facts}, format=1),
+        {
+            **parts,
+            **searchers,
+            "trainer": of("wait_s", "sync_s", "trained_tokens", "staleness_counts"),
+            "clock": of("elapsed_s", "time_to_first_step_s"),
+            "evaluations": of("before", "after", "last_eval_step"),
+        },
+    )

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run begins or goes on: the train state, what is frozen beside it, the saved host states.
+
+The only place that reads the policy's weights. Invariant: a reference never shares buffers with
+what is trained, which the next step donates.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from tba_jax.devices.site import Site
+from tba_jax.models import lora
+from tba_jax.run.host_state import HostState
+from tba_jax.run.searching import make_references
+from tba_jax.run.shared import Shared
+from tba_jax.run.training import abstract_state, make_optimizer_from, make_step_shardings
+from tba_jax.search.reference import Reference
+from tba_jax.train.state import TrainState, make_init_state
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a process of the run starts with.
+
+    Attributes:
+        state: the train state, initial or restored.
+        base: frozen parameters under adapters; None where all are trained.
+        references: a reference scorer for each set of searcher devices, where searchers score.
+        step: of the restored checkpoint; 0 for a new run.
+        host_states: of that checkpoint, as `Checkpoints.restore` gives them; none for a new run.
+    """
+
+    state: TrainState
+    base: Any
+    references: dict[Site, Reference]
+    step: int = 0
+    host_states: tuple[HostState, ...] = ()
+
+
+def open_start(shared: Shared, phase: Callable[[str], None]) -> Start:
+    """Load the model, and restore the newest checkpoint of the work directory if there is one.
+
+    Args:
+        shared: what it stands on; all processes of the run call this.
+        phase: told what takes long.
+
+    Raises:
+        ValueError: weights are not usable, or not those that the adapters of the checkpoint were
+            trained on. CheckpointError: the newest checkpoint is not readable.
+    """
+    config, sites, model = shared.config, shared.sites, shared.model
+    policy, mesh = shared.policy, sites.trainer.mesh
+    has_adapters = policy.adapters is not None
+    shardings = make_step_shardings(config, model.config, mesh)
+    # Read once: a host that looked a moment later might see another one.
+    newest = shared.cluster.broadcast_json(shared.checkpoints.latest_step())
+    references: dict[Site, Reference] = {}
+    params, base = None, None
+    if newest is None or has_adapters or config.reference.placement == "searcher":
+        phase("loading the model")
+        params = model.load_params(
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=shardings.base if has_adapters else shardings.state.params,
+        )
+    if config.reference.placement == "searcher":
+        references = make_references(config, policy, shared.tokenizer.eos_ids, sites, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
+    if newest is None:
+        optimizer, _ = make_optimizer_from(config)
+        return Start(make_init_state(optimizer, shardings)(params), base, references)
+    del params
+    phase("restoring the newest checkpoint")
+    target = abstract_state(config, model.config, mesh)
+    _, state, host_states = shared.checkpoints.restore(target, newest)
+    if has_adapters:
+        lora.check_base(model.folder, host_states[0].facts.base_fingerprint)
+    state = state if isinstance(state, TrainState) else TrainState(*state)
+    return Start(state, base, references, newest, tuple(host_states))
