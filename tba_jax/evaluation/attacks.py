@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What red-teaming reports about attacks, evaluated or stored ones: success and diversity.
 
-It knows attacks as texts and tokens with a toxicity each; it does not know victims, classifiers or
-policies. Invariant: an attack without a toxicity counts as a failure, and the figures of equal
-responses are equal.
+Invariant: an attack without a toxicity counts as a failure, and the figures of equal responses are
+equal.
 """
 
 import functools

@@ -3,8 +3,8 @@
 
 Win rate over reference responses by a gold reward, and the distance of the policy from its start:
 perplexity under the reference model and the divergence between their next-token distributions. Each
-is a callable as `evaluator.MetricFunction` says. This module does not know tasks or training.
-Invariant: nothing here holds the logits of more than `_LOGITS_BYTES` at a time per model.
+is a callable as `evaluator.MetricFunction` says. Invariant: nothing here holds the logits of more
+than `_LOGITS_BYTES` at a time per model.
 """
 
 import functools

@@ -5,8 +5,8 @@ Reward model, gold reward model, victim, classifier, sentence embedder, and the 
 evaluation compares with. Reward models and the start model are divided over the devices of a
 searcher, the gold model over the first one's, which evaluates. Victim and classifier are whole on
 the first device of each searcher, the embedder on the trainer's first. The programs are those of
-the parts themselves, lowered from shapes. It knows no chip and reads no weights. The invariant it
-owns: a model that the run loads has its bytes here.
+the parts themselves, lowered from shapes. The invariant it owns: a model that the run loads has its
+bytes here.
 """
 
 from collections.abc import Mapping

@@ -3,8 +3,8 @@
 
 The functions are those that `build` gives trainer and searchers, built by the same parts; only
 arrays are missing. Shapes are the largest a run meets: the longest prompt and response bucket, full
-slots, a full round. It compiles nothing and knows no chip. The invariant it owns: what is lowered
-here is what the run executes, at sizes that a run can reach.
+slots, a full round. The invariant it owns: what is lowered here is what the run executes, at sizes
+that a run can reach.
 """
 
 import dataclasses

@@ -2,9 +2,8 @@
 """How probable it is that a response is of a target class: toxic, unsafe, or matching a pattern.
 
 Three kinds behind one call: a sequence classifier (RoBERTa), a guard language model that is asked
-for its verdict (Llama-Guard), and a regular expression for harmless miniatures. It knows texts and
-its own models; it does not know who wrote the texts or what follows from the answer. Invariant:
-the answer for a text does not depend on the other texts of the call.
+for its verdict (Llama-Guard), and a regular expression for harmless miniatures. Invariant: the
+answer for a text does not depend on the other texts of the call.
 """
 
 import functools

@@ -4,9 +4,9 @@
 A reward function is user code: it may hang, raise, crash its process or return nonsense. The pool
 gives each item a deadline that really ends it, and returns for every item either a finite number or
 a named reason why there is none. Several functions share the processes; their weighted sum is the
-reward, and an item that one of them fails on has none. It does not know tasks or tokenizers, and
-its processes import neither jax nor transformers. Invariant: a failure is never a reward of 0, and
-a failing item costs no other item its reward.
+reward, and an item that one of them fails on has none. Its processes import neither jax nor
+transformers. Invariant: a failure is never a reward of 0, and a failing item costs no other item
+its reward.
 
 How: items travel in chunks, for throughput. A chunk that fails in any way is sent again item by
 item, which finds the culprit. Pebble stops a process at its deadline (SIGTERM, SIGKILL 3 s later)

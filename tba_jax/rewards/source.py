@@ -2,7 +2,7 @@
 """What a searcher and an evaluation need of whoever computes rewards.
 
 `RewardPool` runs a text reward in processes; learned rewards score on a device. Both answer alike.
-This module knows neither. Invariant: a response without a reward has a named reason instead.
+Invariant: a response without a reward has a named reason instead.
 """
 
 import math

@@ -4,10 +4,8 @@
     r(attack) = mean over n victim responses of log p(target class | response)
 
 A `RewardSource`: searchers and evaluation call it as they call the text rewards. The victim is
-sampled by the project's own engine. It knows victims and classifiers; it does not know who wrote
-the attacks, their fluency (the objective's reference term) or training. Invariant: the same call
-gives the same rewards, whatever thread or device serves it, so that a round done again after a
-resume is the same round.
+sampled by the project's own engine. Invariant: the same call gives the same rewards, whatever
+thread or device serves it, so that a round done again after a resume is the same round.
 """
 
 import hashlib

@@ -2,9 +2,9 @@
 """Start data: responses that exist before the run, as the first rounds of a searcher.
 
 They are scored, committed and merged like drawn ones; only the drawing is left out. The token
-log-probs that go with them are those of the policy that the run starts from. This module does not
-know rewards, buffers or who asks. Invariants: no response is cut or left out, each is one that the
-policy could have drawn, and every round has the shape of a drawn one.
+log-probs that go with them are those of the policy that the run starts from. Invariants: no
+response is cut or left out, each is one that the policy could have drawn, and every round has the
+shape of a drawn one.
 """
 
 from collections.abc import Callable, Sequence
