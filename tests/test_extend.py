@@ -44,6 +44,7 @@ def copy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.timeout(600)  # the objective trains; on a busy machine that takes minutes
 @pytest.mark.parametrize("title", RECIPES)
 def test_recipe_works(title, copy):
     ran = 0
