@@ -158,12 +158,14 @@ class Packing:
     """How draws become a batch.
 
     Attributes:
+        group_size: K of every draw.
         padding: the shapes of padded batches.
         policy_temperature: as in `pack_batch`.
         row_length: tokens of rows that hold several responses; 0: one response a row.
         row_buckets: numbers of such rows that are compiled for.
     """
 
+    group_size: int
     padding: Padding
     policy_temperature: float
     row_length: int = 0

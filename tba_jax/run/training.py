@@ -95,6 +95,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
 def make_packing(config: Config, pad_id: int) -> Packing:
     """How the trainer's draws become a batch."""
     return Packing(
+        config.objective.group_size,
         make_padding(config, pad_id),
         config.search.sampling_temperature,
         config.batch.packed_length,
@@ -211,7 +212,6 @@ def build_trainer(
             sync_period=config.sync_period,
             checkpoint_period=config.checkpoint.period,
         ),
-        group_size=config.objective.group_size,
         packing=make_packing(config, shared.tokenizer.pad_id),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         log_event=log_event,

@@ -70,8 +70,7 @@ class Trainer:
         outboxes: one per searcher.
         transport: where weights are published.
         planner: decides what all hosts do.
-        group_size: K of a batch; the planner knows p.
-        packing: how draws become a batch.
+        packing: how draws become a batch of this K; the planner knows p.
         max_nonfinite_steps: skipped steps in a row that end the run.
         log_event: schedule log.
         clock: seconds since the run began.
@@ -88,7 +87,6 @@ class Trainer:
         outboxes: Sequence[Outbox],
         transport: Transport,
         planner: Planner,
-        group_size: int,
         packing: Packing,
         max_nonfinite_steps: int,
         log_event: Callable[[Mapping[str, Any]], None],
@@ -104,7 +102,6 @@ class Trainer:
         self._outboxes = outboxes
         self._transport = transport
         self._planner = planner
-        self._group_size = group_size
         self._packing = packing
         self._max_nonfinite_steps = max_nonfinite_steps
         self._log_event = log_event
@@ -168,7 +165,7 @@ class Trainer:
         return [commit.report for commit in commits]
 
     def _offer(self, wants_stop: bool) -> Offer:
-        size = (self._planner.share, self._group_size, self.step_index)
+        size = (self._planner.share, self._packing.group_size, self.step_index)
         if self._planner.num_hosts == 1:
             return Offer(self._buffer.is_ready(*size), 0, wants_stop)
         suffices, num_fresh = self._buffer.supply(*size)
@@ -176,7 +173,7 @@ class Trainer:
 
     def _draw(self) -> list[Draw]:
         """This host's share of the batch that the plan is about."""
-        size = (self._planner.share, self._group_size, self.step_index)
+        size = (self._planner.share, self._packing.group_size, self.step_index)
         if self._planner.num_hosts == 1:
             draws = self._buffer.sample(*size)
         else:

@@ -16,7 +16,7 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.train.trainer import NonFiniteError, Trainer
 
-PADDED = Packing(Padding((4,), (8,), 0), policy_temperature=1.0, row_buckets=(1, 2))
+PADDED = Packing(2, Padding((4,), (8,), 0), policy_temperature=1.0, row_buckets=(1, 2))
 
 
 def make_draws():
@@ -70,7 +70,6 @@ def make_trainer(outcomes, seen, **changes):
         ),
         "outboxes": [],
         "transport": None,
-        "group_size": 2,
         "packing": PADDED,
         "max_nonfinite_steps": 2,
         "log_event": lambda event: None,
