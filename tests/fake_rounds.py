@@ -8,26 +8,12 @@ import numpy as np
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
-
-BUFFER_OPTIONS = {
-    "recency_prob": 0.0,
-    "fresh_window": 1,
-    "pace": "off",
-    "priority_temperature": float("inf"),
-    "uniform_mix": 0.0,
-    "capacity_per_prompt": 100,
-    "max_bytes": 2**30,
-    "evict": "oldest",
-    "max_age": 0,
-    "max_reuse": 0,
-    "max_staleness": 0,
-    "similarity": 0.0,
-    "seed": 0,
-}
+from tba_jax.replay.config import ReplaySettings
 
 
-def make_buffer(**changes):
-    return ReplayBuffer(**(BUFFER_OPTIONS | changes))
+def make_buffer(seed=0, **changes):
+    """A buffer of the default settings with these changes; it draws from the newest data never."""
+    return ReplayBuffer(ReplaySettings(**{"recency_prob": 0.0, **changes}), seed)
 
 
 def make_prompt(prompt_id):

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.config import ReplaySettings
 
 _PER_PROMPT = 100
 _GROUP_SIZE = 16
@@ -106,21 +107,14 @@ def measure(num_trajectories: int, mean_tokens: int) -> dict[str, float | str | 
 
 
 def _buffer(max_bytes: int) -> ReplayBuffer:
-    return ReplayBuffer(
+    settings = ReplaySettings(
         recency_prob=0.5,
-        fresh_window=1,
-        pace="off",
         priority_temperature=1.0,
         uniform_mix=0.1,
         capacity_per_prompt=_PER_PROMPT,
         max_bytes=max_bytes,
-        evict="oldest",
-        max_age=0,
-        max_reuse=0,
-        max_staleness=0,
-        similarity=0.0,
-        seed=0,
     )
+    return ReplayBuffer(settings, seed=0)
 
 
 def _round(
@@ -149,7 +143,9 @@ def _round(
         prompt = Prompt(prompt_id, f"prompt {prompt_id}", np.arange(24, dtype=np.int32), {})
         groups.append(Group(prompt, tuple(trajectories), {}))
     generated = sum(len(g.trajectories) for g in groups)
-    return RoundCommit(number % 4, number, number, tuple(groups), {}, generated, {})
+    metrics = RoundMetrics(0, 0.0, 0.0, 0.0, 0.0, {})
+    report = RoundReport(metrics, PhaseTimes(0.0, 0.0, 0.0, 0.0, 0.0))
+    return RoundCommit(number % 4, number, number, tuple(groups), {}, generated, report)
 
 
 def _timed(action: Callable[[], object]) -> float:

@@ -32,6 +32,7 @@ from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
@@ -81,13 +82,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     schedule = optax.constant_schedule(job["learning_rate"])
     optimizer = make_optimizer(
-        "adamw",
-        schedule,
-        b1=0.9,
-        b2=0.999,
-        eps=1e-8,
-        weight_decay=job["weight_decay"],
-        clip_norm=job["clip_norm"],
+        OptimizerSettings(weight_decay=job["weight_decay"], clip_norm=job["clip_norm"]), schedule
     )
     make = _our_step if job["side"] == "tba_jax" else _naive_step
     state = init_state(params, optimizer, keep_reference=False)

@@ -30,6 +30,7 @@ from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 
 # How often the loss is printed.
@@ -108,17 +109,14 @@ def fine_tune(
     seed: int,
 ) -> tuple[Any, list[float]]:
     """(parameters, loss of every step); `params` are donated."""
-    schedule = learning_rate_schedule(
-        schedule="cosine",
+    settings = OptimizerSettings(
         learning_rate=learning_rate,
+        schedule="cosine",
         warmup_steps=warmup_steps,
-        stable_steps=0,
-        decay_steps=0,
-        num_steps=num_steps,
+        weight_decay=weight_decay,
     )
-    optimizer = make_optimizer(
-        "adamw", schedule, b1=0.9, b2=0.999, eps=1e-8, weight_decay=weight_decay, clip_norm=1.0
-    )
+    schedule = learning_rate_schedule(settings, num_steps)
+    optimizer = make_optimizer(settings, schedule)
     response_len = max(len(response) for _, response in rows)
 
     def step(params: Any, opt_state: Any, tokens: Any, prompts: Any, responses: Any) -> Any:

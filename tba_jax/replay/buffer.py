@@ -9,7 +9,7 @@ saved.
 
 import threading
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,6 +18,7 @@ from tba_jax.flow.edit_distance import near_duplicates
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw, Group, Trajectory
+from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.draws import choose, response_log_weights
 from tba_jax.replay.fresh import FreshWindow
 from tba_jax.replay.ledger import Ledger
@@ -32,58 +33,18 @@ class ReplayBuffer:
     """Bounded, deduplicated, thread-safe store of trajectories with recency and reward sampling.
 
     Args:
-        recency_prob: m, probability that a prompt slot draws from the newest data.
-        fresh_window: how many syncs count as newest.
-        pace: "off": a fresh slot that finds no fresh prompt becomes a replay slot, counted;
-            "trainer": `sample` returns None until there are enough.
-        priority_temperature: replay slots draw responses from softmax(reward / this); inf: uniform.
-        uniform_mix: share of the uniform distribution mixed into that softmax.
-        capacity_per_prompt: responses kept per prompt.
-        max_bytes: of everything stored, bookkeeping included (estimated per response).
-        evict: "oldest" (by policy version, then arrival) or "lowest_reward" (then arrival) goes
-            first at either bound.
-        max_age: responses with step - version_min above this are removed; 0: never.
-        max_reuse: a response is removed once it was drawn into this many groups; 0: never.
-        max_staleness: responses older than this (as max_age) are no longer fresh; 0: no bound.
-        similarity: of two responses to a prompt whose edit distance is below this share of both
-            lengths together, only the one with the higher reward is kept (exact duplicates aside:
-            the newest); 0: off. A response is then compared with all of its prompt.
+        settings: what is kept, and what is drawn.
         seed: int or sequence of ints for the numpy Generator behind every draw.
     """
 
-    def __init__(
-        self,
-        *,
-        recency_prob: float,
-        fresh_window: int,
-        pace: Literal["off", "trainer"],
-        priority_temperature: float,
-        uniform_mix: float,
-        capacity_per_prompt: int,
-        max_bytes: int,
-        evict: Literal["oldest", "lowest_reward"],
-        max_age: int,
-        max_reuse: int,
-        max_staleness: int,
-        similarity: float,
-        seed: int | Sequence[int],
-    ) -> None:
-        self._recency_prob = recency_prob
-        self._pace = pace
-        self._priority_temperature = priority_temperature
-        self._uniform_mix = uniform_mix
-        self._capacity = capacity_per_prompt
-        self._max_bytes = max_bytes
-        self._evict_field: OrderField = "version_min" if evict == "oldest" else "reward"
-        self._max_age = max_age
-        self._max_reuse = max_reuse
-        self._max_staleness = max_staleness
-        self._similarity = similarity
+    def __init__(self, settings: ReplaySettings, seed: int | Sequence[int]) -> None:
+        self._settings = settings
+        self._evict_field: OrderField = "version_min" if settings.evict == "oldest" else "reward"
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
         self._store = TrajectoryStore()
         self._replay = PromptPool()  # the prompts of the store, for the epoch-style draws
-        self._fresh = FreshWindow(fresh_window)
+        self._fresh = FreshWindow(settings.fresh_window)
         self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
         self._ledger = Ledger()
         self._next_id = 0
@@ -137,7 +98,7 @@ class ReplayBuffer:
     def _insert(self, group: Group) -> None:
         self._ledger.reject(group.rejected)
         for y in group.trajectories:
-            if self._similarity and not self._is_best_of_similar(y):
+            if self._settings.similarity and not self._is_best_of_similar(y):
                 self._ledger.counters["evicted_similar"] += 1
                 continue
             replaced = self._store.insert(
@@ -155,7 +116,7 @@ class ReplayBuffer:
             return True
         slots = self._store.slots(y.prompt_id)
         stored = self._store.tokens(slots.tolist())
-        slots = slots[near_duplicates(y.response_tokens, stored, self._similarity)]
+        slots = slots[near_duplicates(y.response_tokens, stored, self._settings.similarity)]
         if (self._store.rows["reward"][slots] >= y.reward).any():
             return False
         for slot in slots.tolist():
@@ -186,7 +147,7 @@ class ReplayBuffer:
 
     def _evict_surplus(self, prompt_id: int) -> None:
         slots = self._store.slots(prompt_id)
-        surplus = len(slots) - self._capacity
+        surplus = len(slots) - self._settings.capacity_per_prompt
         if surplus > 0:
             rows = self._store.rows[slots]
             order = np.lexsort((rows["id"], rows[self._evict_field]))
@@ -194,15 +155,15 @@ class ReplayBuffer:
                 self._evict(slot, "capacity")
 
     def _evict_aged(self, step: int) -> None:
-        if not self._max_age:
+        if not self._settings.max_age:
             return
         while (slot := self._store.smallest("version_min")) is not None:
-            if step - int(self._store.rows["version_min"][slot]) <= self._max_age:
+            if step - int(self._store.rows["version_min"][slot]) <= self._settings.max_age:
                 return
             self._evict(slot, "age")
 
     def _evict_bytes(self) -> None:
-        while self._store.num_bytes > self._max_bytes:
+        while self._store.num_bytes > self._settings.max_bytes:
             slot = self._store.smallest(self._evict_field)
             assert slot is not None, "bytes are counted but nothing is stored"
             self._evict(slot, "bytes")
@@ -214,7 +175,7 @@ class ReplayBuffer:
             plan = self._slot_kinds(num_prompts)
             group = self._fresh_group(num_prompts, group_size)
             short = sum(plan) - self._fresh.count(sum(plan), group)
-            return not (short > 0 and self._pace == "trainer") and self._suffices(
+            return not (short > 0 and self._settings.pace == "trainer") and self._suffices(
                 num_prompts, group_size
             )
 
@@ -269,7 +230,7 @@ class ReplayBuffer:
                 plan = self._slot_kinds(num_prompts)
                 num_short = max(0, sum(plan) - self._fresh.count(sum(plan), group))
                 num_fresh = sum(plan) - num_short
-                if num_short and self._pace == "trainer":
+                if num_short and self._settings.pace == "trainer":
                     return None
             else:
                 plan = [slot < num_fresh for slot in range(num_prompts)]
@@ -288,13 +249,15 @@ class ReplayBuffer:
         """What the passing of steps does: old responses go, and stop being fresh."""
         self._step = step
         self._evict_aged(step)
-        if self._max_staleness:
-            self._fresh.drop_older(step - self._max_staleness)
+        if self._settings.max_staleness:
+            self._fresh.drop_older(step - self._settings.max_staleness)
 
     def _slot_kinds(self, num_prompts: int) -> list[bool]:
         """Which slots of the next batch should be fresh, decided once for each batch."""
         if self._plan is None or len(self._plan) != num_prompts:
-            self._plan = [u < self._recency_prob for u in self._rng.random(num_prompts).tolist()]
+            self._plan = [
+                u < self._settings.recency_prob for u in self._rng.random(num_prompts).tolist()
+            ]
         return self._plan
 
     def _fresh_group(self, num_prompts: int, group_size: int) -> int:
@@ -302,9 +265,11 @@ class ReplayBuffer:
         return group_size if len(self._store) < num_prompts else 0
 
     def _suffices(self, num_prompts: int, group_size: int) -> bool:
-        if self._max_reuse and len(self._store) < num_prompts:
+        if self._settings.max_reuse and len(self._store) < num_prompts:
             # Prompts will come twice, so responses may be used up in the middle of the batch.
-            uses_left = self._max_reuse * self._store.num_trajectories - self._store.sum_uses
+            uses_left = (
+                self._settings.max_reuse * self._store.num_trajectories - self._store.sum_uses
+            )
             return uses_left >= num_prompts * group_size
         return len(self._store) > 0
 
@@ -331,8 +296,8 @@ class ReplayBuffer:
         slots = self._store.slots(prompt_id)
         log_weights = response_log_weights(
             self._store.rows["reward"][slots],
-            priority_temperature=self._priority_temperature,
-            uniform_mix=self._uniform_mix,
+            priority_temperature=self._settings.priority_temperature,
+            uniform_mix=self._settings.uniform_mix,
         )
         return self._hand_out(prompt_id, slots, log_weights, group_size, False, taken)
 
@@ -361,7 +326,7 @@ class ReplayBuffer:
         for slot, row in zip(chosen.tolist(), rows, strict=True):
             self._ledger.counters["trained_unique"] += row[USES] == 0
             self._lose_fresh(row)
-            if self._max_reuse and row[USES] + 1 >= self._max_reuse:
+            if self._settings.max_reuse and row[USES] + 1 >= self._settings.max_reuse:
                 self._evict(slot, "reuse")
         if prompt_id not in self._store:
             taken.discard(prompt_id)

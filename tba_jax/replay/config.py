@@ -20,14 +20,23 @@ class ReplaySettings(Section):
         "driver=sync it never has to)",
     )
     priority_temperature: float = field(
-        math.inf, "replay draws responses ~ softmax(reward / this)", above=0
+        math.inf,
+        "replay draws a prompt's responses ~ softmax(reward / this); inf: uniformly",
+        above=0,
     )
     uniform_mix: float = share(0.0, "share of the uniform distribution in that softmax")
     capacity_per_prompt: int = field(100, "responses kept per prompt", at_least=1)
-    max_bytes: int = field(2**30, "of the whole buffer", at_least=1)
-    evict: Literal["oldest", "lowest_reward"] = field("oldest", "which response goes first")
+    max_bytes: int = field(
+        2**30, "of everything stored, bookkeeping included (estimated per response)", at_least=1
+    )
+    evict: Literal["oldest", "lowest_reward"] = field(
+        "oldest",
+        "which response goes first at either bound; oldest: by policy version; then by arrival",
+    )
     similarity: float = share(
-        0.0, "of responses nearer than this edit distance the better is kept; 0: off"
+        0.0,
+        "of two responses to a prompt whose edit distance is below this share of both lengths "
+        "together only the one with the higher reward is kept; 0: off",
     )
     max_age: int = field(
         0, "responses older than this many steps are dropped; 0: never", at_least=0

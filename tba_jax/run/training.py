@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -71,24 +71,8 @@ def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings
 
 def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     """(optax transformation, learning-rate schedule) of a config."""
-    o = config.optimizer
-    schedule = learning_rate_schedule(
-        schedule=o.schedule,
-        learning_rate=o.learning_rate,
-        warmup_steps=o.warmup_steps,
-        stable_steps=o.stable_steps,
-        decay_steps=o.decay_steps,
-        num_steps=config.num_steps,
-    )
-    optimizer = make_optimizer(
-        o.name,
-        schedule,
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-    )
+    schedule = learning_rate_schedule(config.optimizer, config.num_steps)
+    optimizer = make_optimizer(config.optimizer, schedule)
     return optimizer, schedule
 
 
@@ -166,8 +150,15 @@ def make_buffer(shared: Shared) -> ReplayBuffer:
     config, num_hosts = shared.config, shared.cluster.num_processes
     # Hosts draw apart from one another; one host draws what a single process would.
     seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, shared.cluster.process_id)
-    share = dataclasses.replace(config.replay, max_bytes=config.replay.max_bytes // num_hosts)
-    return ReplayBuffer(**dataclasses.asdict(share), seed=seed)
+    share = dataclasses.replace(
+        config.replay, max_bytes=config.replay.max_bytes // num_hosts, pace=_pace(config)
+    )
+    return ReplayBuffer(share, seed)
+
+
+def _pace(config: Config) -> Literal["off", "trainer"]:
+    """One thread cannot wait for itself: in the synchronous driver what is missing is replay."""
+    return config.replay.pace if config.driver == "async" else "off"
 
 
 def build_trainer(
@@ -206,7 +197,7 @@ def build_trainer(
             shared.cluster,
             num_prompts=config.batch.num_prompts,
             recency_prob=config.replay.recency_prob,
-            pace=config.replay.pace,
+            pace=_pace(config),
             seed=config.seed,
             num_steps=config.num_steps,
             sync_period=config.sync_period,

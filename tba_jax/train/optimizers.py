@@ -11,20 +11,14 @@ import jax
 import optax
 from jaxtyping import Array
 
+from tba_jax.train.config import OptimizerSettings
+
 # Two axes of at least this size are kept as means over each other. The default of optax, 128, would
 # leave query matrices [d, heads, 64] whole, as heads have an axis of their own here.
 _SMALLEST_FACTORED = 32
 
 
-def learning_rate_schedule(
-    *,
-    schedule: str,
-    learning_rate: float,
-    warmup_steps: int,
-    stable_steps: int,
-    decay_steps: int,
-    num_steps: int,
-) -> optax.Schedule:
+def learning_rate_schedule(settings: OptimizerSettings, num_steps: int) -> optax.Schedule:
     """Learning rate as a function of the step.
 
     constant; linear and cosine: to 0; wsd: stable, then, cosine decay to 0 over `decay_steps`
@@ -34,16 +28,19 @@ def learning_rate_schedule(
         TBA, arXiv:2503.18929, appendix B.1.
     """
 
+    learning_rate, warmup_steps = settings.learning_rate, settings.warmup_steps
+    decay_steps = settings.decay_steps
+
     def warmup(step: Any) -> Any:
         # From one part in warmup_steps, not from 0, which would waste the first batch.
         return learning_rate * (step + 1) / max(1, warmup_steps)
 
     left = max(1, num_steps - warmup_steps)
-    if schedule == "constant":
+    if settings.schedule == "constant":
         after: optax.Schedule = optax.constant_schedule(learning_rate)
-    elif schedule == "linear":
+    elif settings.schedule == "linear":
         after = optax.linear_schedule(learning_rate, 0.0, decay_steps or left)
-    elif schedule == "cosine":
+    elif settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(learning_rate, decay_steps or left)
     else:
         after = optax.join_schedules(
@@ -51,22 +48,15 @@ def learning_rate_schedule(
                 optax.constant_schedule(learning_rate),
                 optax.cosine_decay_schedule(learning_rate, decay_steps),
             ],
-            [stable_steps],
+            [settings.stable_steps],
         )
     return optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
 
 
 def make_optimizer(
-    name: str,
-    schedule: optax.Schedule,
-    *,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    clip_norm: float,
+    settings: OptimizerSettings, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimiser of this name, after clipping by global norm where `clip_norm` > 0.
+    """The optimiser of these settings, after clipping by global norm where `clip_norm` > 0.
 
     adamw: two moments per parameter, in the dtype of the parameters.
     adafactor: row and column means of the squared gradient in place of two moments, and no
@@ -76,9 +66,12 @@ def make_optimizer(
     References:
         AdamW, arXiv:1711.05101; Adafactor, arXiv:1804.04235.
     """
-    if name == "adamw":
+    s, weight_decay = settings, settings.weight_decay
+    if s.name == "adamw":
         steps = [
-            optax.adamw(schedule, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=is_matrix)
+            optax.adamw(
+                schedule, b1=s.b1, b2=s.b2, eps=s.eps, weight_decay=weight_decay, mask=is_matrix
+            )
         ]
     else:
         # `optax.adafactor` would leave the learning rate out of the weight decay.
@@ -88,7 +81,7 @@ def make_optimizer(
             optax.add_decayed_weights(weight_decay, mask=is_matrix),
             optax.scale_by_learning_rate(schedule),
         ]
-    clip = [optax.clip_by_global_norm(clip_norm)] if clip_norm else []
+    clip = [optax.clip_by_global_norm(s.clip_norm)] if s.clip_norm else []
     return optax.chain(*clip, *steps) if clip or len(steps) > 1 else steps[0]
 
 

@@ -101,7 +101,8 @@ def test_every_field_has_a_meaning():
 def test_the_page_of_settings_is_as_declared():
     page = (ROOT / "docs" / "config.md").read_text()
     assert page == document.page(), "run python -m tba_jax.config.document docs/config.md"
-    row = "| `replay.max_bytes` | `1073741824` | at least 1 | of the whole buffer |"
+    row = "| `replay.max_bytes` | `1073741824` | at least 1 | of everything stored, "
+    row += "bookkeeping included (estimated per response) |"
     assert row in page.splitlines()
 
 

@@ -29,6 +29,7 @@ from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
 from tba_jax.run.placing import open_sites
 from tba_jax.run.searching import make_references
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
@@ -165,9 +166,7 @@ O_SPECS = ("lhed,lrd->lher", "lher,lhed->lrd")
 
 
 def test_only_adapters_are_trained_and_have_optimiser_state():
-    optimizer = make_optimizer(
-        "adamw", SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
-    )
+    optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01), SCHEDULE)
     base, adapters = random_params(CONFIG), lora.init_adapters(POLICY, 0)
     before = jax.device_get(base)
     num_bytes = sum(x.nbytes for x in jax.tree.leaves(adapters))

@@ -20,6 +20,7 @@ from tba_jax.devices.sharding import MESH_AXES, shardings_like
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
@@ -147,9 +148,7 @@ def test_the_state_is_donated_whole():
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_optimizer_state_lies_where_its_parameters_do(name):
-    optimizer = make_optimizer(
-        name, SCHEDULE, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, clip_norm=1.0
-    )
+    optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.1), SCHEDULE)
     mesh = make_mesh((1, 2, 4))
     config = CONFIG if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
     params = abstract_params(config)

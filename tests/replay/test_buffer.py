@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pytest
 from fake_rounds import (
-    BUFFER_OPTIONS,
     assert_same_trajectory,
     distinct_responses,
     drawn,
@@ -332,12 +331,6 @@ def test_an_empty_buffer_can_be_saved():
     buffer.restore(json_snapshot(make_buffer()))
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
     assert len(buffer.sample(1, 2, 0)) == 1
-
-
-def test_options_are_those_of_the_config():
-    from tba_jax.replay.config import ReplaySettings
-
-    assert set(BUFFER_OPTIONS) - {"seed"} == set(dataclasses.asdict(ReplaySettings()))
 
 
 # --- similar responses --------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is drawn from the replay buffer: fresh slots, replay slots, and how often."""
 
+import dataclasses
 import math
 from collections import Counter
 
@@ -88,7 +89,7 @@ def test_responses_used_in_replay_are_no_longer_fresh():
     buffer = make_buffer(recency_prob=0.0)
     buffer.merge([make_commit({1: distinct_responses(3)})], 0)
     buffer.sample(1, 2, 0)
-    buffer._recency_prob = 1.0
+    buffer._settings = dataclasses.replace(buffer._settings, recency_prob=1.0)
     arrays, meta = json_snapshot(buffer)
     (draw,) = buffer.sample(1, 1, 0)
     assert draw.is_fresh  # one of the three is unused, and that is the one drawn
@@ -96,7 +97,7 @@ def test_responses_used_in_replay_are_no_longer_fresh():
     other = make_buffer(recency_prob=0.0)
     other.restore(PartState(arrays, meta))
     other.sample(1, 3, 0)
-    other._recency_prob = 1.0
+    other._settings = dataclasses.replace(other._settings, recency_prob=1.0)
     assert [d.is_fresh for d in other.sample(1, 1, 0)] == [False]
 
 
@@ -105,7 +106,7 @@ def test_a_prompt_stays_fresh_while_one_response_is_unused():
     buffer = make_buffer(priority_temperature=0.01)
     buffer.merge([make_commit({1: [[5], [6]]}, rewards={1: [1.0, 0.0]})], 0)
     assert [buffer.sample(1, 1, 0)[0].trajectory_ids for _ in range(3)] == [(0,)] * 3
-    buffer._recency_prob = 1.0
+    buffer._settings = dataclasses.replace(buffer._settings, recency_prob=1.0)
     (draw,) = buffer.sample(1, 1, 0)
     assert draw.is_fresh and draw.trajectory_ids == (1,)
 
@@ -179,7 +180,7 @@ def test_stale_responses_are_not_fresh_but_can_be_replayed():
     assert draw.is_fresh and draw.prompt.prompt_id == 1
     buffer.merge([make_commit({3: distinct_responses(2)}, version=6, round=2)], 6)
     assert buffer.sample(1, 2, 9) is None
-    buffer._recency_prob = 0.0
+    buffer._settings = dataclasses.replace(buffer._settings, recency_prob=0.0)
     buffer._plan = None
     assert not buffer.sample(1, 2, 9)[0].is_fresh
 

@@ -10,6 +10,7 @@ from fakes import random_params, tiny_config
 
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.models.transformer import abstract_params
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 
 CONFIG = tiny_config()
@@ -17,15 +18,8 @@ CONFIG = tiny_config()
 
 def test_learning_rate_schedules():
     def at(step, **changes):
-        arguments = {
-            "schedule": "constant",
-            "learning_rate": 1.0,
-            "warmup_steps": 0,
-            "stable_steps": 0,
-            "decay_steps": 0,
-            "num_steps": 100,
-        }
-        return float(learning_rate_schedule(**(arguments | changes))(step))
+        settings = OptimizerSettings(**{"learning_rate": 1.0, **changes})
+        return float(learning_rate_schedule(settings, num_steps=100)(step))
 
     assert at(99) == 1.0
     np.testing.assert_allclose([at(s, schedule="linear") for s in (0, 50, 100)], [1, 0.5, 0])
@@ -37,14 +31,10 @@ def test_learning_rate_schedules():
 
 def test_gsm8k_schedule_ends_at_half_the_peak():
     # paper.md 3.1, Figure 1: 50 warm-up, 350 stable, cosine over 600, stopped at 700
-    schedule = learning_rate_schedule(
-        schedule="wsd",
-        learning_rate=1e-5,
-        warmup_steps=50,
-        stable_steps=350,
-        decay_steps=600,
-        num_steps=700,
+    settings = OptimizerSettings(
+        schedule="wsd", learning_rate=1e-5, warmup_steps=50, stable_steps=350, decay_steps=600
     )
+    schedule = learning_rate_schedule(settings, num_steps=700)
     got = [float(schedule(step)) for step in (49, 399, 700)]
     np.testing.assert_allclose(got, [1e-5, 1e-5, 5e-6], rtol=1e-5)
 
@@ -53,13 +43,7 @@ def test_weight_decay_spares_norms_and_clipping_bounds_the_norm():
     params = random_params(CONFIG)
     zero = jax.tree.map(jnp.zeros_like, params)
     optimizer = make_optimizer(
-        "adamw",
-        optax.constant_schedule(1.0),
-        b1=0.9,
-        b2=0.999,
-        eps=1e-8,
-        weight_decay=0.1,
-        clip_norm=0.0,
+        OptimizerSettings(weight_decay=0.1, clip_norm=0.0), optax.constant_schedule(1.0)
     )
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
@@ -74,13 +58,7 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
 
     def second_update(first, second, clip_norm):
         optimizer = make_optimizer(
-            "adamw",
-            optax.constant_schedule(1.0),
-            b1=0.9,
-            b2=0.999,
-            eps=1e-8,
-            weight_decay=0.0,
-            clip_norm=clip_norm,
+            OptimizerSettings(weight_decay=0.0, clip_norm=clip_norm), optax.constant_schedule(1.0)
         )
         state = optimizer.init(params)
         for gradient in (first, second):
@@ -98,10 +76,8 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
 
 
 def numbers(name, **changes):
-    values = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "clip_norm": 0.0}
-    return make_optimizer(
-        name, changes.pop("schedule", optax.constant_schedule(1.0)), **(values | changes)
-    )
+    schedule = changes.pop("schedule", optax.constant_schedule(1.0))
+    return make_optimizer(OptimizerSettings(name, **{"clip_norm": 0.0, **changes}), schedule)
 
 
 def test_adafactor_keeps_a_small_part_of_what_adamw_keeps():

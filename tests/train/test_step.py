@@ -15,6 +15,7 @@ from fakes import random_params, tiny_config
 from tba_jax.flow.batch import Batch
 from tba_jax.flow.packing import pack_rows
 from tba_jax.models.scoring import Scoring
+from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.objectives.tb import TrajectoryBalance
@@ -277,9 +278,7 @@ def test_a_step_that_is_not_finite_changes_only_the_counters():
 @pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
 def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
     schedule = optax.constant_schedule(3e-3)
-    optimizer = make_optimizer(
-        name, schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
-    )
+    optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.01), schedule)
     settings = replace(
         SETTINGS, scoring=replace(SCORING, compute_dtype=compute_dtype), micro_batch_rows=8
     )
@@ -304,9 +303,7 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
 )
 def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
     schedule = optax.constant_schedule(1e-3)
-    optimizer = make_optimizer(
-        "adamw", schedule, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip_norm=1.0
-    )
+    optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01), schedule)
     settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows, reference_reset_period=2)
     step = make_train_step(CONFIG, optimizer, schedule, settings)
     state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
