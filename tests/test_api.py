@@ -144,6 +144,7 @@ assert report["steps"] == 6 and report == json.loads(Path("a/report.json").read_
 changed = os.stat("a/report.json").st_mtime_ns
 assert tba_jax.run_training(config, "a") == report
 assert os.stat("a/report.json").st_mtime_ns == changed
+assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 run = tba_jax.load_run("a")
 assert run.config == config and run.report == report
