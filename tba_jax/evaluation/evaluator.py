@@ -16,8 +16,10 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.evaluation.config import EvalSettings
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.source import RewardSource, part_means
+from tba_jax.rewards.grader import Grader, Grades
+from tba_jax.rewards.source import part_means
 
 
 class Responses(NamedTuple):
@@ -116,14 +118,9 @@ class Evaluator:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: how many prompts were left out as too long; only reported.
         decoder: the decoding engine.
-        rewards: computes rewards.
-        decode_text: token ids -> texts.
-        response_kind, first_kind: as for the searcher.
-        max_new_tokens: response limit.
-        num_slots: responses decoded at a time.
+        grader: texts and rewards.
+        settings: how many responses are drawn, and how.
         metric: the headline; `reward_mean`, `pass_at_1`, or what one of `metrics` returns.
-        num_samples: responses per prompt.
-        temperature: of sampling; 0: greedy.
         min_new_tokens: no response ends before as many tokens.
         metrics: further metric functions, in the order they are asked.
     """
@@ -134,31 +131,24 @@ class Evaluator:
         prompts: Sequence[Prompt],
         num_skipped: int,
         decoder: Decoder,
-        rewards: RewardSource,
-        decode_text: Callable[[Sequence[np.ndarray]], list[str]],
-        response_kind: Callable[[str], str | None],
-        first_kind: str,
-        max_new_tokens: int,
-        num_slots: int,
-        metric: str = "pass_at_1",
-        num_samples: int = 1,
-        temperature: float = 0.0,
+        grader: Grader,
+        settings: EvalSettings,
+        metric: str,
         min_new_tokens: int = 0,
         metrics: Sequence[MetricFunction] = (),
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
         self._decoder = decoder
-        self._rewards = rewards
-        self._decode_text = decode_text
-        self._response_kind = response_kind
-        self._first_kind = first_kind
-        self._settings = SamplingSettings(
-            max_new_tokens, temperature=temperature, min_new_tokens=min_new_tokens
+        self._grader = grader
+        self._sampling = SamplingSettings(
+            settings.max_new_tokens,
+            temperature=settings.temperature,
+            min_new_tokens=min_new_tokens,
         )
-        self._num_slots = num_slots
+        self._num_slots = settings.num_slots
         self._metric = metric
-        self._num_samples = num_samples
+        self._num_samples = settings.num_samples
         self._metrics = tuple(metrics)
 
     def run(self, params: Any) -> Evaluation:
@@ -173,16 +163,21 @@ class Evaluator:
             [p.tokens for p in self.prompts],
             num_samples=self._num_samples,
             key=jax.random.key(0),
-            settings=self._settings,
+            settings=self._sampling,
             num_slots=self._num_slots,
         )
-        texts, rewards, parts = self._grade(decoded)
-        flat_rewards = [r for row in rewards for r in row]
-        known = [r for r in flat_rewards if r is not None]
+        grades = self._grade(decoded)
+        known = [r for r in grades.rewards if r is not None]
+
+        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
+            n = self._num_samples
+            return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+
+        texts, rewards = by_prompt(grades.texts), by_prompt(grades.rewards)
+        parts = {name: by_prompt(values) for name, values in grades.parts.items()}
         values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
-        flat_parts = {name: [v for row in rows for v in row] for name, rows in parts.items()}
-        values.update(part_means(flat_parts))
+        values.update(part_means(grades.parts))
         responses = Responses(params, self.prompts, decoded, texts, rewards, parts)
         for measure in self._metrics:
             values.update({name: float(value) for name, value in measure(responses).items()})
@@ -192,44 +187,24 @@ class Evaluator:
                 f"reports: {', '.join(values)}. Give evaluation the function that measures it, or "
                 "name another as the task's `metric`"
             )
-        kinds = [self._response_kind(text) for row in texts for text in row]
         is_only = len(self.prompts) == 1
         return Evaluation(
             metric=self._metric,
             values=values,
             n=len(self.prompts),
             num_skipped=self.num_skipped,
-            num_failed=len(flat_rewards) - len(known),
+            num_failed=len(grades.rewards) - len(known),
             response_length_mean=float(np.mean(decoded.lengths)),
-            kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds)
-            if self._first_kind
-            else 0.0,
+            kind_share=grades.kind_share,
             num_trials=self._num_samples if is_only else len(self.prompts),
             texts=texts[0] if is_only else [row[0] for row in texts],
             rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
 
-    def _grade(
-        self, decoded: Decoded
-    ) -> tuple[list[list[str]], list[list[float | None]], dict[str, list[list[float]]]]:
-        """Texts, rewards and parts of rewards, by prompt and sample."""
-        n = self._num_samples
-        at = list(np.ndindex(len(self.prompts), n))
-        responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
-        texts = self._decode_text(responses)
-        scores = self._rewards.score(
-            [self.prompts[i].text for i, _ in at],
-            texts,
-            {
-                name: [self.prompts[i].columns[name] for i, _ in at]
-                for name in self.prompts[0].columns
-            },
-            completion_ids=responses,
-            has_eos=decoded.has_eos.reshape(-1).tolist(),
+    def _grade(self, decoded: Decoded) -> Grades:
+        at = list(np.ndindex(len(self.prompts), self._num_samples))
+        return self._grader.grade(
+            [self.prompts[i] for i, _ in at],
+            [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at],
+            decoded.has_eos.reshape(-1).tolist(),
         )
-
-        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
-            return [list(flat[i : i + n]) for i in range(0, len(at), n)]
-
-        parts = {name: by_prompt(values) for name, values in scores.parts.items()}
-        return by_prompt(texts), by_prompt(scores.rewards), parts

@@ -33,7 +33,9 @@ class ReplayBuffer:
     """Bounded, deduplicated, thread-safe store of trajectories with recency and reward sampling.
 
     Args:
-        settings: what is kept, and what is drawn.
+        settings: what is kept, and what is drawn. A response is as old as its oldest version, and
+            the byte bound includes bookkeeping, estimated per response. Of responses nearer than
+            `similarity` the one with the highest reward is kept, of exact duplicates the newest.
         seed: int or sequence of ints for the numpy Generator behind every draw.
     """
 

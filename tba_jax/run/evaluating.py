@@ -16,6 +16,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.modeling import make_padding, make_rollout_scoring, start_weights
+from tba_jax.run.rewarding import make_grader
 from tba_jax.run.shared import Shared
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.search.reference import Reference
@@ -87,15 +88,9 @@ def make_evaluator(
         prompts=prompts,
         num_skipped=num_skipped,
         decoder=decoder,
-        rewards=rewards,
-        decode_text=tokenizer.batch_decode,
-        response_kind=task.response_kind,
-        first_kind=task.response_kinds[0] if task.response_kinds else "",
-        max_new_tokens=config.eval.max_new_tokens,
-        num_slots=config.eval.num_slots,
+        grader=make_grader(task, tokenizer, rewards),
+        settings=config.eval,
         metric=task.metric,
-        num_samples=config.eval.num_samples,
-        temperature=config.eval.temperature,
         min_new_tokens=config.search.min_new_tokens,
         metrics=(*(TASK_METRICS[name](config.eval) for name in own), *metrics),
     )

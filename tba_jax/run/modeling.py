@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.padding import Padding, length_buckets
@@ -197,15 +196,4 @@ def make_decoder(
         max_length=longest,
         cache_dtype=config.search.cache_dtype or None,
         site=site,
-    )
-
-
-def sampling_settings(config: Config) -> SamplingSettings:
-    """How searchers draw responses."""
-    search = config.search
-    return SamplingSettings(
-        search.max_new_tokens,
-        temperature=search.sampling_temperature,
-        top_p=search.top_p,
-        min_new_tokens=search.min_new_tokens,
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from tba_jax.config.schema import Config
 from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
@@ -95,6 +96,12 @@ def _use(
     weights: Sequence[float] = (),
 ) -> Use:
     return Use(functions, weights, tuple(task.eval_problem(0)[1]), policy_tokenizer, sites)
+
+
+def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
+    """Grades as the task's kinds and these rewards want it."""
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind)
 
 
 def make_gold(

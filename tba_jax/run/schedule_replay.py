@@ -61,7 +61,7 @@ def drive_schedule(
             trainer.publish()
             run.search.transport.poll()
             for searcher in run.search.searchers:
-                published = run.search.transport.latest(searcher.reader)
+                published = searcher.weights()
                 assert published is not None
                 weights[published.version, searcher.index] = published
             if run.evaluated.before is None:

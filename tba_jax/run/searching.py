@@ -33,13 +33,14 @@ from tba_jax.run.modeling import (
     make_rollout_scoring,
     make_scoring,
     reference_shardings,
-    sampling_settings,
     searcher_shardings,
 )
 from tba_jax.run.placing import Sites
+from tba_jax.run.rewarding import make_grader
 from tba_jax.run.shared import Shared
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
+from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
@@ -228,15 +229,18 @@ def build_searchers(
         given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
     if given is not None:
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
+    key = jax.random.key(config.seed)
     searchers = tuple(
-        _searcher(
-            shared,
-            i,
+        Searcher(
+            index=shared.first_searcher + i,
             stream=streams[i],
-            decoder=decoders[site],
-            transport=transport,
-            outbox=outboxes[i],
+            weights=functools.partial(transport.latest, i),
+            sampler=Sampler(decoders[site], config.search, key, shared.first_searcher + i),
+            grader=make_grader(task, shared.tokenizer, shared.rewards.source.on(site)),
             reference=references.get(site),
+            padding=make_padding(config, shared.tokenizer.pad_id),
+            outbox=outboxes[i],
+            clock=shared.clock,
             given=given if shared.first_searcher + i == 0 else None,
         )
         for i, site in enumerate(sites.searchers)
@@ -255,31 +259,4 @@ def _stream(shared: Shared, i: int) -> PromptStream:
         seed=config.seed,
         max_prompt_tokens=config.task.max_prompt_tokens,
         long_prompts=config.task.long_prompts,
-    )
-
-
-def _searcher(shared: Shared, i: int, **parts: Any) -> Searcher:
-    config, task, tokenizer = shared.config, shared.task, shared.tokenizer
-    search = config.search
-    return Searcher(
-        index=shared.first_searcher + i,
-        reader=i,
-        rewards=shared.rewards.source.on(shared.sites.searchers[i]),
-        decode_text=tokenizer.batch_decode,
-        response_kind=task.response_kind,
-        first_kind=task.response_kinds[0] if task.response_kinds else "",
-        key=jax.random.key(config.seed),
-        prompts_per_round=search.prompts_per_round,
-        samples_per_prompt=search.samples_per_prompt,
-        settings=sampling_settings(config),
-        explore_share=search.explore_share,
-        explore_temperatures=(
-            search.explore_min_temperature,
-            search.explore_max_temperature,
-        ),
-        num_slots=search.num_slots or None,
-        in_flight=search.swap == "in_flight",
-        padding=make_padding(config, tokenizer.pad_id),
-        clock=shared.clock,
-        **parts,
     )

@@ -9,25 +9,29 @@ that as idle. Its first rounds may have given responses instead of drawn ones; t
 stands still in those. It does no learning and cannot see the trainer.
 """
 
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder
-from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.engine import Decoded
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport, mean_known
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Group, Prompt, Trajectory
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.outbox import Outbox
-from tba_jax.rewards.source import RewardSource, ScoreResult, part_means
-from tba_jax.weights.transport import Published, Transport
-
-# First fold of the root key: keeps searcher draws apart from any other use of the seed.
-SEARCHER_ROLE = 1
+from tba_jax.rewards.grader import Grader
+from tba_jax.search.groups import (
+    ReferenceScorer,
+    assemble_groups,
+    dispatch_reference,
+    grade_rollouts,
+    measure,
+)
+from tba_jax.search.rollout import Drawn, Rollout, Sampler, rollout, rollouts_of
+from tba_jax.weights.transport import Published
 
 
 class PromptSource(Protocol):
@@ -43,20 +47,6 @@ class PromptSource(Protocol):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from there."""
-        ...
-
-
-class ReferenceScorer(Protocol):
-    """Summed reference log-probs of padded responses."""
-
-    def __call__(
-        self,
-        tokens: np.ndarray,
-        prompt_lengths: np.ndarray,
-        response_lengths: np.ndarray,
-        response_bucket: int,
-    ) -> jax.Array:
-        """[p S s], [p S], [p S] -> [p S], dispatched without waiting."""
         ...
 
 
@@ -81,24 +71,13 @@ class Searcher:
 
     Args:
         index: which searcher of the run.
-        reader: which reader of the transport: its place among this process's searchers.
         stream: its prompts.
-        decoder: the engine; programs compile for the devices the weights live on.
-        transport: source of versioned weights.
-        outbox: where finished rounds go.
-        rewards: computes rewards.
+        weights: the newest published weights on its devices, None before the first.
+        sampler: draws responses; has the settings of searchers.
+        grader: texts and rewards.
         reference: scores log pi_ref, or None where the trainer does.
-        decode_text: token ids -> text of each response, special tokens dropped.
-        response_kind: names a response's kind for the `kind_share` metric.
-        first_kind: the kind whose share is logged, "" for none.
-        key: root key of the run.
-        prompts_per_round, samples_per_prompt: prompts of a round and responses to each.
-        settings: how responses are drawn.
-        explore_share: probability that a response is drawn at a temperature of its own.
-        explore_temperatures: that temperature is uniform between these, rounded to hundredths.
-        num_slots: decoder slots; None: one per response of a round.
-        in_flight: take up newer weights between decode chunks, not only between rounds.
-        padding: the shapes that the reference is compiled for.
+        padding: of what the reference is given.
+        outbox: where finished rounds go.
         clock: seconds since the run began.
         given: the responses of the first rounds, if any are given.
 
@@ -112,53 +91,30 @@ class Searcher:
         self,
         *,
         index: int,
-        reader: int,
         stream: PromptSource,
-        decoder: Decoder,
-        transport: Transport,
-        outbox: Outbox,
-        rewards: RewardSource,
+        weights: Callable[[], Published | None],
+        sampler: Sampler,
+        grader: Grader,
         reference: ReferenceScorer | None,
-        decode_text: Callable[[Sequence[np.ndarray]], list[str]],
-        response_kind: Callable[[str], str | None],
-        first_kind: str,
-        key: jax.Array,
-        prompts_per_round: int,
-        samples_per_prompt: int,
-        settings: SamplingSettings,
-        explore_share: float = 0.0,
-        explore_temperatures: tuple[float, float] = (1.0, 1.0),
-        num_slots: int | None,
-        in_flight: bool,
         padding: Padding,
+        outbox: Outbox,
         clock: Callable[[], float],
         given: GivenRounds | None = None,
     ) -> None:
         self.index = index
-        self.reader = reader
-        self._stream = stream
-        self._decoder = decoder
-        self._transport = transport
-        self._outbox = outbox
-        self._rewards = rewards
-        self._reference = reference
-        self._decode_text = decode_text
-        self._response_kind = response_kind
-        self._first_kind = first_kind
-        self._key = jax.random.fold_in(jax.random.fold_in(key, SEARCHER_ROLE), index)
-        self._prompts_per_round = prompts_per_round
-        self._samples_per_prompt = samples_per_prompt
-        self._settings = settings
-        self._explore_share = explore_share
-        self._explore_temperatures = explore_temperatures
-        self._num_slots = num_slots
-        self._in_flight = in_flight
-        self._padding = padding
-        self._clock = clock
-        self._given = given
+        self.weights = weights
         self.num_given = 0 if given is None else given.num_responses
         self.decoded_tokens = 0
         self.idle_s = 0.0
+        self._settings = sampler.settings
+        self._stream = stream
+        self._sampler = sampler
+        self._grader = grader
+        self._reference = reference
+        self._padding = padding
+        self._outbox = outbox
+        self._clock = clock
+        self._given = given
 
     def state(self) -> PartState:
         """Its counters; the outbox has the position of the last committed round."""
@@ -185,14 +141,12 @@ class Searcher:
         """One round; False when it has to wait: for weights, or for room in its outbox."""
         if not self._outbox.has_room():
             return False
-        published = self._transport.latest(self.reader)
+        published = self.weights()
         if published is None:
             return False
-        self.do_round(published, self._newest if self._in_flight else None)
+        in_flight = self._settings.swap == "in_flight"
+        self.do_round(published, (lambda chunk: self.weights()) if in_flight else None)
         return True
-
-    def _newest(self, chunk: int) -> Published | None:
-        return self._transport.latest(self.reader)
 
     def do_round(
         self,
@@ -208,47 +162,28 @@ class Searcher:
         start = self._clock()
         number, _ = self._outbox.committed
         swaps: list[tuple[int, int]] = []
-        if self._given is not None and number < self._given.num_rounds:
-            prompts, decoded = self._given.decoded(published.params, number, published.version)
-            temperatures = np.full(decoded.lengths.shape, self._settings.temperature)
-            num_tokens = 0  # none was drawn
-        else:
-            prompts = self._stream.take(self._prompts_per_round)
-            key = jax.random.fold_in(self._key, number)
-            temperatures = self._temperatures(key)
-            decoded = self._decoder.decode(
-                published.params,
-                [p.tokens for p in prompts],
-                num_samples=self._samples_per_prompt,
-                key=key,
-                settings=self._settings,
-                temperatures=temperatures,
-                num_slots=self._num_slots,
-                version=published.version,
-                newest=None if newest is None else _logged(newest, published.version, swaps),
-            )
-            num_tokens = int(decoded.lengths.sum())
+        rollouts, num_tokens = self._respond(published, number, newest, swaps)
         decoded_at = self._clock()
-        reference = self._dispatch_reference(prompts, decoded)
-        where = [(int(i), int(j)) for i, j in np.argwhere(decoded.lengths)]
-        responses = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in where]
-        texts = self._decode_text(responses)
-        has_eos = [bool(decoded.has_eos[at]) for at in where]
-        scores = self._score([prompts[i] for i, _ in where], responses, texts, has_eos)
-        scored_at = self._clock()
+        reference = None
+        if self._reference is not None:
+            size = self._settings.samples_per_prompt
+            reference = dispatch_reference(self._reference, rollouts, size, self._padding)
+        grades = grade_rollouts(self._grader, rollouts)
+        graded_at = self._clock()
         # The device has worked on the reference meanwhile; only the rest of it is waited for.
-        reference_logprob = (
-            np.full(decoded.lengths.shape, np.nan, np.float32)
-            if reference is None
-            else np.asarray(reference)
-        )
+        reference_logprob = None if reference is None else np.asarray(reference)
         end = self._clock()
-        groups = self._groups(
-            prompts, decoded, where, responses, scores, reference_logprob, temperatures, number
+        groups = assemble_groups(
+            rollouts, grades, reference_logprob, searcher=self.index, round=number
         )
         self.decoded_tokens += num_tokens
-        known = [r for r in scores.rewards if r is not None]
-        kinds = [self._response_kind(text) for text in texts]
+        times = PhaseTimes(
+            start_s=start,
+            end_s=end,
+            decode_s=decoded_at - start,
+            reward_s=graded_at - decoded_at,
+            reference_s=end - graded_at,
+        )
         self._outbox.put(
             RoundCommit(
                 searcher=self.index,
@@ -257,114 +192,28 @@ class Searcher:
                 swaps=tuple(swaps),
                 groups=groups,
                 prompt_state=self._stream.state(),
-                generated=len(responses),
-                report=RoundReport(
-                    RoundMetrics(
-                        tokens=num_tokens,
-                        reward_mean=mean_known(known),
-                        response_length_mean=float(np.mean([len(r) for r in responses])),
-                        unique_fraction=len(
-                            {(r.tobytes(), i) for (i, _), r in zip(where, responses, strict=True)}
-                        )
-                        / len(responses),
-                        kind_share=sum(kind == self._first_kind for kind in kinds) / len(kinds),
-                        reward_parts=part_means(scores.parts),
-                    ),
-                    PhaseTimes(
-                        start_s=start,
-                        end_s=end,
-                        decode_s=decoded_at - start,
-                        reward_s=scored_at - decoded_at,
-                        reference_s=end - scored_at,
-                    ),
-                ),
+                generated=sum(len(r.transcripts) for r in rollouts),
+                report=RoundReport(measure(rollouts, grades, num_tokens), times),
             )
         )
 
-    def _temperatures(self, key: jax.Array) -> np.ndarray:
-        """float64 [p S]: the temperature each response of a round is drawn at."""
-        shape = (self._prompts_per_round, self._samples_per_prompt)
-        out = np.full(shape, self._settings.temperature)
-        if self._explore_share:
-            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
-            explores = rng.random(shape) < self._explore_share
-            # Hundredths: the buffer keeps a table of the settings that responses were drawn with.
-            own = np.round(rng.uniform(*self._explore_temperatures, shape), 2)
-            out = np.where(explores, own, out)
-        return out
-
-    def _dispatch_reference(self, prompts: Sequence[Prompt], decoded: Decoded) -> jax.Array | None:
-        if self._reference is None:
-            return None
-        tokens = [p.tokens for p in prompts]
-        return self._reference(*self._padding.rows(tokens, decoded.tokens, decoded.lengths))
-
-    def _score(
+    def _respond(
         self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[np.ndarray],
-        texts: list[str],
-        has_eos: list[bool],
-    ) -> ScoreResult:
-        """Rewards; one prompt for each response."""
-        columns: dict[str, list[Any]] = {
-            name: [p.columns[name] for p in prompts] for name in prompts[0].columns
-        }
-        return self._rewards.score(
-            [p.text for p in prompts],
-            texts,
-            columns,
-            completion_ids=responses,
-            has_eos=has_eos,
-        )
-
-    def _groups(
-        self,
-        prompts: Sequence[Prompt],
-        decoded: Decoded,
-        where: Sequence[tuple[int, int]],
-        responses: Sequence[np.ndarray],
-        scores: ScoreResult,
-        reference_logprob: np.ndarray,
-        temperatures: np.ndarray,
+        published: Published,
         number: int,
-    ) -> tuple[Group, ...]:
-        groups = []
-        flat_of = {at: flat for flat, at in enumerate(where)}
-        for i in dict.fromkeys(i for i, _ in where):
-            prompt = prompts[i]
-            trajectories = []
-            rejected: dict[str, int] = {}
-            for j in range(self._samples_per_prompt):
-                flat = flat_of.get((i, j))
-                if flat is None:
-                    continue  # a given group may have fewer than S
-                reward, reason = scores.rewards[flat], scores.reasons[flat]
-                if reward is None:
-                    name = reason or "reward_none"
-                    rejected[name] = rejected.get(name, 0) + 1
-                    continue
-                length = int(decoded.lengths[i, j])
-                trajectories.append(
-                    Trajectory(
-                        prompt_id=prompt.prompt_id,
-                        response_tokens=np.array(responses[flat], np.int32),
-                        reward=float(reward),
-                        reward_parts={k: float(v[flat]) for k, v in scores.parts.items()},
-                        behavior_token_logprobs=np.array(
-                            decoded.token_logprobs[i, j, :length], np.float32
-                        ),
-                        reference_logprob=float(reference_logprob[i, j]),
-                        version_min=int(decoded.version_min[i, j]),
-                        version_max=int(decoded.version_max[i, j]),
-                        searcher=self.index,
-                        round=number,
-                        sampling_temperature=float(temperatures[i, j]),
-                        finish_reason="eos" if decoded.has_eos[i, j] else "length",
-                    )
-                )
-            groups.append(Group(prompt, tuple(trajectories), rejected))
-        return tuple(groups)
+        newest: Callable[[int], Published | None] | None,
+        swaps: list[tuple[int, int]],
+    ) -> tuple[list[Rollout], int]:
+        """The rollouts of a round, given or drawn, and how many tokens were drawn."""
+        if self._given is not None and number < self._given.num_rounds:
+            prompts, decoded = self._given.decoded(published.params, number, published.version)
+            temperatures = np.full(decoded.lengths.shape, self._settings.sampling_temperature)
+            return rollouts_of(prompts, Drawn(decoded, temperatures)), 0
+        prompts = self._stream.take(self._settings.prompts_per_round)
+        ask = None if newest is None else _logged(newest, published.version, swaps)
+        draw = functools.partial(self._sampler.draw, round=number, published=published, newest=ask)
+        rollouts = rollout(prompts, draw)
+        return rollouts, sum(len(y.tokens) for r in rollouts for y in r.transcripts)
 
 
 def _logged(

@@ -10,8 +10,9 @@ from fakes import random_params, tiny_config
 from tba_jax.config.schema import make_config
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.run.modeling import make_decoder, sampling_settings
+from tba_jax.run.modeling import make_decoder
 from tba_jax.run.placing import place_run, reading_mesh
+from tba_jax.search.rollout import sampling_settings
 
 CONFIG = tiny_config()
 
@@ -37,7 +38,7 @@ def test_searchers_draw_as_the_config_says_and_report_the_truncated_distribution
         [prompt],
         num_samples=16,
         key=jax.random.key(0),
-        settings=sampling_settings(config),
+        settings=sampling_settings(config.search),
     )
     assert out.lengths.min() == 4  # three tokens, and the one that ends it
     full = token_logprobs(

@@ -14,23 +14,15 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.replay.outbox import Outbox
+from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.modeling import START_MODEL, make_decoder, sampling_settings
+from tba_jax.run.modeling import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptStream
+from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import GivenGroup, StartData, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.weights.transport import Published
-
-
-class Weights:
-    """A transport that has version 0."""
-
-    def __init__(self, params):
-        self.params = params
-
-    def latest(self, reader):
-        return Published(0, self.params)
 
 
 class LengthReward:
@@ -68,6 +60,8 @@ def make_searcher(model, given_texts):
             "search.max_new_tokens": 8,
             "eval.max_new_tokens": 8,
             "batch.num_length_buckets": 1,
+            "search.prompts_per_round": 2,
+            "search.samples_per_prompt": 3,
         }
     )
     groups = []
@@ -79,8 +73,8 @@ def make_searcher(model, given_texts):
     program = make_start_program(
         model_config, Scoring(eos_ids=tokenizer.eos_ids, chunk_tokens=64), max_new_tokens=8
     )
-    padding = Padding((12,), (8,), tokenizer.pad_id)
     sizes = {"prompts_per_round": 2, "samples_per_prompt": 3}
+    padding = Padding((12,), (8,), tokenizer.pad_id)
     given = StartData(groups, program, **sizes, padding=padding)
     stream = PromptStream(
         Arithmetic(),
@@ -95,22 +89,15 @@ def make_searcher(model, given_texts):
     outbox, reference = Outbox(2**20), LengthReference()
     searcher = Searcher(
         index=0,
-        reader=0,
         stream=stream,
-        decoder=make_decoder(config, model_config, tokenizer),
-        transport=Weights(params),
-        outbox=outbox,
-        rewards=LengthReward(),
+        weights=lambda: Published(0, params),
+        sampler=Sampler(
+            make_decoder(config, model_config, tokenizer), config.search, jax.random.key(0), 0
+        ),
+        grader=Grader(LengthReward(), tokenizer.batch_decode, lambda text: None, ""),
         reference=reference,
-        decode_text=tokenizer.batch_decode,
-        response_kind=lambda text: None,
-        first_kind="",
-        key=jax.random.key(0),
-        **sizes,
-        settings=sampling_settings(config),
-        num_slots=None,
-        in_flight=False,
         padding=padding,
+        outbox=outbox,
         clock=lambda: 0.0,
         given=given,
     )

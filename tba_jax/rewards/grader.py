@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grader: response tokens become texts, rewards and kinds, the same for searchers and evaluations.
+
+It knows who decodes and who scores, not where responses come from. Invariant: every response comes
+back, in its place.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.rewards.source import RewardSource
+
+
+class Grades(NamedTuple):
+    """What was made of n responses.
+
+    Attributes:
+        texts: without special tokens.
+        rewards: a finite number, or None where there is a reason.
+        reasons: a named reason, or None where there is a reward.
+        parts: name -> n values of one of several rewards; nan where it gave none.
+        is_first_kind: whether a response is of the task's first kind; False where it names none.
+    """
+
+    texts: list[str]
+    rewards: list[float | None]
+    reasons: list[str | None]
+    parts: Mapping[str, Sequence[float]]
+    is_first_kind: list[bool]
+
+    def between(self, start: int, stop: int) -> "Grades":
+        """Those of responses start, ..., stop - 1."""
+        parts = {name: values[start:stop] for name, values in self.parts.items()}
+        return Grades(
+            self.texts[start:stop],
+            self.rewards[start:stop],
+            self.reasons[start:stop],
+            parts,
+            self.is_first_kind[start:stop],
+        )
+
+    @property
+    def kind_share(self) -> float:
+        """Share of the first kind."""
+        return sum(self.is_first_kind) / len(self.is_first_kind)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grader:
+    """Texts, rewards and kinds of responses; safe to share between threads.
+
+    Attributes:
+        rewards: computes rewards.
+        decode_text: token ids -> text of each response, special tokens dropped.
+        response_kind: names a response's kind by its text, None where it is of none.
+        first_kind: the kind whose share is logged; "" for none.
+    """
+
+    rewards: RewardSource
+    decode_text: Callable[[Sequence[np.ndarray]], list[str]]
+    response_kind: Callable[[str], str | None]
+    first_kind: str
+
+    def grade(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[np.ndarray],
+        has_eos: Sequence[bool],
+    ) -> Grades:
+        """Grade n responses, one group's or a whole round's.
+
+        Args:
+            prompts: one for each response.
+            responses: int32 [t] each, end-of-sequence included.
+            has_eos: False where the length limit cut the response.
+        """
+        texts = self.decode_text(responses)
+        scores = self.rewards.score(
+            [p.text for p in prompts],
+            texts,
+            {name: [p.columns[name] for p in prompts] for name in prompts[0].columns},
+            completion_ids=responses,
+            has_eos=has_eos,
+        )
+        is_first = [
+            bool(self.first_kind) and self.response_kind(x) == self.first_kind for x in texts
+        ]
+        return Grades(texts, scores.rewards, scores.reasons, scores.parts, is_first)

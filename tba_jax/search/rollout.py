@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts: prompts and a sampler become transcripts, who wrote each token included.
+
+Today a response is one turn of the policy, so every token of it is an action. An environment that
+answers will call the sampler again, and mark what it wrote itself. This module knows neither
+rewards nor references. Invariant: a transcript has the log-prob of the distribution that each of
+its actions was drawn from.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.search.config import SearchSettings
+from tba_jax.weights.transport import Published
+
+# First fold of the root key: keeps searcher draws apart from any other use of the seed.
+SEARCHER_ROLE = 1
+
+
+class Transcript(NamedTuple):
+    """One response as it came about.
+
+    Attributes:
+        tokens: int32 [t], end-of-sequence included.
+        token_logprobs: float32 [t], of the distribution sampled from; 0 where is_action is False.
+        is_action: bool [t], sampled by the policy; None: every token was.
+        has_eos: False where the length limit cut it.
+        version_min, version_max: span of the versions that read its prompt or drew it.
+        temperature: it was drawn at.
+    """
+
+    tokens: np.ndarray
+    token_logprobs: np.ndarray
+    is_action: np.ndarray | None
+    has_eos: bool
+    version_min: int
+    version_max: int
+    temperature: float
+
+
+class Rollout(NamedTuple):
+    """A prompt and the responses to it; none where there is nothing but the prompt."""
+
+    prompt: Prompt
+    transcripts: tuple[Transcript, ...]
+
+
+class Drawn(NamedTuple):
+    """What a sampler gives: responses to p prompts, and float [p S] what each was drawn at."""
+
+    decoded: Decoded
+    temperatures: np.ndarray
+
+
+def rollout(
+    prompts: Sequence[Prompt], sampler: Callable[[Sequence[np.ndarray]], Drawn]
+) -> list[Rollout]:
+    """Let the policy answer every prompt: one turn, all of it the policy's.
+
+    Args:
+        prompts: p prompts.
+        sampler: p token sequences -> S responses to each.
+    """
+    return rollouts_of(prompts, sampler([prompt.tokens for prompt in prompts]))
+
+
+def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
+    """What was drawn, prompt by prompt; a length of 0 is no response."""
+    decoded, temperatures = drawn
+
+    def transcript(i: int, j: int) -> Transcript:
+        length = int(decoded.lengths[i, j])
+        return Transcript(
+            tokens=np.array(decoded.tokens[i, j, :length], np.int32),
+            token_logprobs=np.array(decoded.token_logprobs[i, j, :length], np.float32),
+            is_action=None,
+            has_eos=bool(decoded.has_eos[i, j]),
+            version_min=int(decoded.version_min[i, j]),
+            version_max=int(decoded.version_max[i, j]),
+            temperature=float(temperatures[i, j]),
+        )
+
+    return [
+        Rollout(
+            prompt, tuple(transcript(i, j) for j in np.flatnonzero(decoded.lengths[i]).tolist())
+        )
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+class Sampler:
+    """How one searcher draws.
+
+    Args:
+        decoder: the engine; programs compile for the devices the weights live on.
+        settings: of searchers.
+        key: root key of the run.
+        searcher: index of the searcher.
+    """
+
+    def __init__(
+        self, decoder: Decoder, settings: SearchSettings, key: jax.Array, searcher: int
+    ) -> None:
+        self.settings = settings
+        self._decoder = decoder
+        self._sampling = sampling_settings(settings)
+        self._key = jax.random.fold_in(jax.random.fold_in(key, SEARCHER_ROLE), searcher)
+
+    def draw(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        round: int,
+        published: Published,
+        newest: Callable[[], Published | None] | None = None,
+    ) -> Drawn:
+        """S responses to each of p prompts.
+
+        Args:
+            prompts: token ids.
+            round: number of the round; no two rounds use the same random numbers.
+            published: the weights to begin with.
+            newest: asked between decode chunks for weights to go on with.
+        """
+        key = jax.random.fold_in(self._key, round)
+        temperatures = self._temperatures(key, len(prompts))
+        decoded = self._decoder.decode(
+            published.params,
+            prompts,
+            num_samples=self.settings.samples_per_prompt,
+            key=key,
+            settings=self._sampling,
+            temperatures=temperatures,
+            num_slots=self.settings.num_slots or None,
+            version=published.version,
+            newest=newest,
+        )
+        return Drawn(decoded, temperatures)
+
+    def _temperatures(self, key: jax.Array, num_prompts: int) -> np.ndarray:
+        """float64 [p S]: the temperature each response of a round is drawn at."""
+        settings = self.settings
+        shape = (num_prompts, settings.samples_per_prompt)
+        out = np.full(shape, settings.sampling_temperature)
+        if settings.explore_share:
+            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+            explores = rng.random(shape) < settings.explore_share
+            limits = settings.explore_min_temperature, settings.explore_max_temperature
+            # Hundredths: the buffer keeps a table of the settings that responses were drawn with.
+            own = np.round(rng.uniform(*limits, shape), 2)
+            out = np.where(explores, own, out)
+        return out
+
+
+def sampling_settings(settings: SearchSettings) -> SamplingSettings:
+    """How searchers draw responses."""
+    return SamplingSettings(
+        settings.max_new_tokens,
+        temperature=settings.sampling_temperature,
+        top_p=settings.top_p,
+        min_new_tokens=settings.min_new_tokens,
+    )
