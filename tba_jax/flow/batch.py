@@ -26,6 +26,7 @@ class Batch(NamedTuple):
         behavior_token_logprobs: float32 [p k t], 0 at padding.
         versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
             temperature than the policy's, so that no version's log-probs are its behaviour's.
+        is_action: bool [p k t], as in `Trajectory`; None: every response token is an action.
     """
 
     tokens: HostOrDeviceArray
@@ -35,6 +36,7 @@ class Batch(NamedTuple):
     reference_logprob: HostOrDeviceArray
     behavior_token_logprobs: HostOrDeviceArray
     versions: HostOrDeviceArray
+    is_action: HostOrDeviceArray | None = None
 
 
 class PackedBatch(NamedTuple):
@@ -53,6 +55,7 @@ class PackedBatch(NamedTuple):
         rewards: float32 [p k].
         reference_logprob: float32 [p k], summed; nan where the trainer scores it.
         versions: int32 [p k], as in `Batch`.
+        is_action: bool [n s], False at prompts and padding; None: every response token is one.
     """
 
     tokens: HostOrDeviceArray
@@ -64,3 +67,4 @@ class PackedBatch(NamedTuple):
     rewards: HostOrDeviceArray
     reference_logprob: HostOrDeviceArray
     versions: HostOrDeviceArray
+    is_action: HostOrDeviceArray | None = None

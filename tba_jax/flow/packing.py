@@ -61,9 +61,34 @@ def pack_batch(
             reference_logprob[i, j] = y.reference_logprob
             behavior[i, j, :n] = y.behavior_token_logprobs
             versions[i, j] = _version(y, policy_temperature)
+    is_action = None
+    if _has_environment(draws):
+        is_action = np.zeros(behavior.shape, bool)
+        for i, j in np.ndindex(p, k):
+            y = draws[i].trajectories[j]
+            is_action[i, j, : len(y.response_tokens)] = _is_action(y)
     return Batch(
-        tokens, prompt_lengths, response_lengths, rewards, reference_logprob, behavior, versions
+        tokens,
+        prompt_lengths,
+        response_lengths,
+        rewards,
+        reference_logprob,
+        behavior,
+        versions,
+        is_action,
     )
+
+
+def _has_environment(draws: Sequence[Draw]) -> bool:
+    """Whether some token was written by an environment; without one no mask is carried.
+
+    Decided batch by batch: hosts that share batches will have to agree on it.
+    """
+    return any(y.is_action is not None for d in draws for y in d.trajectories)
+
+
+def _is_action(y: Trajectory) -> np.ndarray | bool:
+    return True if y.is_action is None else y.is_action
 
 
 def row_buckets(max_rows: int, multiple: int) -> tuple[int, ...]:
@@ -128,6 +153,7 @@ def pack_rows(
     tokens = np.full(shape, pad_id, np.int32)
     segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     behavior = np.zeros(shape, np.float32)
+    is_action = np.zeros(shape, bool) if _has_environment(draws) else None
     for i, (row, start) in places.items():
         x, y = sequences[i]
         middle, end = start + len(x), start + lengths[i]
@@ -136,6 +162,8 @@ def pack_rows(
         segments[row, start:end] = i + 1
         positions[row, start:end] = np.arange(lengths[i])
         behavior[row, middle:end] = y.behavior_token_logprobs
+        if is_action is not None:
+            is_action[row, middle:end] = _is_action(y)
 
     def of_each(values: Sequence[float], dtype: Any) -> np.ndarray:
         return np.array(values, dtype).reshape(p, k)
@@ -150,6 +178,7 @@ def pack_rows(
         rewards=of_each([y.reward for _, y in sequences], np.float32),
         reference_logprob=of_each([y.reference_logprob for _, y in sequences], np.float32),
         versions=of_each([_version(y, policy_temperature) for _, y in sequences], np.int32),
+        is_action=is_action,
     )
 
 

@@ -84,10 +84,17 @@ def pack_tokens(y: Trajectory) -> bytes:
 
 
 def pack_extras(y: Trajectory) -> bytes:
-    """Behavior log-probs (float32), then the values of the reward parts (float64)."""
+    """Behavior log-probs (float32), the values of the reward parts (float64), then the actions.
+
+    Actions are a bit for each token, in whole words of 4 bytes; none where every token is one.
+    """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
-    return logprobs + struct.pack(f"<{len(parts)}d", *parts)
+    packed = logprobs + struct.pack(f"<{len(parts)}d", *parts)
+    if y.is_action is None:
+        return packed
+    bits = np.packbits(y.is_action).tobytes()
+    return packed + bits + bytes(-len(bits) % 4)
 
 
 def unpack(
@@ -117,6 +124,11 @@ def unpack(
             values = struct.unpack_from(f"<{len(part_names)}d", extra_bytes, len(token_bytes))
             parts = dict(zip(part_names, values, strict=True))
         count = len(token_bytes) // 4
+        end = len(token_bytes) + 8 * len(part_names)
+        is_action = None
+        if len(extra_bytes) > end:
+            bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
+            is_action = np.unpackbits(bits, count=count).astype(bool)
         out.append(
             Trajectory(
                 prompt_id=prompt_id,
@@ -131,6 +143,7 @@ def unpack(
                 round=round_,
                 sampling_temperature=temperature,
                 finish_reason=finish_reason,
+                is_action=is_action,
             )
         )
         start += count

@@ -185,6 +185,15 @@ def check_commit(commit: RoundCommit) -> None:
                     f"{len(y.behavior_token_logprobs)} log-probs, wanted equal counts of at least "
                     "1; an empty response still has its end-of-sequence token"
                 )
+            if y.is_action is not None and (
+                len(y.is_action) != len(y.response_tokens) or not y.is_action.any()
+            ):
+                raise ValueError(
+                    f"{where}, prompt {y.prompt_id}: {int(y.is_action.sum())} actions among "
+                    f"{len(y.is_action)} marks of {len(y.response_tokens)} response tokens, wanted "
+                    "a mark for each token and one action; leave out responses that the policy "
+                    "had no part in"
+                )
 
 
 def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:

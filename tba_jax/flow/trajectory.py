@@ -42,7 +42,8 @@ class Trajectory:
         reward: raw reward r(x, y), not divided by beta.
         reward_parts: what each of several rewards gave, by name, before weights; nan for one that
             does not apply (empty when there is only one).
-        behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from.
+        behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from;
+            0 where is_action is False.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
             where the trainer scores the reference itself.
         version_min: oldest policy version that drew a token of this response.
@@ -51,6 +52,8 @@ class Trajectory:
         round: that searcher's round number.
         sampling_temperature: temperature the searcher drew with.
         finish_reason: "eos" or "length".
+        is_action: bool [t], True where the policy sampled the token and False where an environment
+            wrote it; None: every token is an action.
     """
 
     prompt_id: int
@@ -65,11 +68,13 @@ class Trajectory:
     round: int
     sampling_temperature: float
     finish_reason: FinishReason
+    is_action: np.ndarray | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays it holds."""
-        return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes
+        own = 0 if self.is_action is None else self.is_action.nbytes
+        return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + own
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

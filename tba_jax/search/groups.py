@@ -29,8 +29,9 @@ class ReferenceScorer(Protocol):
         prompt_lengths: np.ndarray,
         response_lengths: np.ndarray,
         response_bucket: int,
+        is_action: np.ndarray | None = None,
     ) -> jax.Array:
-        """[p S s], [p S], [p S] -> [p S], dispatched without waiting."""
+        """[p S s], [p S], [p S], t, [p S t] -> [p S], dispatched without waiting."""
         ...
 
 
@@ -45,20 +46,18 @@ def dispatch_reference(
         num_samples: S; a rollout may have fewer.
         padding: for the shape it is compiled for.
     """
-    prompt_length, response_length = padding.lengths(
-        max(len(r.prompt.tokens) for r in rollouts),
-        max(len(y.tokens) for r in rollouts for y in r.transcripts),
-    )
     shape = len(rollouts), num_samples
-    tokens = np.full((*shape, prompt_length + response_length), padding.pad_id, np.int32)
-    prompt_lengths, response_lengths = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for i, (prompt, transcripts) in enumerate(rollouts):
-        tokens[i, :, prompt_length - len(prompt.tokens) : prompt_length] = prompt.tokens
-        prompt_lengths[i] = len(prompt.tokens)
+    responses = np.full((*shape, padding.response_buckets[-1]), padding.pad_id, np.int32)
+    is_action = np.zeros(responses.shape, bool)
+    lengths = np.zeros(shape, np.int32)
+    for i, (_, transcripts) in enumerate(rollouts):
         for j, y in enumerate(transcripts):
-            tokens[i, j, prompt_length : prompt_length + len(y.tokens)] = y.tokens
-            response_lengths[i, j] = len(y.tokens)
-    return reference(tokens, prompt_lengths, response_lengths, response_length)
+            lengths[i, j] = n = len(y.tokens)
+            responses[i, j, :n] = y.tokens
+            is_action[i, j, :n] = True if y.is_action is None else y.is_action
+    rows = padding.rows([r.prompt.tokens for r in rollouts], responses, lengths)
+    is_single_turn = all(y.is_action is None for r in rollouts for y in r.transcripts)
+    return reference(*rows, None if is_single_turn else is_action[:, :, : rows.t])
 
 
 def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
@@ -123,6 +122,7 @@ def _assemble(
                 round=round,
                 sampling_temperature=y.temperature,
                 finish_reason="eos" if y.has_eos else "length",
+                is_action=y.is_action,
             )
         )
     return Group(rollout.prompt, tuple(trajectories), rejected)

@@ -39,6 +39,7 @@ class Reference:
         prompt_lengths: np.ndarray,
         response_lengths: np.ndarray,
         response_bucket: int,
+        is_action: np.ndarray | None = None,
     ) -> Array:
         """Summed log pi_ref, float32 [p S], of padded responses; dispatched without waiting.
 
@@ -46,12 +47,14 @@ class Reference:
             tokens: int32 [p S s], as `Batch.tokens`.
             prompt_lengths, response_lengths: int32 [p S].
             response_bucket: padded length of the responses.
+            is_action: bool [p S t], which of their tokens count; None: all.
         """
         return self._program(
             self.params,
             tokens,
             prompt_lengths,
             response_lengths,
+            is_action,
             response_bucket=response_bucket,
         )
 
@@ -61,7 +64,7 @@ def make_reference_program(
     scoring: Scoring,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Jitted (params, tokens, prompt_lengths, response_lengths, *, response_bucket) -> [p S].
+    """Jitted summed log-probs, float32 [p S], of what `Reference` takes after the parameters.
 
     Args:
         config: the architecture.
@@ -81,6 +84,7 @@ def _score(
     tokens: Array,
     prompt_lengths: Array,
     response_lengths: Array,
+    is_action: Array | None = None,
     *,
     response_bucket: int,
     config: TransformerConfig,
@@ -97,5 +101,5 @@ def _score(
         scoring=scoring,
         sharding=sharding,
     )
-    mask = response_mask(tokens[..., -response_bucket:], response_lengths, scoring)
+    mask = response_mask(tokens[..., -response_bucket:], response_lengths, scoring, is_action)
     return jnp.sum(token_values * mask, axis=-1)

@@ -139,18 +139,25 @@ def whole(base: Any, params: Any) -> Any:
 
 def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> Rows:
     p, k, t = batch.behavior_token_logprobs.shape
-    mask = response_mask(batch.tokens[..., -t:], batch.response_lengths, scoring)
+    is_action = batch.is_action
+    mask = response_mask(batch.tokens[..., -t:], batch.response_lengths, scoring, is_action)
 
     def flat(x: Array) -> Array:
         return x.reshape(p * k, *x.shape[2:])
 
-    def score(params: Any, inputs: tuple[Array, Array, Array]) -> Float[Array, "m t"]:
+    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m t"]:
         # To the log-probs every row is a prompt of its own.
-        one_each = (x[:, None] for x in inputs)
-        return token_logprobs(params, *one_each, response_bucket=t, **options)[:, 0]
+        one_each = (x[:, None] for x in inputs[:3])
+        values = token_logprobs(params, *one_each, response_bucket=t, **options)[:, 0]
+        return values if is_action is None else jnp.where(inputs[3], values, 0.0)
 
     return Rows(
-        inputs=(flat(batch.tokens), flat(batch.prompt_lengths), flat(batch.response_lengths)),
+        inputs=(
+            flat(batch.tokens),
+            flat(batch.prompt_lengths),
+            flat(batch.response_lengths),
+            *(() if is_action is None else (flat(is_action),)),
+        ),
         score=score,
         tokens=Tokens(flat(mask), flat(batch.behavior_token_logprobs)),
         is_current=flat(batch.versions == step)[:, None],
@@ -165,13 +172,14 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
     sequence = jnp.maximum(batch.segments - 1, 0)
     prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
     is_response = (batch.segments > 0) & (batch.positions >= prompt_lengths)
-    counted = is_response
+    is_scored = is_response if batch.is_action is None else is_response & batch.is_action
+    counted = is_scored
     if scoring.mask_eos:
         counted = counted & ~jnp.isin(batch.tokens, jnp.array(scoring.eos_ids, jnp.int32))
 
     def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m s"]:
-        *rows, is_response = inputs
-        return jnp.where(is_response, packed_token_logprobs(params, *rows, **options), 0.0)
+        *rows, is_scored = inputs
+        return jnp.where(is_scored, packed_token_logprobs(params, *rows, **options), 0.0)
 
     def sums(values: Array) -> Float[Array, "p k"]:
         of_sequences = jax.ops.segment_sum(
@@ -189,7 +197,7 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
         return jnp.where(inside, found, jnp.zeros_like(found))
 
     return Rows(
-        inputs=(batch.tokens, batch.segments, batch.positions, is_response),
+        inputs=(batch.tokens, batch.segments, batch.positions, is_scored),
         score=score,
         tokens=Tokens(counted, batch.behavior_token_logprobs),
         is_current=is_response & (batch.versions == step).reshape(-1)[sequence],

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding and stacking."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -104,6 +106,27 @@ def test_pack_rows_places_every_value():
     for name in ("prompt_lengths", "response_lengths", "rewards", "reference_logprob", "versions"):
         np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
         assert getattr(batch, name).dtype == getattr(padded, name).dtype
+
+
+def test_marks_of_an_environment_lie_where_its_tokens_do():
+    draws = two_draws()
+    padding = Padding((4,), (4,), 0)
+    rows = {"row_length": 8, "row_buckets": (3,), "pad_id": 0}
+    # Where the policy wrote everything no mask is carried: the compiled step is the same.
+    assert pack_batch(draws, padding).is_action is None
+    assert pack_rows(draws, **rows).is_action is None
+    first, last = draws[1].trajectories
+    last = dataclasses.replace(last, is_action=np.array([True, False, True]))
+    draws[1] = draws[1]._replace(trajectories=(first, last))
+    assert pack_batch(draws, padding).is_action.astype(int).tolist() == [
+        [[1, 1, 0, 0], [1, 0, 0, 0]],
+        [[1, 0, 0, 0], [1, 0, 1, 0]],
+    ]
+    assert pack_rows(draws, **rows).is_action.astype(int).tolist() == [
+        [0, 0, 0, 1, 1, 0, 0, 1],
+        [0, 0, 1, 0, 1, 0, 0, 0],
+        [0, 0, 0, 1, 0, 0, 0, 0],
+    ]
 
 
 def test_packed_rows_hold_all_tokens_with_little_padding():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from fake_rounds import assert_same_trajectory, distinct_responses, make_commit, make_trajectory
 
+from tba_jax.flow.records import pack_extras
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
@@ -57,6 +58,14 @@ def test_groups_prompt_state_and_round_number_commit_together():
             ),
             "2 response tokens and 1 log-probs, wanted equal counts",
         ),
+        (
+            dataclasses.replace(make_trajectory(1, [5, 6]), is_action=np.zeros(2, bool)),
+            "0 actions among 2 marks of 2 response tokens, wanted a mark for each token",
+        ),
+        (
+            dataclasses.replace(make_trajectory(1, [5, 6]), is_action=np.ones(1, bool)),
+            "1 actions among 1 marks of 2 response tokens, wanted a mark for each token",
+        ),
     ],
 )
 def test_a_round_that_would_break_the_buffer_is_refused(trajectory, message):
@@ -102,8 +111,13 @@ def _varied_commits():
     y = make_trajectory(4, [8, 8], reward=0.1, parts=parts, searcher=2)
     y = dataclasses.replace(y, reference_logprob=float("-inf"), sampling_temperature=1.0)
     z = make_trajectory(4, [150_000], searcher=2)
+    marks = np.arange(37) % 3 > 0
+    w = make_trajectory(4, range(37), searcher=2, parts=parts)
+    w = dataclasses.replace(w, is_action=marks)
     prompt = dataclasses.replace(first.groups[0].prompt, prompt_id=4, columns={"x": [1, None]})
-    second = dataclasses.replace(first, round=1, groups=(Group(prompt, (y, z), {}),), generated=2)
+    second = dataclasses.replace(
+        first, round=1, groups=(Group(prompt, (w, y, z), {}),), generated=3
+    )
     return [first, second]
 
 
@@ -113,6 +127,14 @@ def test_packing_is_exact_through_json():
     restored = unpack_commits(arrays, json.loads(json.dumps(meta)))
     for a, b in zip(commits, restored, strict=True):
         _assert_same_commit(a, b)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_bytes"), [(1, 4), (32, 4), (33, 8)])
+def test_only_marks_of_an_environment_are_stored_a_bit_each(num_tokens, num_bytes):
+    y = make_trajectory(1, range(num_tokens))
+    assert len(pack_extras(y)) == 4 * num_tokens
+    marked = dataclasses.replace(y, is_action=np.ones(num_tokens, bool))
+    assert len(pack_extras(marked)) == 4 * num_tokens + num_bytes
 
 
 def test_packing_no_commits():
@@ -131,7 +153,7 @@ def test_a_restored_outbox_goes_on_where_the_saved_one_was():
     other = Outbox(1000)
     other.restore(PartState(arrays, json.loads(json.dumps(meta))))
     assert other.committed == (2, {"position": 1})
-    assert (other.counts, other.num_rounds) == ((7, 2), 1)
+    assert (other.counts, other.num_rounds) == ((8, 3), 1)
     (pending,) = other.take()
     _assert_same_commit(pending, commits[1])
     other.put(make_commit({1: [[5]]}, round=2))

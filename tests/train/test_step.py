@@ -135,7 +135,9 @@ def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
     before = jax.device_get(params)
 
     def change(rows):
-        state, _ = run_step(Batch(*(x[rows] for x in batch)), params=jax.tree.map(jnp.copy, params))
+        state, _ = run_step(
+            jax.tree.map(lambda x: x[rows], batch), params=jax.tree.map(jnp.copy, params)
+        )
         return jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
 
     both, first, second = change([0, 1]), change([0]), change([1])
@@ -205,6 +207,7 @@ def packed(batch, row_length=18, num_rows=12):
             reward=batch.rewards[i, j],
             reference_logprob=batch.reference_logprob[i, j],
             version_min=batch.versions[i, j],
+            is_action=None if batch.is_action is None else batch.is_action[i, j, :n],
         )
 
     p, k = batch.rewards.shape
@@ -216,6 +219,25 @@ def packed(batch, row_length=18, num_rows=12):
         for i in range(p)
     ]
     return pack_rows(draws, row_length=row_length, row_buckets=(num_rows,), pad_id=0)
+
+
+def test_tokens_of_an_environment_are_in_no_sum():
+    # The same tokens left out: as those that end a response, and as those it did not write.
+    batch = one_prompt_each(make_batch())
+    ends = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True, eos_ids=(3, 7)))
+    expected, expected_metrics = run_step(batch, ends)
+    _, plain = run_step(batch)
+    assert float(plain["train/loss"]) != float(expected_metrics["train/loss"])
+    is_action = ~np.isin(batch.tokens[..., 4:], (3, 7))
+    behavior = np.where(is_action, batch.behavior_token_logprobs, 0.0).astype(np.float32)
+    marked = batch._replace(is_action=is_action, behavior_token_logprobs=behavior)
+    got, metrics = run_step(marked)
+    assert_close_states(got, expected)
+    for name in ("train/loss", "train/grad_norm", "train/kl_reference"):
+        np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
+    in_rows, in_rows_metrics = run_step(packed(marked))
+    assert_close_states(in_rows, expected)
+    assert_close_metrics(in_rows_metrics, metrics)
 
 
 def one_prompt_each(batch):
