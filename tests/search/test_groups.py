@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rollouts become groups: one finished one as a whole round, an environment's tokens apart."""
+
+import numpy as np
+import pytest
+
+from tba_jax.decoding.engine import Decoded
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.source import ScoreResult
+from tba_jax.search.groups import assemble_groups, dispatch_reference, grade_rollouts, measure
+from tba_jax.search.rollout import Drawn, Rollout, Transcript, rollout
+
+PROMPTS = [Prompt(i, f"p{i}", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((4, 3), (7, 2))]
+
+
+class SumReward:
+    """The sum of a response's tokens; none where that is 13."""
+
+    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+        sums = [float(ids.sum()) for ids in completion_ids]
+        assert completions == [f"text {int(x)}" for x in sums]
+        rewards = [None if x == 13 else x for x in sums]
+        reasons = ["thirteen" if r is None else None for r in rewards]
+        return ScoreResult(rewards, reasons, "", {"half": [x / 2 for x in sums]})
+
+
+def make_grader():
+    return Grader(
+        SumReward(),
+        lambda rows: [f"text {row.sum()}" for row in rows],
+        lambda text: "short" if len(text) < 7 else None,
+        "short",
+    )
+
+
+def draw(prompts):
+    """Two responses to each: 5; 6 7, and to the second prompt 8 alone."""
+    assert [len(x) for x in prompts] == [3, 2]
+    lengths = np.array([[1, 2], [1, 0]], np.int32)
+    decoded = Decoded(
+        tokens=np.array([[[5, 0, 0], [6, 7, 0]], [[8, 0, 0], [0, 0, 0]]], np.int32),
+        lengths=lengths,
+        token_logprobs=np.array([[[-1, 0, 0], [-2, -3, 0]], [[-4, 0, 0], [0, 0, 0]]], np.float32),
+        has_eos=np.array([[True, False], [True, False]]),
+        version_min=np.full((2, 2), 3),
+        version_max=np.full((2, 2), 4),
+    )
+    return Drawn(decoded, np.array([[1.0, 0.5], [1.0, 1.0]]))
+
+
+def test_a_round_becomes_groups_with_every_response_in_one_place():
+    rollouts = rollout(PROMPTS, draw)
+    assert [len(r.transcripts) for r in rollouts] == [2, 1]
+    grades = grade_rollouts(make_grader(), rollouts)
+    reference = np.array([[-0.5, -0.25], [-2.0, 0.0]], np.float32)
+    first, second = assemble_groups(rollouts, grades, reference, searcher=1, round=9)
+    assert (first.prompt, first.rejected) == (PROMPTS[0], {"thirteen": 1})
+    (y,) = first.trajectories
+    assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
+    assert (y.reference_logprob, y.behavior_token_logprobs.tolist()) == (-0.5, [-1.0])
+    assert (y.version_min, y.version_max, y.searcher, y.round) == (3, 4, 1, 9)
+    assert (y.sampling_temperature, y.finish_reason, y.is_action) == (1.0, "eos", None)
+    assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
+    assert second.rejected == {}
+    metrics = measure(rollouts, grades, num_drawn_tokens=4)
+    assert metrics.reward_mean == 6.5 and metrics.response_length_mean == pytest.approx(4 / 3)
+    assert (metrics.tokens, metrics.unique_fraction) == (4, 1.0)
+    assert metrics.kind_share == pytest.approx(2 / 3)
+    assert metrics.reward_parts == {"reward_part_half": pytest.approx((2.5 + 6.5 + 4) / 3)}
+
+
+def test_one_finished_group_is_treated_like_a_whole_round():
+    rollouts = rollout(PROMPTS, draw)
+    grader = make_grader()
+    whole = assemble_groups(rollouts, grade_rollouts(grader, rollouts), None, searcher=0, round=0)
+    for one, group in zip(rollouts, whole, strict=True):
+        (alone,) = assemble_groups([one], grade_rollouts(grader, [one]), None, searcher=0, round=0)
+        assert alone.rejected == group.rejected
+        assert [(y.reward, y.response_tokens.tolist()) for y in alone.trajectories] == [
+            (y.reward, y.response_tokens.tolist()) for y in group.trajectories
+        ]
+
+
+def test_the_reference_gets_padded_rows_and_marks_only_where_an_environment_wrote():
+    seen = []
+
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
+        seen.append((tokens, prompt_lengths, response_lengths, response_bucket, is_action))
+        return np.zeros(prompt_lengths.shape)
+
+    padding = Padding((4,), (2, 4), 0)
+    rollouts = rollout(PROMPTS, draw)
+    dispatch_reference(reference, rollouts, 2, padding)
+    tokens, prompt_lengths, response_lengths, t, is_action = seen.pop()
+    assert tokens.tolist() == [
+        [[0, 1, 2, 3, 5, 0], [0, 1, 2, 3, 6, 7]],
+        [[0, 0, 1, 2, 8, 0], [0, 0, 1, 2, 0, 0]],
+    ]
+    assert prompt_lengths.tolist() == [[3, 3], [2, 2]]
+    assert (response_lengths.tolist(), t, is_action) == ([[1, 2], [1, 0]], 2, None)
+
+    marks = np.array([True, False, True])
+    answered = Transcript(
+        np.array([6, 9, 7], np.int32), np.array([-1, 0, -1], np.float32), marks, True, 3, 3, 1.0
+    )
+    turns = Rollout(PROMPTS[1], (*rollouts[1].transcripts, answered))
+    dispatch_reference(reference, [rollouts[0], turns], 2, padding)
+    *_, t, is_action = seen.pop()
+    assert t == 4
+    assert is_action.astype(int).tolist() == [
+        [[1, 0, 0, 0], [1, 1, 0, 0]],
+        [[1, 0, 0, 0], [1, 0, 1, 0]],
+    ]
+    grades = grade_rollouts(make_grader(), [turns])
+    (group,) = assemble_groups([turns], grades, None, searcher=0, round=0)
+    assert [y.is_action is marks for y in group.trajectories] == [False, True]
+    assert np.isnan([y.reference_logprob for y in group.trajectories]).all()
