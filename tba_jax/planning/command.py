@@ -165,8 +165,7 @@ def plan(
     return programs, found, weighed, advice(facts, programs, found, weighed), fits
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.plan",
         description=__doc__,
@@ -176,8 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--config", required=True, help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
     )
-    parser.add_argument("--topology", default="", help="TPU slice, as v5e:2x4, v5p:2x2x4; none: "
-                        "the attached devices")  # fmt: skip
+    parser.add_argument(
+        "--topology", default="", help="TPU slice, as v5e:2x4, v5p:2x2x4; none: what is attached"
+    )
     parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
     parser.add_argument(
         "--keep_placement", action="store_true", help="the config's own, not one for the slice"
@@ -188,7 +188,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--timeout_s", type=float, default=1800.0, help="of each compilation (1800)"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
-    args, overrides = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command."""
+    args, overrides = _parser().parse_known_args(argv)
 
     def say(line: str) -> None:
         # Standard output is for the plan.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, SingleDeviceSharding
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
@@ -277,25 +277,29 @@ def _searcher_programs(
         found.append(_scoring(config, model_config, placement, sizes))
     policy = modeling.policy_config(config, model_config)
     if policy.adapters is not None:
-        adapters = _abstract(
-            lora.abstract_adapters(policy),
-            modeling.adapter_shardings(policy, mesh),
-            config.model.rollout_dtype,
-        )
-        found.append(
-            Planned(
-                name="merge",
-                group="searcher",
-                sizes=f"adapters of rank {policy.adapters.rank}",
-                lower=lambda: lora.lower_merge(weights, adapters, config=policy),
-                resident={
-                    FROZEN: shard_bytes(lora.adapted(weights, policy)),
-                    "adapters": shard_bytes(adapters),
-                },
-                result="next weights",
-            )
-        )
+        found.append(_merge(config, policy, weights, mesh))
     return found
+
+
+def _merge(config: Config, policy: TransformerConfig, weights: Any, mesh: Mesh) -> Planned:
+    """Adapters merged into a searcher's weights."""
+    assert policy.adapters is not None
+    adapters = _abstract(
+        lora.abstract_adapters(policy),
+        modeling.adapter_shardings(policy, mesh),
+        config.model.rollout_dtype,
+    )
+    return Planned(
+        name="merge",
+        group="searcher",
+        sizes=f"adapters of rank {policy.adapters.rank}",
+        lower=lambda: lora.lower_merge(weights, adapters, config=policy),
+        resident={
+            FROZEN: shard_bytes(lora.adapted(weights, policy)),
+            "adapters": shard_bytes(adapters),
+        },
+        result="next weights",
+    )
 
 
 def _chunk(config: Config) -> str:

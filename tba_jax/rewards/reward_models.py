@@ -20,6 +20,7 @@ from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import model as models
 from tba_jax.models.classifier import classify
+from tba_jax.models.model import Model
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -38,9 +39,7 @@ class RewardModel:
     very tokens that the policy drew are scored.
 
     Args:
-        config: the architecture; one label.
-        params: its weights, on the devices to score on.
-        tokenizer: its own.
+        model: the architecture, one label, with its weights on the devices to score on.
         policy_tokenizer: that of the responses.
         batch_size: responses scored at a time.
         missing_eos: reward of a response that the length limit cut, in place of its score; None:
@@ -58,9 +57,7 @@ class RewardModel:
 
     def __init__(
         self,
-        config: TransformerConfig,
-        params: Params,
-        tokenizer: Tokenizer,
+        model: Model,
         *,
         policy_tokenizer: Tokenizer,
         batch_size: int,
@@ -71,6 +68,7 @@ class RewardModel:
         where: str = "the reward model",
         program: Any = None,
     ) -> None:
+        config, params, tokenizer = model
         if config.num_labels != 1:
             what = f"{config.num_labels} labels" if config.num_labels else "a language model's head"
             raise ValueError(
@@ -115,10 +113,9 @@ class RewardModel:
         found = models.describe(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
         shardings = _shardings(found.config, site, where)
+        params = found.load_params(param_dtype=param_dtype, shardings=shardings)
         return cls(
-            found.config,
-            found.load_params(param_dtype=param_dtype, shardings=shardings),
-            found.load_tokenizer(),
+            Model(found.config, params, found.load_tokenizer()),
             compute_dtype=param_dtype,
             site=site,
             where=where,
@@ -130,10 +127,9 @@ class RewardModel:
         if site == self._site:
             return self
         is_shared = site.program_site == self._site.program_site
+        params = hand_over(self._params, _shardings(self._config, site, self._where))
         return RewardModel(
-            self._config,
-            hand_over(self._params, _shardings(self._config, site, self._where)),
-            self._tokenizer,
+            Model(self._config, params, self._tokenizer),
             policy_tokenizer=self._policy_tokenizer,
             batch_size=self._batch_size,
             missing_eos=self._missing_eos,

@@ -61,34 +61,6 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 
-    def evaluation(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-        if record is None:
-            return None
-        return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
-
-    samples = []
-    if run.evaluated.before is not None and run.evaluated.after is not None:
-        prompts = run.evaluator.prompts
-        if len(prompts) == 1:  # several of its responses are shown
-            prompts = prompts * len(run.evaluated.before["texts"])
-        for prompt, before, before_reward, after, after_reward in zip(
-            prompts,
-            run.evaluated.before["texts"],
-            run.evaluated.before["rewards"],
-            run.evaluated.after["texts"],
-            run.evaluated.after["rewards"],
-            strict=False,  # the report shows the first few prompts only
-        ):
-            samples.append(
-                {
-                    "prompt": prompt.text,
-                    "answer": prompt.columns.get("answer", ""),
-                    "before": before,
-                    "after": after,
-                    "before_reward": before_reward,
-                    "after_reward": after_reward,
-                }
-            )
     decoded = sum(host["decoded"] for host in hosts)
     staleness: dict[int, int] = {}
     for value, count in (pair for host in hosts for pair in host["staleness_counts"]):
@@ -99,8 +71,8 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "seed": run.config.seed,
         "driver": run.config.driver,
         "eval": {
-            "before": evaluation(run.evaluated.before),
-            "after": evaluation(run.evaluated.after),
+            "before": _figures(run.evaluated.before),
+            "after": _figures(run.evaluated.after),
         },
         "steps": trainer.step_index,
         "num_steps": run.config.num_steps,
@@ -127,7 +99,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         },
         "compiled_decode_programs": run.search.decoders[run.shared.sites.evaluation].compile_count,
         "kinds": list(run.shared.task.response_kinds),
-        "samples": samples,
+        "samples": _samples(run),
         "processes": len(hosts),
         "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
@@ -137,6 +109,37 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
     report = jsonable(report)
     (run.shared.workdir / "report.json").write_text(json.dumps(report, indent=1))
     return report
+
+
+def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """An evaluation without its texts."""
+    if record is None:
+        return None
+    return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+
+
+def _samples(run: Run) -> list[dict[str, Any]]:
+    """The first few held-out prompts with a response from before and one from after."""
+    before, after = run.evaluated.before, run.evaluated.after
+    if before is None or after is None:
+        return []
+    prompts = run.evaluator.prompts
+    if len(prompts) == 1:  # several of its responses are shown
+        prompts = prompts * len(before["texts"])
+    shown = zip(
+        prompts, before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False
+    )
+    return [
+        {
+            "prompt": prompt.text,
+            "answer": prompt.columns.get("answer", ""),
+            "before": old,
+            "after": new,
+            "before_reward": old_reward,
+            "after_reward": new_reward,
+        }
+        for prompt, old, old_reward, new, new_reward in shown
+    ]
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:

@@ -27,6 +27,7 @@ from tba_jax.flow.records import (
 )
 from tba_jax.flow.rounds import RoundCommit, pack_commits
 from tba_jax.flow.state import PartState
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.replay.store import FIELDS, ID, SYNC, USES, VERSION
@@ -180,46 +181,8 @@ def _divide_buffers(
     # Merges at one step are one sync, on whichever host.
     window = max(len(meta["fresh"]) for _, meta in snapshots)
     steps = sorted({entry["step"] for _, meta in snapshots for entry in meta["fresh"]})[-window:]
-    prompts: dict[int, Any] = {}
-    responses: dict[int, dict[bytes, tuple[list[Any], bytes]]] = {}
-    left: list[int] = []
-    drawn: list[int] = []
-    fresh: dict[int, dict[int, list[int]]] = {step: {} for step in steps}
-    num_equal = 0
-    for arrays, meta in snapshots:
-        sync_of = {e["sync"]: steps.index(e["step"]) for e in meta["fresh"] if e["step"] in steps}
-        settings = [
-            table.index(Settings(s, temperature, finish, tuple(names)))
-            for s, temperature, finish, names in meta["settings"]
-        ]
-        rows = zip(*(arrays[f"row_{name}"].tolist() for name, _ in FIELDS), strict=True)
-        packed = zip(rows, unflatten(arrays, "tokens"), unflatten(arrays, "extras"), strict=True)
-        stored = zip(
-            unpack_prompts(arrays, meta["prompts"]), arrays["store_sizes"].tolist(), strict=True
-        )
-        for position, (prompt, size) in enumerate(stored):
-            found = [next(packed) for _ in range(size)]
-            if not keep(prompt.prompt_id):
-                continue
-            if prompt.prompt_id not in prompts:
-                prompts[prompt.prompt_id] = prompt
-                responses[prompt.prompt_id] = {}
-                (left if position < meta["replay_left"] else drawn).append(prompt.prompt_id)
-            held = responses[prompt.prompt_id]
-            for row, tokens, extras in found:
-                new = list(row)
-                new[_SETTINGS] = settings[row[_SETTINGS]]
-                new[SYNC] = sync_of.get(row[SYNC], _OLD_SYNC)
-                # Two hosts drew the same response (search.ownership=any): the newer one stays.
-                num_equal += tokens in held
-                if tokens not in held or held[tokens][0][VERSION] <= new[VERSION]:
-                    held[tokens] = (new, extras)
-        for entry in meta["fresh"]:
-            for prompt_id, unused, version in entry["prompts"]:
-                if entry["step"] in fresh and keep(prompt_id):
-                    known = fresh[entry["step"]].setdefault(prompt_id, [0, version])
-                    known[0] += unused
-                    known[1] = min(known[1], version)
+    prompts, responses, left, drawn, num_equal = _gather(snapshots, keep, steps, table)
+    fresh = _fresh(snapshots, keep, steps)
     order = [*left, *drawn]
     listed = [
         (row, tokens, extras) for i in order for tokens, (row, extras) in responses[i].items()
@@ -271,6 +234,81 @@ def _divide_buffers(
         "next_sync": len(steps),
         "step": max(meta["step"] for meta in metas),
     }
+
+
+def _gather(
+    snapshots: Sequence[PartState],
+    keep: Callable[[int], bool],
+    steps: Sequence[int],
+    table: SettingsTable,
+) -> tuple[
+    dict[int, Prompt],
+    dict[int, dict[bytes, tuple[list[Any], bytes]]],
+    list[int],
+    list[int],
+    int,
+]:
+    """What the snapshots store of the prompts that `keep` wants.
+
+    Args:
+        snapshots: of the hosts.
+        keep: by prompt id.
+        steps: of the syncs that still count as new, ascending.
+        table: gets the settings that the responses were drawn with.
+
+    Returns:
+        prompts by id; for each its responses by their tokens, as (row, extras); prompt ids that the
+        epoch has left, and those it has drawn; how many responses two hosts had.
+    """
+    prompts: dict[int, Prompt] = {}
+    responses: dict[int, dict[bytes, tuple[list[Any], bytes]]] = {}
+    left: list[int] = []
+    drawn: list[int] = []
+    num_equal = 0
+    for arrays, meta in snapshots:
+        sync_of = {e["sync"]: steps.index(e["step"]) for e in meta["fresh"] if e["step"] in steps}
+        settings = [
+            table.index(Settings(s, temperature, finish, tuple(names)))
+            for s, temperature, finish, names in meta["settings"]
+        ]
+        rows = zip(*(arrays[f"row_{name}"].tolist() for name, _ in FIELDS), strict=True)
+        packed = zip(rows, unflatten(arrays, "tokens"), unflatten(arrays, "extras"), strict=True)
+        stored = zip(
+            unpack_prompts(arrays, meta["prompts"]), arrays["store_sizes"].tolist(), strict=True
+        )
+        for position, (prompt, size) in enumerate(stored):
+            found = [next(packed) for _ in range(size)]
+            if not keep(prompt.prompt_id):
+                continue
+            if prompt.prompt_id not in prompts:
+                prompts[prompt.prompt_id] = prompt
+                responses[prompt.prompt_id] = {}
+                (left if position < meta["replay_left"] else drawn).append(prompt.prompt_id)
+            held = responses[prompt.prompt_id]
+            for row, tokens, extras in found:
+                new = list(row)
+                new[_SETTINGS] = settings[row[_SETTINGS]]
+                new[SYNC] = sync_of.get(row[SYNC], _OLD_SYNC)
+                # Two hosts drew the same response (search.ownership=any): the newer one stays.
+                num_equal += tokens in held
+                if tokens not in held or held[tokens][0][VERSION] <= new[VERSION]:
+                    held[tokens] = (new, extras)
+    return prompts, responses, left, drawn, num_equal
+
+
+def _fresh(
+    snapshots: Sequence[PartState], keep: Callable[[int], bool], steps: Sequence[int]
+) -> dict[int, dict[int, list[int]]]:
+    """[unused responses, oldest version] of each prompt of each of the syncs at `steps`."""
+    fresh: dict[int, dict[int, list[int]]] = {step: {} for step in steps}
+    for _, meta in snapshots:
+        for entry in meta["fresh"]:
+            for prompt_id, unused, version in entry["prompts"]:
+                if entry["step"] in fresh and keep(prompt_id):
+                    known = fresh[entry["step"]].setdefault(prompt_id, [0, version])
+                    known[0] += unused
+                    known[1] = min(known[1], version)
+    return fresh
 
 
 def _history(

@@ -25,6 +25,7 @@ from test_lora import adapted, trained_adapters
 
 from tba_jax.models import classifier, lora, rope
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 
@@ -119,7 +120,8 @@ def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
     config, params, _ = load_folder(tmp_path / "model")
     write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
     tokenizer = Tokenizer.load(tmp_path)
-    scorer = RewardModel(config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=8)
+    whole = Model(config, params, tokenizer)
+    scorer = RewardModel(whole, policy_tokenizer=tokenizer, batch_size=8)
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, config.vocab_size, rng.integers(4, 100)) for _ in range(20)]
     rows = [np.append(row, 1) for row in rows]

@@ -15,6 +15,7 @@ from model_folders import load_folder
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import DeviceTurns
 from tba_jax.models.hf import folders
+from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 
@@ -171,9 +172,8 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     config, params, _ = load_folder(folder)
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
     tokenizer = Tokenizer.load(folder)
-    model = RewardModel(
-        config, params, tokenizer, policy_tokenizer=tokenizer, batch_size=2, missing_eos=-1.0
-    )
+    whole = Model(config, params, tokenizer)
+    model = RewardModel(whole, policy_tokenizer=tokenizer, batch_size=2, missing_eos=-1.0)
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     got = score(model, rows, has_eos=[True, False])
     assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])
