@@ -6,8 +6,7 @@ import subprocess
 import time
 
 import pytest
-from commands import losses, wait_for
-from test_pod import child, start_pod
+from commands import child, losses, start_pod, wait_for
 
 # What the project promises: every process has ended this long after one was killed.
 PROMISED_S = 45

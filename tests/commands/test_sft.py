@@ -6,7 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from model_folders import load_folder
+from fake_models import load_folder
 
 from tba_jax.commands import sft
 from tba_jax.decoding.engine import Decoder

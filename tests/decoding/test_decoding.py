@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import random_params, tiny_config
+from fake_models import random_params, tiny_config
 
 from tba_jax.decoding import compiled, programs
 from tba_jax.decoding.engine import Decoder, row_keys

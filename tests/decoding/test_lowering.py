@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import random_params, tiny_config
+from fake_models import random_params, tiny_config
 from jax.sharding import SingleDeviceSharding
 
 from tba_jax.decoding import lowering

@@ -8,7 +8,7 @@ import os
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import tiny_config
+from fake_models import tiny_config
 from jax.experimental import topologies
 from jax.sharding import Mesh, SingleDeviceSharding
 

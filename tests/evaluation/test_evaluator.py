@@ -6,7 +6,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_folders import load_folder
+from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k

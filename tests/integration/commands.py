@@ -20,6 +20,7 @@ SMALL = (
     "checkpoint.period=4",
 )
 SYNC = ("driver=sync",)
+POD = ("placement=pod",)
 
 
 def command(workdir, *overrides, config="configs/math.py", flags=()):
@@ -95,3 +96,51 @@ def wait_for(condition, *, process, timeout=120.0):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
+
+
+def arguments(workdir, *overrides):
+    return [
+        f"--config={ROOT / 'configs/math.py'}",
+        f"--workdir={workdir}",
+        *(f"--config.{override}" for override in (*SMALL, *POD, *overrides)),
+    ]
+
+
+def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
+    """The launcher, without waiting."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tba_jax.launch_processes",
+            f"--num_processes={num_processes}",
+            "--",
+            *arguments(workdir, *overrides),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(cache),
+        cwd=cwd or ROOT,
+    )
+
+
+def run_pod(num_processes, workdir, *overrides, cache, cwd=None, timeout=240):
+    """(exit code, standard output, standard error) of a run of several processes."""
+    process = start_pod(num_processes, workdir, *overrides, cache=cache, cwd=cwd)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def child(pod, process_id):
+    """Process id of one process of a pod."""
+    listing = subprocess.run(
+        ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return int(listing.stdout.split()[0])

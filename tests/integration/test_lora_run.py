@@ -8,9 +8,8 @@ import signal
 import jax
 import numpy as np
 import pytest
-from commands import SYNC, lines, losses, run, start, wait_for
-from model_folders import load_folder
-from test_pod import run_pod
+from commands import SYNC, lines, losses, run, run_pod, start, wait_for
+from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
 from tba_jax.models.hf import hf_weights

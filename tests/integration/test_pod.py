@@ -10,11 +10,23 @@ import textwrap
 
 import numpy as np
 import pytest
-from commands import ROOT, SMALL, SYNC, environment, lines, losses, run, wait_for
+from commands import (
+    POD,
+    ROOT,
+    SYNC,
+    arguments,
+    child,
+    environment,
+    lines,
+    losses,
+    run,
+    run_pod,
+    start_pod,
+    wait_for,
+)
 
 from tba_jax.run.checkpoint import load_host_states
 
-POD = ("placement=pod",)
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
 # of a prompt are in its group, and at this temperature hardly any comes twice.
 SAME = (
@@ -28,43 +40,6 @@ SAME = (
     "search.sampling_temperature=2.0",
     "task.reward=my_rewards:length",
 )
-
-
-def arguments(workdir, *overrides):
-    return [
-        f"--config={ROOT / 'configs/math.py'}",
-        f"--workdir={workdir}",
-        *(f"--config.{override}" for override in (*SMALL, *POD, *overrides)),
-    ]
-
-
-def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
-    """The launcher, without waiting."""
-    return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tba_jax.launch_processes",
-            f"--num_processes={num_processes}",
-            "--",
-            *arguments(workdir, *overrides),
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(cache),
-        cwd=cwd or ROOT,
-    )
-
-
-def run_pod(num_processes, workdir, *overrides, cache, cwd=None, timeout=240):
-    """(exit code, standard output, standard error) of a run of several processes."""
-    process = start_pod(num_processes, workdir, *overrides, cache=cache, cwd=cwd)
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        process.kill()
-    return process.returncode, out, err
 
 
 def report(workdir):
@@ -203,17 +178,6 @@ def test_an_interrupted_pod_saves_together_exits_0_and_resumes(who, cache, tmp_p
     pod.send_signal(signal.SIGINT)
     out, err = pod.communicate(timeout=60)
     assert pod.returncode == 0 and f"at step {stopped_at} of 100000" in out, err
-
-
-def child(pod, process_id):
-    """Process id of one process of a pod."""
-    listing = subprocess.run(
-        ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(listing.stdout.split()[0])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from commands import SYNC, lines, losses, run, start, wait_for
-from model_folders import load_folder
+from fake_models import load_folder
 
 from tba_jax.commands import buffer, evaluate, export
 from tba_jax.flow.records import unflatten

@@ -8,8 +8,7 @@ import shutil
 import numpy as np
 import pytest
 from commands import ROOT, lines, losses, run
-from fakes import random_params, write_word_tokenizer
-from model_folders import load_folder
+from fake_models import load_folder, random_params, write_word_tokenizer
 
 from tba_jax.commands import evaluate
 from tba_jax.models.hf import config_json, folders, hf_weights

@@ -9,23 +9,29 @@ makes more such comparisons, in both directions.
 import dataclasses
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FAMILIES, random_params, tiny_config
-from model_folders import load_folder
+from fake_models import (
+    BFLOAT16_KL,
+    FAMILIES,
+    GOLDEN,
+    STORIES,
+    assert_close,
+    load_folder,
+    logits_of,
+    random_params,
+    tiny_config,
+)
 from safetensors.numpy import load_file, save_file
 
-from tba_jax.models import classifier, rope, transformer
+from tba_jax.models import classifier, rope
 from tba_jax.models.hf import config_json, families, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
 MODELS = {
     path.parent.name: json.loads(path.read_text())["model_type"]
     for path in sorted(GOLDEN.glob("*/config.json"))
@@ -33,29 +39,6 @@ MODELS = {
 MODELS = {name: family for name, family in MODELS.items() if family in families.FAMILIES}
 CLASSIFIERS = [name for name in MODELS if name.endswith(("_classifier", "_reward"))]
 LANGUAGE_MODELS = [name for name in MODELS if name not in CLASSIFIERS]
-# Two float32 implementations of these models agree to 4e-6 of the largest logit; the last digits
-# depend on the order of sums. A wrong scaling, bias or norm is off by 1e-2 and more.
-TOLERANCE = 1e-5
-# bfloat16 has 8 bits: the mean divergence of its next-token distribution from that of float32 is
-# 0.3e-4 to 1.4e-4 nats over the golden models, up to 7e-4 over those of test_parity; torch's own
-# bfloat16 loses as much.
-BFLOAT16_KL = 1e-3
-
-
-def logits_of(config, params, tokens, mask, dtype=jnp.float32):
-    kwargs = {"config": config, "compute_dtype": dtype}
-
-    @jax.jit
-    def run(params, tokens, mask):
-        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-        hidden = transformer.apply(params, tokens, positions, mask, **kwargs)
-        return transformer.unembed(params, hidden, **kwargs)
-
-    return np.asarray(run(params, tokens, mask))
-
-
-def assert_close(got, want):
-    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
 
 def test_there_is_a_golden_model_of_every_family():

@@ -4,7 +4,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from fakes import FAMILIES, tiny_config
+from fake_models import FAMILIES, tiny_config
 
 from tba_jax.models import transformer
 from tba_jax.models.hf import families

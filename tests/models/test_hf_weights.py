@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fakes import FAMILIES
+from fake_models import FAMILIES, assert_equal, load_folder, make_folder, shardings_of
 from jax.sharding import Mesh
-from model_folders import assert_equal, load_folder, make_folder, shardings_of
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models import transformer

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import random_params, tiny_config
+from fake_models import random_params, tiny_config
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 

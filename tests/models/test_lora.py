@@ -11,12 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import random_params, tiny_config
+from fake_batches import (
+    CONFIG,
+    DIVISIBLE,
+    OPTIMIZER,
+    REMAT,
+    SCHEDULE,
+    SETTINGS,
+    make_batch,
+    make_mesh,
+    slow,
+)
+from fake_models import adapted, logits, random_params, tiny_config, trained_adapters
 from jax.sharding import Mesh
-from test_shardings import CONFIG as DIVISIBLE
-from test_shardings import OPTIMIZER, SCHEDULE, make_mesh
-from test_shardings import SETTINGS as REMAT
-from test_step import CONFIG, SETTINGS, make_batch, slow
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
@@ -26,7 +33,7 @@ from tba_jax.models import lora
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.hf.config_json import hf_config
 from tba_jax.models.shardings import param_shardings
-from tba_jax.models.transformer import apply, param_axes, unembed, unstack_layers
+from tba_jax.models.transformer import param_axes, unstack_layers
 from tba_jax.run.placing import open_sites
 from tba_jax.run.searching import make_references
 from tba_jax.train.config import OptimizerSettings
@@ -39,28 +46,6 @@ from tba_jax.weights.transport import CheckpointTransport, MemoryTransport, Merg
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
-
-
-def trained_adapters(config, seed=7):
-    """Adapters as after training: B is not zero."""
-    fresh = lora.init_adapters(config, 0)
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), jnp.float32), fresh
-    )
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def logits(params, config):
-    tokens = jnp.arange(12).reshape(2, 6)
-    positions = jnp.tile(jnp.arange(6), (2, 1))
-    hidden = apply(params, tokens, positions, tokens >= 0, config=config, compute_dtype=jnp.float32)
-    return unembed(params, hidden, config=config, compute_dtype=jnp.float32)
-
-
-def adapted(base, adapters, config):
-    """Logits of base and adapters, not merged."""
-    return logits(lora.combine(base, adapters), config)
 
 
 @pytest.mark.parametrize("family", ["llama", slow("gpt2")])

@@ -9,6 +9,19 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_models import (
+    BFLOAT16_KL,
+    GOLDEN,
+    STORIES,
+    adapted,
+    assert_close,
+    load_folder,
+    logits_of,
+    random_params,
+    tiny_config,
+    trained_adapters,
+    write_word_tokenizer,
+)
 
 pytest.importorskip("torch")
 
@@ -17,11 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 import transformers
-from fakes import random_params, tiny_config, write_word_tokenizer
 from golden import make_golden
-from model_folders import load_folder
-from test_families import BFLOAT16_KL, GOLDEN, STORIES, assert_close, logits_of
-from test_lora import adapted, trained_adapters
 
 from tba_jax.models import classifier, lora, rope
 from tba_jax.models.hf import config_json, hf_weights

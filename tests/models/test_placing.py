@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_models import assert_equal, load_folder, make_folder, shardings_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from model_folders import assert_equal, load_folder, make_folder, shardings_of
 
 from tba_jax.models import placing, transformer
 
@@ -167,8 +167,8 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 import numpy as np
 from jax.sharding import Mesh
-from fakes import random_params, tiny_config
-from model_folders import load_folder, shardings_of
+from fake_models import random_params, tiny_config
+from fake_models import load_folder, shardings_of
 from tba_jax.models.hf import hf_weights
 
 config = tiny_config()

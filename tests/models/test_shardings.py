@@ -8,50 +8,36 @@ from dataclasses import replace
 
 import jax
 import numpy as np
-import optax
 import pytest
-from fakes import random_params, tiny_config
-from jax.sharding import Mesh
+from fake_batches import (
+    DIVISIBLE,
+    OPTIMIZER,
+    REMAT,
+    SCHEDULE,
+    make_batch,
+    make_mesh,
+    one_prompt_each,
+    packed,
+    sharded,
+)
+from fake_models import random_params, tiny_config
 from jax.sharding import PartitionSpec as P
-from test_step import SETTINGS as PLAIN
-from test_step import make_batch, one_prompt_each, packed
 
-from tba_jax.devices.sharding import MESH_AXES, shardings_like
+from tba_jax.devices.sharding import shardings_like
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.host_state import Facts, HostState
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.state import init_state, make_init_state, step_shardings
+from tba_jax.train.state import init_state, step_shardings
 from tba_jax.train.step import make_train_step
-
-# Every axis divides by 8, but for two key/value heads.
-CONFIG = tiny_config(
-    qkv_bias=True, num_heads=8, head_dim=4, mlp_size=24, vocab_size=64, tie_embeddings=False
-)
-SETTINGS = replace(PLAIN, remat="layers")
-SCHEDULE = optax.constant_schedule(0.1)
-# Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
-# magnifies rounding.
-OPTIMIZER = optax.sgd(SCHEDULE, momentum=0.9)
-
-
-def make_mesh(shape):
-    return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), MESH_AXES)
-
-
-def sharded(shape, settings=SETTINGS, optimizer=OPTIMIZER, keep_reference=False):
-    """(shardings, initial state, train step) on a mesh."""
-    shardings = step_shardings(CONFIG, optimizer, make_mesh(shape), keep_reference=keep_reference)
-    params = jax.device_put(random_params(CONFIG), shardings.state.params)
-    state = make_init_state(optimizer, shardings)(params)
-    return shardings, state, make_train_step(CONFIG, optimizer, SCHEDULE, settings, shardings)
 
 
 @functools.cache
 def one_device():
-    state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
-    step = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)
+    state = init_state(random_params(DIVISIBLE), OPTIMIZER, keep_reference=False)
+    step = make_train_step(DIVISIBLE, OPTIMIZER, SCHEDULE, REMAT)
     for seed in (0, 1):
         state, metrics = step(state, make_batch(p=8, seed=seed))
     return jax.device_get((state, metrics))
@@ -84,7 +70,7 @@ def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
     assert jax.tree.map(lambda x: x.sharding, state) == shardings.state
     parts = shape[1] * shape[2]
     shards = {s.data.size for s in state.opt_state[0].trace["layers"]["up"].addressable_shards}
-    assert shards == {CONFIG.num_layers * CONFIG.hidden_size * CONFIG.mlp_size // parts}
+    assert shards == {DIVISIBLE.num_layers * DIVISIBLE.hidden_size * DIVISIBLE.mlp_size // parts}
 
 
 # K = 4, over two parts of the batch: groups, one group over both parts, parts of groups, packed.
@@ -99,9 +85,9 @@ def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
 )
 def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packed):
     batch = one_prompt_each(make_batch(p=4))
-    state = init_state(random_params(CONFIG), OPTIMIZER, keep_reference=False)
-    wanted, _ = make_train_step(CONFIG, OPTIMIZER, SCHEDULE, SETTINGS)(state, batch)
-    settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows)
+    state = init_state(random_params(DIVISIBLE), OPTIMIZER, keep_reference=False)
+    wanted, _ = make_train_step(DIVISIBLE, OPTIMIZER, SCHEDULE, REMAT)(state, batch)
+    settings = replace(REMAT, micro_batch_rows=micro_batch_rows)
     shardings, state, step = sharded((1, 2, 2), settings)
     rows = jax.device_put(packed(batch) if is_packed else batch, shardings.batch)
     program = step.lower(state, rows).compile()
@@ -112,7 +98,7 @@ def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packe
         jax.device_get(wanted.params),
     )
     # Rows stay where they are: activations of length s and width d are summed over model only.
-    s, d = rows.tokens.shape[-1], CONFIG.hidden_size
+    s, d = rows.tokens.shape[-1], DIVISIBLE.hidden_size
     moved = [x for op, x in collectives(program.as_text()) if op != "all-reduce"]
     assert moved and not any(s in shape and d in shape for shape in moved)
 
@@ -127,12 +113,12 @@ def test_weights_are_gathered_by_layer_over_fsdp_and_never_over_model():
     _, state, step = sharded((1, 2, 4))
     batch = make_batch(p=8)
     text = step.lower(state, batch).compile().as_text()
-    d, f, v = CONFIG.hidden_size, CONFIG.mlp_size, CONFIG.vocab_size
+    d, f, v = DIVISIBLE.hidden_size, DIVISIBLE.mlp_size, DIVISIBLE.vocab_size
     gathered = [shape for op, shape in collectives(text) if op == "all-gather"]
     # One layer at a time, a quarter of its matrix; the tables in the same quarters, both once.
     assert (1, d, f // 4) in gathered and (1, f // 4, d) in gathered
     assert gathered.count((v // 4, d)) == 2
-    weights = CONFIG.num_layers * d * f // 4
+    weights = DIVISIBLE.num_layers * d * f // 4
     assert max(np.prod(shape) for shape in gathered) <= max(weights, v // 4 * d)
     assert not any(f in shape or v in shape for shape in gathered)
 
@@ -150,7 +136,7 @@ def test_the_state_is_donated_whole():
 def test_optimizer_state_lies_where_its_parameters_do(name):
     optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.1), SCHEDULE)
     mesh = make_mesh((1, 2, 4))
-    config = CONFIG if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
+    config = DIVISIBLE if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
     params = abstract_params(config)
     state = jax.eval_shape(optimizer.init, params)
     got = shardings_like(state, params, param_shardings(config, mesh), mesh)
@@ -178,7 +164,7 @@ def test_a_checkpoint_of_eight_devices_restores_on_any_number(tmp_path):
     _, state, _ = sharded((2, 2, 2), keep_reference=True)
     wanted = jax.device_get(state)
     checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
-    checkpoints.save(1, state, {"run": ({}, {})})
+    checkpoints.save(1, state, HostState(Facts(0, 1, 1), {}))
     checkpoints.close()
     for shape in ((1, 4, 1), (1, 1, 2), (1, 1, 1)):
         shardings, *_ = sharded(shape, keep_reference=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import FAMILIES, random_params, tiny_config
+from fake_models import FAMILIES, random_params, tiny_config
 
 from tba_jax.models import rope, transformer
 

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from fakes import fake_workdir
+from fake_workdir import fake_workdir
 
 from tba_jax.commands.report import main
 from tba_jax.report import build as report

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_folders import load_folder
+from fake_models import load_folder
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import encoder, transformer

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fakes import write_word_tokenizer
+from fake_models import load_folder, write_word_tokenizer
 from jax.sharding import Mesh
-from model_folders import load_folder
 
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import DeviceTurns

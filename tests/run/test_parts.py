@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import jax
 import numpy as np
-from fakes import random_params, tiny_config
+from fake_models import random_params, tiny_config
 
 from tba_jax.config.schema import make_config
 from tba_jax.models.logprobs import token_logprobs

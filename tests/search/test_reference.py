@@ -4,10 +4,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fakes import random_params, tiny_config
+from fake_batches import DIVISIBLE, make_batch, sharded
+from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
-from test_shardings import CONFIG as DIVISIBLE
-from test_shardings import make_batch, sharded
 
 from tba_jax.decoding import lowering
 from tba_jax.devices.site import Site

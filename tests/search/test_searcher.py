@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from model_folders import load_folder
+from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
 from tba_jax.flow.padding import Padding

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_folders import load_folder
+from fake_models import load_folder
 
 from tba_jax.assets import make_start_model
 from tba_jax.models.tokenizer import Tokenizer

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import random_params, tiny_config
-from test_step import SETTINGS, make_batch
+from fake_batches import SETTINGS, make_batch
+from fake_models import random_params, tiny_config
 
 from tba_jax.train.heads import LogZHead, init_head, log_z
 from tba_jax.train.objectives.tb import TrajectoryBalance

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import random_params, tiny_config
+from fake_models import random_params, tiny_config
 
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.models.transformer import abstract_params

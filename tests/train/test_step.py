@@ -3,55 +3,32 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import random_params, tiny_config
+from fake_batches import (
+    CONFIG,
+    SCORING,
+    SETTINGS,
+    broken,
+    make_batch,
+    named,
+    one_prompt_each,
+    packed,
+    slow,
+)
+from fake_models import random_params, tiny_config
 
-from tba_jax.flow.batch import Batch
-from tba_jax.flow.packing import pack_rows
-from tba_jax.models.scoring import Scoring
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.rloo import Rloo
-from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import init_state
-from tba_jax.train.step import StepSettings, make_train_step
+from tba_jax.train.step import make_train_step
 from tba_jax.train.target import Target
-
-CONFIG = tiny_config()
-SCORING = Scoring(eos_ids=(2,), chunk_tokens=64)
-SETTINGS = StepSettings(TrajectoryBalance(), Target(Schedule(0.1)), SCORING)
-
-
-def named(name):
-    return make_objective(SimpleNamespace(name=name))
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
-def make_batch(p=4, k=4, prompt=4, t=6, seed=0):
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, t + 1, (p, k)).astype(np.int32)
-    return Batch(
-        tokens=rng.integers(3, CONFIG.vocab_size, (p, k, prompt + t)).astype(np.int32),
-        prompt_lengths=np.full((p, k), prompt, np.int32),
-        response_lengths=lengths,
-        rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
-        reference_logprob=rng.normal(-8, 1, (p, k)).astype(np.float32),
-        behavior_token_logprobs=np.where(
-            np.arange(t)[None, None] < lengths[..., None], -2.0, 0.0
-        ).astype(np.float32),
-        versions=np.zeros((p, k), np.int32),
-    )
 
 
 @functools.cache
@@ -195,32 +172,6 @@ def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
     np.testing.assert_allclose(rloo["train/grad_norm"], tb["train/grad_norm"] * 4 / 3, rtol=1e-4)
 
 
-def packed(batch, row_length=18, num_rows=12):
-    """The same responses as `PackedBatch`, by the function that the trainer uses."""
-    prompt = batch.tokens.shape[-1] - batch.behavior_token_logprobs.shape[-1]
-
-    def trajectory(i, j):
-        n = batch.response_lengths[i, j]
-        return SimpleNamespace(
-            response_tokens=batch.tokens[i, j, prompt : prompt + n],
-            behavior_token_logprobs=batch.behavior_token_logprobs[i, j, :n],
-            reward=batch.rewards[i, j],
-            reference_logprob=batch.reference_logprob[i, j],
-            version_min=batch.versions[i, j],
-            is_action=None if batch.is_action is None else batch.is_action[i, j, :n],
-        )
-
-    p, k = batch.rewards.shape
-    draws = [
-        SimpleNamespace(
-            prompt=SimpleNamespace(tokens=batch.tokens[i, 0, :prompt]),
-            trajectories=[trajectory(i, j) for j in range(k)],
-        )
-        for i in range(p)
-    ]
-    return pack_rows(draws, row_length=row_length, row_buckets=(num_rows,), pad_id=0)
-
-
 def test_tokens_of_an_environment_are_in_no_sum():
     # The same tokens left out: as those that end a response, and as those it did not write.
     batch = one_prompt_each(make_batch())
@@ -240,13 +191,6 @@ def test_tokens_of_an_environment_are_in_no_sum():
     assert_close_metrics(in_rows_metrics, metrics)
 
 
-def one_prompt_each(batch):
-    """Prompts are the same for all responses to them, as in what the trainer draws."""
-    tokens = np.array(batch.tokens)
-    tokens[:, :, :4] = tokens[:, :1, :4]
-    return batch._replace(tokens=tokens)
-
-
 # All at once; three and four micro-batches, some groups in several, which are scored twice.
 @pytest.mark.parametrize(
     ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
@@ -261,12 +205,6 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     got, metrics = run_step(rows, replace(settings, micro_batch_rows=micro_batch_rows))
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
-
-
-def broken(batch):
-    rewards = np.array(batch.rewards)
-    rewards[0, 0] = np.nan
-    return batch._replace(rewards=rewards)
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters():

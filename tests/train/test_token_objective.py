@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fakes import random_params
-from test_step import CONFIG, SCORING, SETTINGS, make_batch, one_prompt_each, packed
+from fake_batches import CONFIG, SCORING, SETTINGS, make_batch, one_prompt_each, packed
+from fake_models import random_params
 
 from tba_jax.models.logprobs import response_mask, token_logprobs
 from tba_jax.train.objectives.base import Loss, Objective

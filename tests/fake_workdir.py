@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fakes at the edges of the system, for tests."""
+"""What a finished run leaves in its work directory."""
+
+import json
+
+import numpy as np
 
 
 def fake_workdir(
@@ -25,10 +29,7 @@ def fake_workdir(
         metric: the headline metric.
         changes: further config fields.
     """
-    import json
     from pathlib import Path
-
-    import numpy as np
 
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -218,95 +219,3 @@ def fake_workdir(
         "config_changes": ["num_steps: 100 -> 120", "objective.beta: 0.1 -> 0.05"],
     }
     (path / "report.json").write_text(json.dumps(facts))
-
-
-# What makes a tiny transformer one of its family.
-_OLD_FAMILY = {
-    "norm": "layer",
-    "gated_mlp": False,
-    "qkv_bias": True,
-    "o_bias": True,
-    "mlp_bias": True,
-    "num_kv_heads": 4,
-    "head_dim": 4,
-}
-FAMILIES = {
-    "llama": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "gpt_neox": _OLD_FAMILY
-    | {
-        "activation": "gelu",
-        "parallel_residual": True,
-        "rotary_fraction": 0.5,
-        "tie_embeddings": False,
-    },
-    "gpt2": _OLD_FAMILY | {"activation": "gelu_tanh", "positions": "learned"},
-}
-
-
-def tiny_config(**changes):
-    """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens.
-
-    Without `family` it is a Qwen2 when it has a query bias alone, else a Llama.
-    """
-    from tba_jax.models.transformer import TransformerConfig
-
-    has_qkv_bias_alone = changes.get("qkv_bias") and not changes.get("o_bias")
-    family = changes.get("family", "qwen2" if has_qkv_bias_alone else "llama")
-    values = {
-        "vocab_size": 23,
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "mlp_size": 20,
-        "max_positions": 64,
-        "family": family,
-    }
-    return TransformerConfig(**(values | FAMILIES.get(family, {}) | changes))
-
-
-def random_params(config, seed=0):
-    """Parameters from numpy: what `init_params` gives, without its compile time."""
-    import jax
-    import numpy as np
-
-    from tba_jax.models.transformer import abstract_params
-
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(
-        lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
-        abstract_params(config),
-    )
-
-
-def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
-    """Tokenizer files of the words <0>, <1>, ...; word i has id (i + shift) % size.
-
-    Args:
-        folder: model folder, made when absent.
-        size: number of words.
-        eos, pad: the words that end a response and pad.
-        shift: of ids against words.
-    """
-    import json
-    from pathlib import Path
-
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab = {f"<{i}>": (i + shift) % size for i in range(size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=f"<{pad}>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": f"<{eos}>",
-        "pad_token": f"<{pad}>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))

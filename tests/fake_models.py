@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny random models of every family, their Hugging Face folders and tokenizers."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tba_jax.models import lora, transformer
+from tba_jax.models import model as models
+from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.transformer import TransformerConfig, apply, unembed
+
+GOLDEN = Path(__file__).parent / "golden"
+STORIES = Path(__file__).parents[1] / ".." / "shared" / "models" / "stories260k"
+# Two float32 implementations of these models agree to 4e-6 of the largest logit; the last digits
+# depend on the order of sums. A wrong scaling, bias or norm is off by 1e-2 and more.
+TOLERANCE = 1e-5
+# bfloat16 has 8 bits: the mean divergence of its next-token distribution from that of float32 is
+# 0.3e-4 to 1.4e-4 nats over the golden models, up to 7e-4 over those of test_parity; torch's own
+# bfloat16 loses as much.
+BFLOAT16_KL = 1e-3
+
+
+def logits_of(config, params, tokens, mask, dtype=jnp.float32):
+    kwargs = {"config": config, "compute_dtype": dtype}
+
+    @jax.jit
+    def run(params, tokens, mask):
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+        hidden = transformer.apply(params, tokens, positions, mask, **kwargs)
+        return transformer.unembed(params, hidden, **kwargs)
+
+    return np.asarray(run(params, tokens, mask))
+
+
+def assert_close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
+
+
+# What makes a tiny transformer one of its family.
+_OLD_FAMILY = {
+    "norm": "layer",
+    "gated_mlp": False,
+    "qkv_bias": True,
+    "o_bias": True,
+    "mlp_bias": True,
+    "num_kv_heads": 4,
+    "head_dim": 4,
+}
+FAMILIES = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "gpt_neox": _OLD_FAMILY
+    | {
+        "activation": "gelu",
+        "parallel_residual": True,
+        "rotary_fraction": 0.5,
+        "tie_embeddings": False,
+    },
+    "gpt2": _OLD_FAMILY | {"activation": "gelu_tanh", "positions": "learned"},
+}
+
+
+def tiny_config(**changes):
+    """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens.
+
+    Without `family` it is a Qwen2 when it has a query bias alone, else a Llama.
+    """
+
+    has_qkv_bias_alone = changes.get("qkv_bias") and not changes.get("o_bias")
+    family = changes.get("family", "qwen2" if has_qkv_bias_alone else "llama")
+    values = {
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "mlp_size": 20,
+        "max_positions": 64,
+        "family": family,
+    }
+    return TransformerConfig(**(values | FAMILIES.get(family, {}) | changes))
+
+
+def random_params(config, seed=0):
+    """Parameters from numpy: what `init_params` gives, without its compile time."""
+    import jax
+    import numpy as np
+
+    from tba_jax.models.transformer import abstract_params
+
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
+        abstract_params(config),
+    )
+
+
+def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
+    """Tokenizer files of the words <0>, <1>, ...; word i has id (i + shift) % size.
+
+    Args:
+        folder: model folder, made when absent.
+        size: number of words.
+        eos, pad: the words that end a response and pad.
+        shift: of ids against words.
+    """
+    from pathlib import Path
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    vocab = {f"<{i}>": (i + shift) % size for i in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=f"<{pad}>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": f"<{eos}>",
+        "pad_token": f"<{pad}>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def make_folder(path, **changes):
+    config = tiny_config(**changes)
+    params = random_params(config)
+    hf_weights.save(path, config, params, config_json.hf_config(config, eos_token_id=2))
+    return config, params
+
+
+def load_folder(path, **settings):
+    """(architecture, parameters, contents of config.json) of a folder that may lack a tokenizer."""
+    found = models.describe(path)
+    return found.config, found.load_params(**settings), found.hf_config
+
+
+def assert_equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def shardings_of(config, mesh, rules):
+    """A sharding per leaf: `rules` maps logical axes to mesh axes."""
+    return jax.tree.map(
+        lambda axes: NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in axes))),
+        transformer.param_axes(config),
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def trained_adapters(config, seed=7):
+    """Adapters as after training: B is not zero."""
+    fresh = lora.init_adapters(config, 0)
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), jnp.float32), fresh
+    )
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def logits(params, config):
+    tokens = jnp.arange(12).reshape(2, 6)
+    positions = jnp.tile(jnp.arange(6), (2, 1))
+    hidden = apply(params, tokens, positions, tokens >= 0, config=config, compute_dtype=jnp.float32)
+    return unembed(params, hidden, config=config, compute_dtype=jnp.float32)
+
+
+def adapted(base, adapters, config):
+    """Logits of base and adapters, not merged."""
+    return logits(lora.combine(base, adapters), config)
