@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tba_jax.train import objectives
-from tba_jax.train.objectives.base import GroupData, Totals
+from tba_jax.train.objectives.base import GroupData, Objective, Totals
 from tba_jax.train.objectives.registry import free_of_behavior, make_objective, objective_names
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
@@ -39,6 +39,11 @@ def test_settings_reach_the_objective():
     assert made == TrajectoryBalance("paper", "learned") and made.heads == ("log_z",)
     assert make_objective(SimpleNamespace(name="tb")).heads == ()
     assert free_of_behavior() == ("tb",)
+
+
+def test_an_objective_says_whether_any_sampler_will_do():
+    with pytest.raises(TypeError, match="objective Silent does not say needs_behavior"):
+        type("Silent", (Objective,), {})
 
 
 def test_names_are_known_without_jax():

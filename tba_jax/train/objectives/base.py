@@ -99,6 +99,13 @@ class Objective(abc.ABC):
     needs_behavior: ClassVar[bool]
     needs_token_reference: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        if not hasattr(cls, "needs_behavior"):
+            raise TypeError(
+                f"objective {cls.__name__} does not say needs_behavior: True if it assumes "
+                "something of the sampler, False if any sampler will do"
+            )
+
     @property
     def heads(self) -> tuple[Literal["log_z"], ...]:
         """What is learned beside the policy."""
