@@ -140,7 +140,8 @@ def arrange(
     taken = {d.id for d in trainer}
     pool = [d for d in own if (d.id in taken) == layout.takes_turns]
     groups = [tuple(pool[i : i + each]) for i in range(0, len(pool) - each + 1, each)]
-    if layout is SPLIT and len(groups) < num_searchers or (pool and not groups):
+    is_apart = not layout.takes_turns and not mode.spans_hosts
+    if is_apart and len(groups) < num_searchers or (pool and not groups):
         name = mode.name if mode.spans_hosts else layout.name
         raise PlacementError(
             f"placement={name} leaves {len(pool)} devices for searchers, and {num_searchers} "

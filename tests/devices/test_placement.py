@@ -81,6 +81,14 @@ def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, ea
         arrange(placement, chips("cpu", 1, devices), Asked(MeshShape(trainer), 3, each))
 
 
+def test_every_layout_without_turns_wants_devices_for_all_searchers(monkeypatch):
+    last = placements.SPLIT._replace(name="last", trainer=lambda devices, n: devices[-n:])
+    mode = MODES["split"]._replace(choose=lambda devices, asked: last)
+    monkeypatch.setitem(MODES, "last", mode)
+    with pytest.raises(PlacementError, match="placement=last leaves 1 devices for searchers"):
+        arrange("last", chips("cpu", 1, 2), Asked(MeshShape(), num_searchers=2))
+
+
 @pytest.mark.parametrize(
     ("kind", "hosts", "trainer", "layout", "trains", "searches"),
     [
