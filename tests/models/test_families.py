@@ -111,7 +111,7 @@ def test_a_family_is_one_record(tmp_path, monkeypatch):
         classes=("FakeForCausalLM", "FakeForSequenceClassification"),
         keys={**families.LLAMA.keys, "norm_eps": "epsilon"},
         traits={**families.LLAMA.traits, "qk_norm": True},
-        covered={"window": False},
+        covered={"window": False, "sliding": None},
         prefix="fake.",
     )
     config = tiny_config(family="fake", qk_norm=True, norm_eps=1e-3, tie_embeddings=False)
@@ -126,6 +126,9 @@ def test_a_family_is_one_record(tmp_path, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, found, params)
     with pytest.raises(ValueError, match="window = True.*false for fake"):
         config_json.transformer_config(written | {"window": True})
+    assert config_json.transformer_config(written | {"sliding": None}) == config
+    with pytest.raises(ValueError, match="sliding = 8.*null for fake"):
+        config_json.transformer_config(written | {"sliding": 8})
 
 
 def test_a_language_model_has_no_scores():

@@ -7,6 +7,7 @@ invariant it owns: transformer_config(hf_config(config)) == config, or hf_config
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -46,7 +47,11 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     """
     name = hf_config.get("model_type")
     if name not in FAMILIES:
-        raise _unsupported("model_type", name, ", ".join(FAMILIES))
+        raise ValueError(
+            f"config.json has model_type = {name!r}, which this model does not implement (it "
+            f"covers: {', '.join(FAMILIES)}). Choose a checkpoint of one of these families, or "
+            "add a record to tba_jax/models/hf/families.py as docs/extend.md shows"
+        )
     family = FAMILIES[name]
     values = {**family.defaults, **{k: v for k, v in hf_config.items() if v is not None}}
     is_classifier = _is_classifier(values, family)
@@ -152,8 +157,8 @@ def _refuse(values: Mapping[str, Any], family: Family) -> None:
     """Raise for the first setting that would change the numbers and is not implemented."""
     for table, whose in ((_COVERED, ""), (family.covered, f" for {family.name}")):
         for setting, covered in table.items():
-            if bool(values.get(setting, covered)) != covered:
-                raise _unsupported(setting, values[setting], f"{str(covered).lower()}{whose}")
+            if values.get(setting, covered) != covered:
+                raise _unsupported(setting, values[setting], f"{json.dumps(covered)}{whose}")
     if values.get("pruned_heads"):
         raise _unsupported("pruned_heads", values["pruned_heads"], "{}")
     layer_types = sorted(set(values.get("layer_types", ())) - {"full_attention"})
@@ -279,6 +284,6 @@ def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:
 def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
     return ValueError(
         f"config.json has {setting} = {got!r}, which this model does not implement (it covers: "
-        f"{wanted}). Choose a checkpoint of the {', '.join(FAMILIES)} family without that "
-        "setting"
+        f"{wanted}). Choose a checkpoint of the {', '.join(FAMILIES)} family whose setting is "
+        "covered"
     )

@@ -47,7 +47,8 @@ class Family:
         traits: fields of TransformerConfig that all models of the family have in common.
         tensors: names and layouts of its tensors, below `prefix`.
         defaults: transformers' own values of settings that config.json leaves out.
-        covered: settings of which only these values are implemented.
+        covered: settings of which only these values are implemented; None: only where it is
+            absent or null.
         rotary: names of the rotary settings; None: positions are a learned table.
         mlp_ratio: width of the MLP over that of the model, where config.json may leave it out.
         prefix: of the trunk's tensors.
