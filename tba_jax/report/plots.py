@@ -248,6 +248,14 @@ def _time_axis(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(seconds)))
 
 
+def _step_axis(axes: "Axes", *, is_named: bool = True) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    if is_named:
+        axes.set_xlabel("optimiser step")
+
+
 def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
     axes.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
     axes.plot(x, smooth(y, max(3, len(y) // 15)), color=color, linewidth=2.2)
@@ -269,7 +277,8 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     axes = figure.add_subplot()
     style_axes(axes, theme)
     for record, t in zip(evals, times, strict=True):
-        if is_share(metric) and record.get("eval/num_trials"):
+        # A reward of the user's own may make pass@1, which is its mean, no share.
+        if is_share(metric) and record.get("eval/num_trials") and 0 <= record[name] <= 1:
             low, high = share_interval(record[name], record["eval/num_trials"])
             axes.plot([t, t], [low, high], color=theme.main, linewidth=5, alpha=0.25)
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
@@ -286,7 +295,8 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
         )
     axes.set_xlabel("time since start (min:s)")
     if is_share(metric):
-        axes.set_ylim(0, min(1.09, max(0.25, 1.25 * values.max())))
+        top = max(0.25, 1.25 * values.max())
+        axes.set_ylim(min(0.0, 1.25 * values.min()), top if values.max() > 1 else min(1.09, top))
         _percent_axis(axes)
     else:
         axes.margins(y=0.25)  # room for the annotations
@@ -331,7 +341,7 @@ def reward(run: Run, theme: Theme) -> "Figure | None":
     axes = figure.add_subplot()
     style_axes(axes, theme)
     _smoothed(axes, x, y, theme.main)
-    axes.set_xlabel("optimiser step")
+    _step_axis(axes)
     return figure
 
 
@@ -360,7 +370,7 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
             axes.set_ylim(0, 1.04)
             axes.set_yticks([0, 0.5, 1])
             _percent_axis(axes)
-    rows[-1].set_xlabel("optimiser step")
+    _step_axis(rows[-1])
     return figure
 
 
@@ -537,6 +547,5 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
         _smoothed(axes, *column(run.metrics, "step", name), theme.main)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)
-        if i >= len(panels) - columns:
-            axes.set_xlabel("optimiser step")
+        _step_axis(axes, is_named=i >= len(panels) - columns)
     return figure

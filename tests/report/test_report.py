@@ -289,6 +289,25 @@ def test_share_interval_solves_the_score_equation():
     assert 0.99 < low < high == pytest.approx(1.0)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_mean_reward_below_0_is_drawn_where_pass_at_1_stands_for_it(tmp_path):
+    lines = [
+        {"step": i, "time_s": 10.0 * i, "eval/metric": "pass_at_1", "eval/pass_at_1": -0.3 + i / 10}
+        | {"eval/num_trials": 16}
+        for i in range(2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    figure = plots.accuracy(report.load_run(tmp_path), plots.LIGHT)
+    assert figure.axes[0].get_ylim()[0] < -0.3
+
+
+def test_ticks_of_steps_are_whole_numbers(tmp_path):
+    lines = [{"step": i, "search/reward_mean": 0.1 * i} for i in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    ticks = plots.reward(report.load_run(tmp_path), plots.LIGHT).axes[0].get_xticks()
+    assert all(tick == round(tick) for tick in ticks)
+
+
 def test_column_skips_nulls_and_staleness_sums_up():
     records = [{"step": 1, "a": 2.0}, {"step": 2, "a": None}, {"step": 3}]
     x, y = plots.column(records, "step", "a")
