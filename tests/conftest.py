@@ -22,3 +22,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def cache(tmp_path_factory):
     """One compilation cache for all the processes that the tests start."""
     return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture
+def compiled_once(cache, monkeypatch):
+    """The processes that a test starts find what those of other tests have compiled."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(cache))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")

@@ -15,7 +15,10 @@ from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[1]
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
+    pytest.mark.usefixtures("compiled_once"),
+]
 
 SMALL = {
     "num_steps": 6,

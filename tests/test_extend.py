@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.usefixtures("compiled_once")
 PAGE = (ROOT / "docs" / "extend.md").read_text()
 RECIPES = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, flags=re.M | re.S))
 RECIPES = {title: text for title, text in RECIPES.items() if "```" in text}

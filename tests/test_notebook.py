@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from notebook import run_cell
 
 import tba_jax
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "docs" / "first_run.ipynb"
+pytestmark = pytest.mark.usefixtures("compiled_once")
 LONG = 'load_config("math", num_steps=150)'
 SHORT = (
     'load_config("math", num_steps=3, batch={"num_prompts": 4}, search={"prompts_per_round": 4}, '
