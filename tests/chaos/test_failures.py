@@ -200,7 +200,7 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, folder):
         "error: no step, round or evaluation ended for 15 s (config.log.watchdog_s)"
     )
     assert "run the same command again" in done.stderr
-    assert "in _score" in done.stderr  # where the searcher hangs
+    assert "in grade" in done.stderr  # where the searcher hangs
 
 
 @pytest.mark.slow
