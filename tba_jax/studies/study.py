@@ -308,11 +308,13 @@ def _finds(
     results: Mapping[str, Sequence[Mapping[str, Any]]], out: Path
 ) -> dict[str, list["Finds"]]:
     """Variant -> what the searchers of each seed found."""
+
+    def found(variant: str, seed: int) -> "Finds":
+        _, state = load(run_folder(out, variant, seed))
+        return found_attacks(*state.parts["buffer"])
+
     return {
-        variant: [
-            found_attacks(*load(run_folder(out, variant, report["seed"]))[1]["buffer"])
-            for report in reports
-        ]
+        variant: [found(variant, report["seed"]) for report in reports]
         for variant, reports in results.items()
     }
 

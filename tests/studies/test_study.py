@@ -5,11 +5,14 @@ import runpy
 
 import numpy as np
 import pytest
+from fake_rounds import make_buffer, make_commit
 
 from tba_jax.config.presets import path_of
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze
 from tba_jax.evaluation.attacks import Finds
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.host_state import Facts, HostState
 from tba_jax.studies import study
 
 
@@ -132,3 +135,15 @@ def test_headline_by_step_takes_the_steps_that_all_runs_have():
     lines = study.steps_table("success_rate", curves).splitlines()
     assert lines[0] == "| success rate at step | 0 | 40 |"
     assert lines[2:] == ["| a | 0.0 % | 50.0 % |", "| b | 0.0 % | 20.0 % |"]
+
+
+def test_finds_are_read_from_the_buffers_of_the_runs(tmp_path):
+    buffer = make_buffer()
+    buffer.merge([make_commit({1: [[5, 6], [7], [8, 9]]})], 0)
+    checkpoints = Checkpoints(study.run_folder(tmp_path, "one, two", 3) / "checkpoints")
+    state = HostState(Facts(seed=3, num_processes=1, num_searchers=1), {"buffer": buffer.state()})
+    checkpoints.save(1, {"x": np.zeros(2)}, state)
+    checkpoints.close()
+    found = study._finds({"one, two": [report(3, 0.1, 0.2)]}, tmp_path)
+    # No response carries a toxicity, so none succeeds.
+    assert found == {"one, two": [Finds(attacks=3, successes=0, first_version=None)]}
