@@ -95,14 +95,16 @@ class Draw(NamedTuple):
 
     Attributes:
         prompt: the prompt.
-        trajectories: exactly K responses (repeats possible, see `num_repeats`).
+        trajectories: n <= K responses.
+        weights: how often each was drawn, at least once; they sum to K.
         is_fresh: drawn from the newest data (True) or from the whole history (False).
-        trajectory_ids: buffer ids of the K responses, for the schedule log.
+        trajectory_ids: buffer ids of the n responses, for the schedule log.
         num_repeats: how many of the K are repeats because fewer than K distinct were stored.
     """
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
+    weights: tuple[int, ...]
     is_fresh: bool
     trajectory_ids: tuple[int, ...]
     num_repeats: int

@@ -332,7 +332,8 @@ class ReplayBuffer:
                 self._evict(slot, "reuse")
         if prompt_id not in self._store:
             taken.discard(prompt_id)
-        return Draw(prompt, tuple(trajectories), is_fresh, tuple(ids), len(repeats))
+        weights = (1,) * group_size
+        return Draw(prompt, tuple(trajectories), weights, is_fresh, tuple(ids), len(repeats))
 
     @property
     def num_prompts(self) -> int:

@@ -33,11 +33,17 @@ def two_draws():
     prompts = [Prompt(i, "", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((0, 3), (1, 2))]
     return [
         Draw(
-            prompts[0], (make_trajectory([7, 8], reward=1.0), make_trajectory([9])), True, (0, 1), 0
+            prompts[0],
+            (make_trajectory([7, 8], reward=1.0), make_trajectory([9])),
+            (1, 1),
+            True,
+            (0, 1),
+            0,
         ),
         Draw(
             prompts[1],
             (make_trajectory([4], version=3), make_trajectory([5, 6, 7])),
+            (1, 1),
             False,
             (2, 3),
             0,
@@ -136,6 +142,7 @@ def test_packed_rows_hold_all_tokens_with_little_padding():
         Draw(
             prompt,
             tuple(make_trajectory(rng.integers(1, 9, rng.integers(5, 100))) for _ in range(8)),
+            (1,) * 8,
             True,
             tuple(range(8)),
             0,

@@ -38,7 +38,7 @@ def make_draws():
             finish_reason="eos",
         )
 
-    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1), 0)]
+    return [Draw(prompt, (trajectory(1), trajectory(6)), (1, 1), True, (0, 1), 0)]
 
 
 def make_trainer(outcomes, seen, **changes):
