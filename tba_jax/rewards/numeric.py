@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that compare the last number of a response with the right answer.
+"""Rewards that compare the number a response ends in, or marks, with the right answer.
 
 A reward function has TRL's signature: `prompts` and `completions` (the responses' texts, without
 special tokens) and one keyword argument per data column, each a list of the same length; it returns
@@ -14,20 +14,69 @@ from typing import Any
 
 from tba_jax.rewards.messages import Content, text_of
 
-# ASCII digits only: `\d` also matches the digits of other scripts.
-_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-_INTEGER = re.compile(r"-?[0-9]+")
+_MINUS = "\N{MINUS SIGN}"
+# A sign belongs to the number where no operand stands before it: "20-5" and "20 -5" end in 5.
+_SIGN = rf"(?<![\w)\]}}%])(?<![0-9)%][ ])[-+{_MINUS}]"
+_CURRENCY = r"\\?[$€£]"
+# A comma separates thousands and nothing else: "3,4" are two numbers, "1,234" is one.
+_INTEGRAL = r"(?>(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])|[0-9]+)"
+# ASCII digits only: `\d` also matches the digits of other scripts. Exponents are of the number
+# before them ("12 m^2" ends in 12).
+_UNSIGNED = (
+    rf"(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
+    rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+"
+)
+# What stands between more than two numbers is a date: "5/6/2020" is no fraction.
+_SLASH = r"[ ]?/[ ]?"
+_NUMBER = (
+    rf"(?P<sign>{_SIGN}(?:{_CURRENCY})?)?"
+    rf"(?:(?<!/)(?<!/[ ])(?:(?<![0-9^])(?P<whole>{_INTEGRAL})[ ])?"
+    rf"(?P<top>{_UNSIGNED}){_SLASH}(?P<bottom>{_UNSIGNED})(?!{_SLASH}[0-9])"
+    rf"|(?P<plain>{_UNSIGNED}))"
+)
+_NUMBERS = re.compile(_NUMBER)
+_INTEGERS = re.compile(rf"(?:{_SIGN})?[0-9]+")
 _GSM8K_MARK = "####"
+_MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?")
+
+
+def _value(number: re.Match[str]) -> float | None:
+    """What a match of _NUMBER is worth; None for a fraction over 0."""
+
+    def read(group: str) -> float:
+        return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))
+
+    sign = -1.0 if (number["sign"] or "").startswith(("-", _MINUS)) else 1.0
+    if number["plain"]:
+        return sign * read("plain")
+    whole, top, bottom = read("whole"), read("top"), read("bottom")
+    if bottom == 0:
+        return None
+    # Over one denominator, so that it is the float nearest to the fraction.
+    return sign * ((whole * bottom + top) if top < bottom else top) / bottom
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text, thousands commas ignored; None where there is none.
+    """The last number of a text; None where there is none.
 
-    Decimals and exponents count, units and currency signs around the number do not:
-    last_number("so $1,234.50 in all") == 1234.5.
+    Thousands commas, decimals, exponents, fractions and the minus sign U+2212 are read; units,
+    percent and currency signs around the number do not count: last_number("so $1,234.50 in all")
+    == 1234.5, last_number("1 1/2 cups") == 1.5.
     """
-    numbers = _NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
+    values = [value for value in map(_value, _NUMBERS.finditer(text)) if value is not None]
+    return values[-1] if values else None
+
+
+def gsm8k_answer(text: str) -> float | None:
+    """The number behind "####", whatever follows; else the last number; None where there is none.
+
+    The first mark counts: what a model writes behind its answer may be another problem with its
+    own. Headings ("#### 2. Add them") are answers only where nothing else is marked.
+    """
+    marks = list(_MARKED.finditer(text))
+    answers = [mark for mark in marks if not mark["heading"]] or marks
+    value = _value(answers[0]) if answers else None
+    return last_number(text) if value is None else value
 
 
 def gsm8k_gold(text: str) -> str | None:
@@ -41,7 +90,8 @@ def arithmetic_reward(
 ) -> list[float]:
     """1.0 where the last integer of the response is the answer, else 0.0.
 
-    Commas separate integers here (they are the running totals of worked responses).
+    "2-5" ends in 5, "2-5=-3" in -3. Commas separate integers here (they are the running totals of
+    worked responses).
 
     Args:
         prompts: not looked at.
@@ -51,7 +101,7 @@ def arithmetic_reward(
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        integers = _INTEGER.findall(text_of(completion))
+        integers = _INTEGERS.findall(text_of(completion).replace(_MINUS, "-"))
         # Decimal, not int: Python refuses to turn more than 4,300 digits into an int.
         rewards.append(float(bool(integers) and Decimal(integers[-1]) == Decimal(right)))
     return rewards
@@ -60,9 +110,10 @@ def arithmetic_reward(
 def gsm8k_reward(
     prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the last number of the response equals the last number of the gold solution.
+    """1.0 where the answer of the response equals that of the gold solution (`gsm8k_answer`).
 
-    The paper's rule for training and evaluation; no "####" is required of the response.
+    No "####" is required of the response: as in the paper, its last number is then its answer. The
+    paper deletes every comma first and looks at the last number also behind a marked answer.
 
     Args:
         prompts: not looked at.
@@ -75,10 +126,10 @@ def gsm8k_reward(
     """
     rewards = []
     for completion, gold in zip(completions, answer, strict=True):
-        right = last_number(gold)
+        right = gsm8k_answer(gold)
         if right is None:
             raise ValueError(
                 f"gold solution {gold!r} holds no number; want GSM8K's format, ending in '#### 42'"
             )
-        rewards.append(float(last_number(text_of(completion)) == right))
+        rewards.append(float(gsm8k_answer(text_of(completion)) == right))
     return rewards

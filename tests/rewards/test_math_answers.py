@@ -103,6 +103,26 @@ def test_a_full_stop_is_no_mistake_and_another_base_is_one():
     assert rewards_of([r"\boxed{2516_{8}}", r"\boxed{2516_9}"], "2516_8") == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("gold", "answer", "reward"),
+    [
+        ("34", "3,4", 0.0),
+        ("3,4", "3,4", 1.0),
+        ("1234", "1,234", 1.0),
+        ("1234.5", r"\$1,234.50", 1.0),
+        ("-5", "20-5", 0.0),
+        ("15", "20\N{MINUS SIGN}5", 1.0),
+        ("-5", "\N{MINUS SIGN}5", 1.0),
+        (r"\frac{1}{2}", "1/2", 1.0),
+        (r"-\frac{1}{2}", "\N{MINUS SIGN}1/2", 1.0),
+        ("18", r"18 \text{ eggs}", 1.0),
+        ("5", "x = 5", 1.0),
+    ],
+)
+def test_commas_signs_and_fractions(gold, answer, reward):
+    assert rewards_of([rf"\boxed{{{answer}}}"], gold) == [reward]
+
+
 @pytest.mark.slow
 def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     pool = RewardPool(
