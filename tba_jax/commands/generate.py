@@ -7,6 +7,7 @@ With --json the last line of standard output is one object with `texts`.
 """
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -26,6 +27,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--top_p", type=float, default=1.0, help="keep this much probability")
     parser.add_argument("--top_k", type=int, default=0, help="keep so many tokens; 0: all")
     parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
+    parser.add_argument(
+        "--stop_string",
+        action="append",
+        default=[],
+        help="text that ends a response; may be repeated",
+    )
+    parser.add_argument(
+        "--stop_id",
+        action="append",
+        type=int,
+        default=[],
+        help="token id that ends one, beside the model's own; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
     parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
     parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
@@ -49,6 +63,7 @@ def _generate(args: argparse.Namespace) -> dict:
 
     from tba_jax.decoding.engine import Decoder
     from tba_jax.decoding.requests import SamplingSettings
+    from tba_jax.decoding.stop_strings import StopStrings
     from tba_jax.models import model as models
 
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
@@ -64,11 +79,16 @@ def _generate(args: argparse.Namespace) -> dict:
     decoder = Decoder(
         config,
         compute_dtype=dtype,
-        eos_ids=tokenizer.eos_ids,
+        eos_ids=(*tokenizer.eos_ids, *args.stop_id),
         pad_id=tokenizer.pad_id,
         prompt_buckets=(max(1, len(prompt)),),
         max_length=len(prompt) + args.max_new_tokens,
     )
+    if not all(args.stop_string):
+        raise ValueError("--stop_string is empty; give a text that ends a response")
+    if args.stop_string:
+        text_of = functools.partial(tokenizer.decode, skip_special=False)
+        decoder.stop_strings = StopStrings(args.stop_string, text_of)
     start = time.perf_counter()
     decoded = decoder.decode(
         params,

@@ -148,6 +148,14 @@ def _start_data(config: Config) -> None:
         "an exact lag merges as many rounds at every publication, and has no room for more",
         "Set --config.search.exact_lag=0.",
     )
+    need(
+        not (config.search.stop_strings or config.search.stop_ids),
+        "task.start_path",
+        config.task.start_path,
+        "given responses end with the model's end-of-sequence token, and search.stop_strings and "
+        "search.stop_ids let the policy's end elsewhere",
+        "Leave these empty.",
+    )
 
 
 def _task(config: Config) -> None:

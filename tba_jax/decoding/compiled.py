@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.decoding import programs
+from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
@@ -43,6 +44,9 @@ class Compiled:
             on average; each chunk costs one round trip to the device.
         implementation: who computes attention.
         site: the devices that divide weights and caches; by default the one device of the weights.
+
+    Attributes:
+        stop_strings: texts that end a response too; None, as it is made, for none.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Compiled:
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.cache_dtype = self.compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.eos_ids = tuple(eos_ids)
+        self.stop_strings: StopStrings | None = None
         self.pad_id = pad_id
         self.prompt_buckets = tuple(prompt_buckets)
         self.max_length = max_length

@@ -2,9 +2,11 @@
 """The decoding engine: prompts in, sampled responses out as they finish.
 
 `Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
-Neither knows text, rewards, tasks or training. The invariants they own: a response is (tokens up to
-and including the first stop token, log-probs of the distribution actually sampled from), and at a
-fixed number of slots and cache length it depends on its own prompt, key and settings only.
+Neither knows text, rewards, tasks or training; where a text ends a response they ask
+`StopStrings`. The invariants they own: a response is (tokens up to and including the first stop
+token, or the first that completes a stop string; log-probs of the distribution actually sampled
+from), and at a fixed number of slots and cache length it depends on its own prompt, key and
+settings only.
 """
 
 import functools

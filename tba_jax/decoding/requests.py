@@ -52,7 +52,7 @@ class Response(NamedTuple):
     Attributes:
         request: what `Session.submit` returned.
         sample: which of the request's samples.
-        tokens: int32 [t], the stop token included.
+        tokens: int32 [t], the stop token, or that which completes a stop string, included.
         token_logprobs: float32 [t], of the distribution sampled from.
         has_eos: False where the length limit cut it.
         version_min, version_max: span of the weight versions that read its prompt or drew it.

@@ -342,13 +342,19 @@ class Session:
             stops = np.flatnonzero(np.isin(drawn, slots.stop_ids[slot])[:limit])
             num = min(int(stops[0]) + 1 if len(stops) else len(drawn), limit)
             longest = max(longest, num)
+            has_ended = bool(len(stops))
+            if self.decoder.stop_strings is not None:
+                count = int(slots.count[slot])
+                so_far = np.concatenate([*occupant.tokens, drawn[:num]])
+                if end := self.decoder.stop_strings.end(so_far, count):
+                    num, has_ended = end - count, True
             occupant.tokens.append(drawn[:num])
             occupant.logprobs.append(logprobs[:num, slot])
             slots.count[slot] += num
             slots.length[slot] += num
             slots.last[slot] = drawn[num - 1]
             self.statistics.tokens += num
-            if len(stops) or slots.count[slot] == slots.max_new_tokens[slot]:
+            if has_ended or slots.count[slot] == slots.max_new_tokens[slot]:
                 slots.is_live[slot] = False
                 self._occupants[slot] = None
                 finished.append(
@@ -357,7 +363,7 @@ class Session:
                         sample=occupant.sample,
                         tokens=np.concatenate(occupant.tokens),
                         token_logprobs=np.concatenate(occupant.logprobs),
-                        has_eos=bool(len(stops)),
+                        has_eos=has_ended,
                         version_min=occupant.version_min,
                         version_max=self.version,
                     )

@@ -46,6 +46,10 @@ class Ids(NamedTuple):
     eos_ids: tuple[int, ...] = (0,)
     pad_id: int = 0
 
+    def decode(self, ids: Any, skip_special: bool = True) -> str:
+        """No text: a plan decodes nothing."""
+        return ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Planned:

@@ -3,15 +3,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.padding import Padding, length_buckets
@@ -40,11 +43,16 @@ def policy_config(config: Config, model_config: TransformerConfig) -> Transforme
     return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
 
 
+def end_ids(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """Tokens that end a response: the model's own and those of the config."""
+    return tuple(dict.fromkeys((*eos_ids, *config.search.stop_ids)))
+
+
 def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
     """How policy and reference are scored; start data too, in the dtype of their weights."""
     return Scoring(
         temperature=config.search.sampling_temperature,
-        eos_ids=eos_ids,
+        eos_ids=end_ids(config, eos_ids),
         min_new_tokens=config.search.min_new_tokens,
         mask_eos=config.objective.mask_eos,
         chunk_tokens=config.batch.logprob_chunk_tokens,
@@ -156,6 +164,10 @@ class SpecialIds(Protocol):
         """Token written after the end."""
         ...
 
+    def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
+        """Text of token ids."""
+        ...
+
 
 def make_decoder(
     config: Config,
@@ -172,7 +184,8 @@ def make_decoder(
         site: the searcher's; one device serves weights on any one device.
 
     Raises:
-        ValueError: the model has fewer positions than prompt and response may take.
+        ValueError: the model has fewer positions than prompt and response may take, or no token of
+            an id in search.stop_ids.
     """
     longest = config.task.max_prompt_tokens + max(
         config.search.max_new_tokens, config.eval.max_new_tokens
@@ -185,10 +198,17 @@ def make_decoder(
             f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half} "
             f"--config.eval.max_new_tokens={half}"
         )
-    return Decoder(
+    ids = end_ids(config, tokenizer.eos_ids)
+    if max(ids, default=0) >= model_config.vocab_size:
+        raise ValueError(
+            f"config.search.stop_ids = {config.search.stop_ids!r}: the model at "
+            f"{model_path(config)} has ids 0 to {model_config.vocab_size - 1}. Give ids of its "
+            "tokenizer"
+        )
+    decoder = Decoder(
         model_config,
         compute_dtype=jnp.dtype(config.model.rollout_dtype),
-        eos_ids=tokenizer.eos_ids,
+        eos_ids=ids,
         pad_id=tokenizer.pad_id,
         prompt_buckets=length_buckets(
             config.task.max_prompt_tokens, config.batch.num_length_buckets
@@ -197,3 +217,8 @@ def make_decoder(
         cache_dtype=config.search.cache_dtype or None,
         site=site,
     )
+    if config.search.stop_strings:
+        # Special tokens have their text too, so that one of them may be a stop string.
+        text_of = functools.partial(tokenizer.decode, skip_special=False)
+        decoder.stop_strings = StopStrings(config.search.stop_strings, text_of)
+    return decoder

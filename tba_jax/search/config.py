@@ -35,6 +35,12 @@ class SearchSettings(Section):
     min_new_tokens: int = field(
         0, "no end before as many tokens, in sampling and in log-probs", at_least=0
     )
+    stop_strings: tuple[str, ...] = field(
+        (), "texts that end a response, with the first token after which it holds one of them"
+    )
+    stop_ids: tuple[int, ...] = field(
+        (), "token ids that end a response beside the model's own end-of-sequence tokens"
+    )
     explore_share: float = share(0.0, "share of responses drawn at a temperature of their own")
     explore_min_temperature: float = field(1.0, "of those: uniform from here", above=0)
     explore_max_temperature: float = field(1.0, "to here; log-probs keep sampling_temperature")
@@ -54,6 +60,28 @@ class SearchSettings(Section):
             self.min_new_tokens,
             f"is above search.max_new_tokens = {self.max_new_tokens}",
             "Lower it.",
+        )
+        need(
+            all(self.stop_strings),
+            "search.stop_strings",
+            self.stop_strings,
+            "an empty text would end every response at its first token",
+            "Leave it out.",
+        )
+        need(
+            not (self.stop_strings and self.min_new_tokens),
+            "search.stop_strings",
+            self.stop_strings,
+            f"nothing can keep a text from appearing before search.min_new_tokens = "
+            f"{self.min_new_tokens} tokens",
+            "Set --config.search.min_new_tokens=0, or use search.stop_ids.",
+        )
+        need(
+            min(self.stop_ids, default=0) >= 0,
+            "search.stop_ids",
+            self.stop_ids,
+            "token ids are not negative",
+            "Give ids of the model's tokenizer.",
         )
         need(
             self.explore_max_temperature >= self.explore_min_temperature,

@@ -74,3 +74,17 @@ def test_truncated_sampling_keeps_the_most_probable_token(capsys):
     assert texts("--temperature=3") != greedy
     assert generate.main(["--prompt=1+1", "--top_p=2"]) == 1
     assert "top_p = 2.0; wanted a number in (0, 1]" in capsys.readouterr().err
+
+
+def test_stop_strings_and_ids_end_a_response(capsys):
+    def texts(*flags):
+        argv = ["--prompt=7+5-3", "--max_new_tokens=16", "--num_samples=16", "--json", *flags]
+        assert generate.main(argv) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])["texts"]
+
+    free = texts()
+    cut = ["".join(text.partition("9")[:2]) for text in free]
+    assert texts("--stop_string=9") == cut != free
+    assert texts("--stop_string=x", "--stop_string=9") == cut
+    assert generate.main(["--prompt=7", "--stop_string="]) == 1
+    assert "--stop_string is empty" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop strings: where a text ends a response, by itself and in the engine."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_models import random_params, tiny_config
+
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import make_config
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.run.modeling import START_MODEL, make_decoder, make_scoring
+from tba_jax.settings import ConfigError
+
+CONFIG = tiny_config(num_layers=1, tie_embeddings=False)
+PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9])]
+
+
+def text_of_bytes(ids):
+    """Byte tokens, as those of a byte-level tokenizer: unfinished characters are U+FFFD."""
+    return bytes(int(i) for i in ids).decode("utf-8", errors="replace")
+
+
+def first_end(tokens, strings, text_of):
+    """The definition: the first token after which the whole text holds one of the strings."""
+    ends = range(1, len(tokens) + 1)
+    return next((n for n in ends if any(s in text_of(tokens[:n]) for s in strings)), 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 40])
+@pytest.mark.parametrize("strings", [("ab",), ("\n\n", "a-b-c"), ("é", "€b"), ("€€€€€", "c")])
+def test_the_end_is_that_of_reading_the_text_after_every_token(chunk, strings):
+    rng = np.random.default_rng(0)
+    pieces = [*"ab-\n", "\n\n", "ab", "a-b", "é", "€", "€€"]
+    found = 0
+    for _ in range(100):
+        text = "x" * int(rng.integers(0, 120)) + "".join(rng.choice(pieces, 30))
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        stops, got, read = StopStrings(strings, text_of_bytes), 0, 0
+        while not got and read < len(tokens):
+            got = stops.end(tokens[: read + chunk], read)
+            read += chunk
+        assert got == first_end(tokens, strings, text_of_bytes)
+        found += got > 0
+    assert found >= 10  # and not all of them at once
+    assert stops.end(np.frombuffer(b"no stop", np.uint8), 0) == 0
+
+
+def test_a_long_response_is_not_read_from_its_beginning_again():
+    read = []
+
+    def text_of(ids):
+        read.append(len(ids))
+        return text_of_bytes(ids)
+
+    tokens = np.full(10_000, ord("x"), np.int32)
+    assert StopStrings(("stop",), text_of).end(tokens, 9_990) == 0
+    assert sum(read) < 50
+
+
+def words(ids):
+    return "".join(f"<{i}>" for i in ids)
+
+
+@pytest.mark.parametrize("chunk_steps", [1, 4, 24])
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(chunk_steps):
+    """The responses of a session without stop strings, cut; and what comes next is not touched."""
+    params = random_params(CONFIG)
+
+    def decode(strings):
+        decoder = Decoder(
+            CONFIG,
+            compute_dtype=jnp.float32,
+            eos_ids=(0, 1),
+            pad_id=2,
+            prompt_buckets=(6,),
+            max_length=30,
+            chunk_steps=chunk_steps,
+        )
+        if strings:
+            decoder.stop_strings = StopStrings(strings, words)
+        return decoder.decode(
+            params,
+            PROMPTS,
+            num_samples=8,
+            key=jax.random.key(7),
+            settings=SamplingSettings(20, temperature=2.0),
+            num_slots=5,
+            min_slots=5,
+        )
+
+    strings = ("<7>", "><12><", "9><1")
+    free, stopped = decode(()), decode(strings)
+    num_cut = 0
+    for i, j in np.ndindex(free.lengths.shape):
+        n = free.lengths[i, j]
+        end = first_end(free.tokens[i, j, :n], strings, words)
+        want = end or n
+        assert stopped.lengths[i, j] == want
+        assert stopped.has_eos[i, j] == (end > 0 or free.has_eos[i, j])
+        np.testing.assert_array_equal(stopped.tokens[i, j, :want], free.tokens[i, j, :want])
+        np.testing.assert_array_equal(stopped.tokens[i, j, want:], 2)
+        np.testing.assert_allclose(
+            stopped.token_logprobs[i, j, :want], free.token_logprobs[i, j, :want], atol=1e-5
+        )
+        np.testing.assert_array_equal(stopped.token_logprobs[i, j, want:], 0)
+        num_cut += want < n
+    assert num_cut >= 5
+
+
+def make(fields):
+    small = {"task.max_prompt_tokens": 12, "search.max_new_tokens": 16, "eval.max_new_tokens": 16}
+    return make_config({**small, **fields})
+
+
+def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
+    from tba_jax.models import model as models
+
+    model_config, params, tokenizer = models.load(str(START_MODEL), param_dtype=jnp.float32)
+    prompt = tokenizer.encode("7+5-3", add_bos=True)
+
+    def texts(fields):
+        decoder = make_decoder(make(fields), model_config, tokenizer)
+        out = decoder.decode(
+            params,
+            [prompt],
+            num_samples=32,
+            key=jax.random.key(1),
+            settings=SamplingSettings(16),  # as searchers and evaluations: no ids of their own
+            min_slots=32,
+        )
+        rows = [row[:n] for row, n in zip(out.tokens[0], out.lengths[0], strict=True)]
+        return tokenizer.batch_decode(rows), out.has_eos[0]
+
+    free, _ = texts({})
+    by_text, has_eos = texts({"search.stop_strings": ("=2", ",1")})
+    cut = [re.match(".*?(=2|,1)|.*", text)[0] for text in free]
+    assert by_text == cut and sum(a != b for a, b in zip(cut, free, strict=True)) >= 5
+    assert all(ended for ended, text in zip(has_eos, cut, strict=True) if text[-2:] in ("=2", ",1"))
+    (equals,) = tokenizer.encode("=", add_bos=False).tolist()
+    by_id, _ = texts({"search.stop_ids": (equals,)})
+    assert by_id == texts({"search.stop_strings": ("=",)})[0] != free
+    # A special token has its text as well.
+    end = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
+    assert end and texts({"search.stop_strings": (end,)})[0] == free
+
+
+def test_stop_ids_count_as_ends_where_responses_are_scored():
+    config = make({"search.stop_ids": (5, 2)})
+    assert make_scoring(config, (2,)).eos_ids == (2, 5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"search.stop_strings": ("a", "")}, "an empty text would end every response"),
+        (
+            {"search.stop_strings": ("a",), "search.min_new_tokens": 2},
+            "nothing can keep a text from appearing before search.min_new_tokens = 2",
+        ),
+        ({"search.stop_ids": (3, -1)}, "token ids are not negative"),
+    ],
+)
+def test_what_cannot_stop_is_refused(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(make_config(fields))
+
+
+def test_a_stop_id_that_the_model_lacks_is_refused():
+    tokenizer = Tokenizer.load(START_MODEL)
+    with pytest.raises(ValueError, match=r"config.search.stop_ids = \(5000,\).* has ids 0 to 22"):
+        make_decoder(make({"search.stop_ids": (5000,)}), CONFIG, tokenizer)
