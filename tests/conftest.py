@@ -2,6 +2,7 @@
 """Settings every test shares: CPU, eight fake devices, no silent rank promotion."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,7 +16,17 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+# Commands that are called in this process would keep what all later tests compile.
+jax.config.update("jax_enable_compilation_cache", False)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_home(tmp_path_factory):
+    """The processes that tests start keep nothing in the cache folder of who runs the tests."""
+    # Models that were downloaded stay where they are.
+    os.environ.setdefault("HF_HOME", str(Path.home() / ".cache/huggingface"))
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache_home"))
 
 
 @pytest.fixture(scope="session")

@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", default="", help="directory of a run")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
+    from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.modeling import model_path
     from tba_jax.run.saved import load_policy, load_run_config
@@ -105,6 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.workdir:
             config = override(load_run_config(args.workdir), overrides)
             validate(config)
+            open_cache(config.compilation_cache)
             step, model_config, params, _, folder = load_policy(args.workdir)
             what = f"{args.workdir} at step {step}"
         elif args.config:
@@ -117,6 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             config = override(None, [f"--config={args.config}", *overrides])
             validate(config)
+            open_cache(config.compilation_cache)
             what = args.model or model_path(config)
             found = models.describe(what)
             model_config, folder = found.config, str(found.folder)

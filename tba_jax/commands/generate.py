@@ -64,8 +64,10 @@ def _generate(args: argparse.Namespace) -> dict:
     from tba_jax.decoding.engine import Decoder
     from tba_jax.decoding.requests import SamplingSettings
     from tba_jax.decoding.stop_strings import StopStrings
+    from tba_jax.devices.program_cache import open_cache
     from tba_jax.models import model as models
 
+    open_cache("auto")
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
     if args.chat:

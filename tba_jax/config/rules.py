@@ -22,6 +22,13 @@ def validate(config: Config) -> None:
         setting.check(get_field(config, name))
     for section in config.sections().values():
         section.check()
+    need(
+        bool(config.compilation_cache),
+        "compilation_cache",
+        config.compilation_cache,
+        "must be auto, off or a folder",
+        "Set --config.compilation_cache=auto for the default behaviour.",
+    )
     _groups(config)
     _rows(config)
     _packed_rows(config)

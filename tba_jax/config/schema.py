@@ -92,6 +92,12 @@ class Config:
     num_cpu_devices: int = field(
         1, "devices that the CPU backend divides the machine into", at_least=1
     )
+    compilation_cache: str = field(
+        "auto",
+        "where compiled programs are kept for the next run: auto: in the user's cache folder, or "
+        "where JAX_COMPILATION_CACHE_DIR says; off; or a folder",
+        on_resume=True,
+    )
     mesh: MeshSettings = MeshSettings()
     task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()

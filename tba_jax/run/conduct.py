@@ -14,6 +14,7 @@ from rich.console import Console
 from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.program_cache import open_cache
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
 from tba_jax.run import drivers
 from tba_jax.run.build import build
@@ -83,9 +84,10 @@ def _open(config: Config, workdir: Path, cluster: Cluster, start_s: float) -> Ru
         metric=task.metric,
         console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
     )
-    for line in notes(config):
-        progress.note(line)
     try:
+        for line in (*notes(config), open_cache(config.compilation_cache)):
+            if line:
+                progress.note(line)
         return build(
             config,
             workdir,

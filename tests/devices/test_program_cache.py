@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled programs are kept where they are found again, by the same machine and versions only."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from etils import epath
+
+from tba_jax.devices.program_cache import FORGET_S, forget_unused, machine_key
+
+# Says the note, then whether a program that takes its time to compile was compiled or found.
+PROGRAM = """
+import sys
+import jax
+from tba_jax.devices.program_cache import open_cache
+
+print(open_cache(sys.argv[1]))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+found = []
+jax.monitoring.register_event_listener(lambda name, **_: found.append(name.split("/")[-1]))
+x = jax.jit(lambda x: jax.numpy.sin(x) @ x)(jax.numpy.eye(7))
+print("found" if "cache_hits" in found else "compiled", float(x[1, 1]))
+"""
+
+
+def run(setting, **variables):
+    """The two lines of a process that opens the cache with a setting."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM, setting],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=kept | {"JAX_PLATFORMS": "cpu", **variables},
+    )
+    assert done.returncode == 0, done.stderr
+    note, result = done.stdout.splitlines()
+    return note, result.split()[0]
+
+
+def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
+    note, result = run("auto", XDG_CACHE_HOME=str(tmp_path))
+    (folder,) = (tmp_path / "tba_jax" / "xla").iterdir()
+    assert result == "compiled"
+    assert note == (
+        f"compiled programs are kept in {folder} (--config.compilation_cache=off: do not)"
+    )
+    assert run("auto", XDG_CACHE_HOME=str(tmp_path)) == (note, "found")
+    assert run("off", XDG_CACHE_HOME=str(tmp_path)) == ("", "compiled")
+    # Nothing else is left there.
+    assert {path.name.split("-")[0] for path in folder.iterdir()} <= {".lockfile"} | {
+        path.name.split("-")[0] for path in folder.glob("jit_*")
+    }
+
+
+def test_a_folder_of_ones_own_and_that_of_jax(tmp_path):
+    own, of_jax, home = (tmp_path / name for name in ("own", "of_jax", "home"))
+    note, result = run(str(own), XDG_CACHE_HOME=str(home))
+    assert f"kept in {own}/jax-" in note and result == "compiled"
+    note, result = run("auto", XDG_CACHE_HOME=str(home), JAX_COMPILATION_CACHE_DIR=str(of_jax))
+    assert note == f"compiled programs are kept in {of_jax} (JAX_COMPILATION_CACHE_DIR)"
+    assert list(of_jax.glob("jit_*")) and not home.exists()
+    note, result = run("auto", XDG_CACHE_HOME=str(home), JAX_ENABLE_COMPILATION_CACHE="false")
+    assert (note, result) == ("", "compiled") and not home.exists()
+
+
+def test_a_folder_that_cannot_be_written_is_a_note(tmp_path):
+    (tmp_path / "file").write_text("")
+    note, result = run("auto", XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert result == "compiled"
+    assert note.startswith("compiled programs are not kept: [Errno 20] Not a directory: ")
+    assert note.endswith("=DIR: keep them there; --config.compilation_cache=off: do not try")
+
+
+CPU = "processor : 0\nmodel name : EPYC\nflags : avx avx2\n"
+SAME = {"device_kind": "cpu", "processor": CPU, "num_cores": 2}
+VERSIONS = {"jax_version": "0.12.0", "jaxlib_version": "0.12.1"}
+
+
+def test_a_folder_belongs_to_a_machine_and_versions():
+    key = machine_key(**SAME, **VERSIONS)
+    assert key.startswith("jax-0.12.0-jaxlib-0.12.1-cpu-")
+    # How many cores the machine has, and in what order they are listed, is no property of one.
+    assert machine_key(**SAME | {"processor": CPU + CPU.replace("0", "1")}, **VERSIONS) == key
+    others = [
+        SAME | {"device_kind": "NVIDIA H100"} | VERSIONS,
+        SAME | {"processor": CPU.replace("avx2", "avx512f")} | VERSIONS,
+        SAME | {"processor": CPU.replace("EPYC", "Xeon")} | VERSIONS,
+        SAME | {"processor": "arm"} | VERSIONS,
+        SAME | {"num_cores": 4} | VERSIONS,
+        SAME | VERSIONS | {"jax_version": "0.12.1"},
+        SAME | VERSIONS | {"jaxlib_version": "0.12.2"},
+    ]
+    assert len({key, *(machine_key(**other) for other in others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize(("age_s", "is_kept"), [(FORGET_S - 3600, True), (FORGET_S + 3600, False)])
+def test_folders_that_nobody_uses_go(tmp_path, age_s, is_kept):
+    ours, other, foreign = (
+        tmp_path / name for name in ("jax-2-jaxlib-2-cpu", "jax-1-jaxlib-1-cpu", "of others")
+    )
+    used = time.time() - age_s
+    for folder in (ours, other, foreign):
+        folder.mkdir()
+        (folder / "jit_f-cache").write_text("")
+        os.utime(folder / "jit_f-cache", (used, used))
+        os.utime(folder, (used, used))
+    forget_unused(epath.Path(tmp_path), keep=epath.Path(ours))
+    assert other.exists() == is_kept
+    assert ours.exists() and foreign.exists()
