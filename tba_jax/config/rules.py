@@ -70,12 +70,12 @@ def _driver(config: Config) -> None:
     )
     if config.search.swap == "in_flight":
         need(
-            config.driver == "async" and not make_objective(config.objective).needs_behavior,
+            not make_objective(config.objective).needs_behavior,
             "search.swap",
             config.search.swap,
-            "only the asynchronous driver publishes during a round, and only an objective that "
-            "needs no behaviour policy permits a response of several versions",
-            "Set --config.search.swap=round, or --config.driver=async and objective.name to one of "
+            "only an objective that needs no behaviour policy permits a response of several "
+            "versions",
+            "Set --config.search.swap=auto, or objective.name to one of "
             f"{', '.join(free_of_behavior())}.",
         )
     if config.replay.max_staleness:

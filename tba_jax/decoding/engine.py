@@ -10,7 +10,7 @@ settings only.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -55,6 +55,7 @@ class Decoder(Compiled):
         prefill_prompts: int = 1,
         num_stop_ids: int | None = None,
         version: int = 0,
+        is_fed: bool = False,
     ) -> Session:
         """An empty session on the devices of `params`.
 
@@ -67,8 +68,12 @@ class Decoder(Compiled):
             prefill_prompts: prompts per prefill call (fewer where they are long).
             num_stop_ids: most stop ids of a request; None: as many as eos_ids.
             version: of the weights.
+            is_fed: prompts are submitted while it runs: it keeps its slots, and prefills as many
+                rows as there are prompts, to the next power of two.
         """
-        return Session(self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version)
+        return Session(
+            self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version, is_fed
+        )
 
     def decode(
         self,
@@ -81,7 +86,6 @@ class Decoder(Compiled):
         num_slots: int | None = None,
         min_slots: int | None = None,
         version: int = 0,
-        newest: Callable[[], tuple[int, Params] | None] | None = None,
         temperatures: np.ndarray | None = None,
     ) -> Decoded:
         """Draw `num_samples` responses to each prompt.
@@ -95,7 +99,6 @@ class Decoder(Compiled):
             num_slots: unfinished responses at a time; None: all.
             min_slots: as in `session`.
             version: of `params`.
-            newest: asked between chunks for (version, params); a newer version is swapped in.
             temperatures: float [p S], one for each response; None: that of the settings.
 
         Raises:
@@ -125,7 +128,7 @@ class Decoder(Compiled):
             version_min=np.zeros((p, k), np.int32),
             version_max=np.zeros((p, k), np.int32),
         )
-        for response in session.run(newest):
+        for response in session.run():
             at = (response.request, response.sample)
             n = len(response.tokens)
             out.tokens[at][:n] = response.tokens

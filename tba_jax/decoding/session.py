@@ -68,12 +68,16 @@ class Session:
         prefill_prompts: int,
         num_stop_ids: int | None,
         version: int,
+        is_fed: bool,
     ):
         if num_slots < 1:
             raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
         self.decoder = decoder
         self.num_slots = num_slots
         self.min_slots = max(1, num_slots // 8) if min_slots is None else min_slots
+        if is_fed:
+            self.min_slots = num_slots  # slots that were dropped do not come back
+        self._is_fed = is_fed
         self.version = version
         self.statistics = Statistics()
         self._weights = decoder.weights(params)
@@ -107,6 +111,19 @@ class Session:
         """Nothing queued and nothing unfinished."""
         return not (self._requests or self._waiting or any(self._occupants))
 
+    @property
+    def device(self) -> jax.Device:
+        """The first of the weights' devices."""
+        return min(jax.tree.leaves(self._weights)[0].devices(), key=lambda device: device.id)
+
+    @property
+    def room(self) -> int:
+        """Free slots that nothing in the queue will take; negative where more is queued."""
+        queued = sum(len(request.keys) for request in self._requests)
+        if self._waiting is not None:
+            queued += len(self._waiting.samples)
+        return self.num_slots - int(self._slots.is_live.sum()) - queued
+
     def submit(
         self,
         prompt: np.ndarray,
@@ -115,9 +132,6 @@ class Session:
         temperatures: np.ndarray | None = None,
     ) -> int:
         """Queue one prompt; its number, counted from 0.
-
-        Slots that were dropped at the end of a queue do not come back: a session that is fed while
-        it runs wants min_slots = num_slots.
 
         Args:
             prompt: token ids, at least one.
@@ -175,19 +189,9 @@ class Session:
         check_same_tree(self._weights, weights)
         self._weights, self.version = weights, version
 
-    def run(
-        self, newest: Callable[[], tuple[int, Params] | None] | None = None
-    ) -> Iterator[Response]:
-        """Responses as they finish, until the session is idle.
-
-        Args:
-            newest: asked between chunks for (version, params); a newer version is swapped in.
-        """
+    def run(self) -> Iterator[Response]:
+        """Responses as they finish, until the session is idle."""
         while not self.is_idle:
-            if newest is not None:
-                published = newest()
-                if published is not None and published[0] > self.version:
-                    self.swap(published[1], published[0])
             yield from self.step()
 
     def step(self) -> list[Response]:
@@ -249,7 +253,7 @@ class Session:
             )
 
     def _prefill_next(self) -> _Waiting | None:
-        """Prefill the next prompts of the queue, always in calls of the same number of rows."""
+        """Prefill the next prompts of the queue, in calls of few different numbers of rows."""
         if not self._requests:
             return None
         start = time.perf_counter()
@@ -258,6 +262,8 @@ class Session:
         longest = max(len(request.prompt) for request in ahead)
         length = bucket_length(longest, decoder.prompt_buckets)
         size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
+        if self._is_fed:  # prompts come a few at a time, and rows of padding cost as much
+            size = min(size, 1 << (len(self._requests) - 1).bit_length())
         batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
         tokens = np.zeros((size, length), np.int32)
         lengths = np.zeros(size, np.int32)

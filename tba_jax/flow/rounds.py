@@ -2,8 +2,10 @@
 """A finished round: what it brought, what it measured, and when.
 
 `RoundCommit` is what a searcher commits and the buffer takes in; `RoundReport` is what the logs
-keep of it. It owns two invariants: a commit that `check_commit` lets pass counts every response
-once, and a commit that was packed for a file comes back exactly.
+keep of it. A searcher that decodes without rounds commits tickets: a ticket is a round of one
+prompt, and may be finished before one of a lower number. Two invariants: a commit that
+`check_commit` lets pass counts every response once, and a commit that was packed for a file comes
+back exactly.
 """
 
 import dataclasses
@@ -34,7 +36,8 @@ from tba_jax.flow.trajectory import Group
 class PhaseTimes(NamedTuple):
     """The clock of a round: start and end since the run began, and what its phases took.
 
-    `reference_s` is what was left of the reference after the rewards were there.
+    `decode_s` is the round's own share of the time in which its searcher decoded, `reference_s`
+    what was left of the reference after the rewards were there.
     """
 
     start_s: float
@@ -101,7 +104,7 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
     if not reports:
         return {}
     metrics = [report.metrics for report in reports]
-    busy = sum(times.end_s - times.start_s for _, times in reports)
+    busy = sum(times.decode_s for _, times in reports)
     out = {
         "search/rounds": float(len(reports)),
         "search/tokens_per_s": sum(m.tokens for m in metrics) / max(busy, 1e-9),
@@ -128,12 +131,10 @@ class RoundCommit:
 
     Attributes:
         searcher: index of the searcher.
-        round: its round number, counting from 0 without gaps.
-        version: policy version it adopted at the start of the round.
-        swaps: (chunk, version) of every newer version taken up between decode chunks, counted
-            from 0 within the round.
-        groups: the scored groups.
-        prompt_state: JSON-compatible state of the prompt iterator after this round.
+        round: number of the round or ticket, counted from 0 without gaps as prompts are taken.
+        version: policy version that it began with.
+        groups: the scored groups; one of a ticket.
+        prompt_state: JSON-compatible state of the prompt iterator after its prompts.
         generated: responses drawn or given: trajectories plus rejected ones, over all groups.
         report: what it measured, and its times.
     """
@@ -145,7 +146,6 @@ class RoundCommit:
     prompt_state: Mapping[str, Any]
     generated: int
     report: RoundReport
-    swaps: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -215,7 +215,6 @@ def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
                 "searcher": c.searcher,
                 "round": c.round,
                 "version": c.version,
-                "swaps": [list(swap) for swap in c.swaps],
                 "num_groups": len(c.groups),
                 "prompt_state": dict(c.prompt_state),
                 "generated": c.generated,
@@ -248,7 +247,6 @@ def unpack_commits(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) ->
             searcher=c["searcher"],
             round=c["round"],
             version=c["version"],
-            swaps=tuple((chunk, version) for chunk, version in c["swaps"]),
             groups=tuple(itertools.islice(groups, c["num_groups"])),
             prompt_state=c["prompt_state"],
             generated=c["generated"],

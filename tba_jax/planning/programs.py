@@ -318,17 +318,18 @@ def _scoring(
     site = Site(placement.searcher_meshes[0])
     program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
-    shape = (sizes.round_prompts, sizes.samples)
+    shape = (sizes.samples, 1)
     rows = jax.ShapeDtypeStruct(shape, jnp.int32)
     tokens = jax.ShapeDtypeStruct((*shape, sizes.prompt + sizes.response), jnp.int32)
     return Planned(
         name="score_reference",
         group="searcher",
-        sizes=f"{shape[0]} x {shape[1]} responses, {tokens.shape[2]} tokens",
+        sizes=f"{shape[0]} responses, {tokens.shape[2]} tokens",
         lower=lambda: program.lower(params, tokens, rows, rows, response_bucket=sizes.response),
         resident={"reference parameters": shard_bytes(params)},
         variants=config.batch.num_length_buckets**2,
-        calls_per_round=1,
+        # At most: repeats within a group are scored once.
+        calls_per_round=sizes.round_prompts,
     )
 
 

@@ -374,6 +374,12 @@ class ReplayBuffer:
                 outbox_generated=outbox_generated,
             )
 
+    @property
+    def num_fresh_groups(self) -> int:
+        """Groups (a prompt at one merge) that wait to be drawn fresh."""
+        with self._lock:
+            return self._fresh.num_groups
+
     def stats(self) -> dict[str, float]:
         """Numbers for the metrics; means are over stored responses and 0 when there are none."""
         with self._lock:

@@ -56,6 +56,11 @@ class FreshWindow:
         """Number of the newest sync, counting from 0; -1 before the first."""
         return self._next - 1
 
+    @property
+    def num_groups(self) -> int:
+        """Prompts to be drawn, each counted for every sync that it came with."""
+        return sum(len(fresh.pool) for fresh in self._syncs.values())
+
     def open(self, step: int) -> None:
         """Begin a sync, unless the newest one is of this very step."""
         if self._syncs and next(reversed(self._syncs.values())).step == step:

@@ -2,9 +2,9 @@
 """Outbox: where a searcher leaves its finished rounds, and where the trainer picks them up.
 
 Each searcher has one; it is the only thing a searcher writes. It owns the invariant that a round is
-a transaction: its groups, the prompt-iterator state after it and the next round number change
-together or not at all, so that after a resume an unfinished round is done again and a finished one
-is not.
+a transaction: its groups, its number and the prompt-iterator state after it change together or not
+at all, so that after a resume an unfinished round is done again and a finished one is not. Rounds
+may be finished in another order than they were begun in; each number is committed once.
 """
 
 import threading
@@ -24,7 +24,7 @@ class OutboxCounts(NamedTuple):
 
 
 class Outbox:
-    """Thread-safe, in order of rounds.
+    """Thread-safe, in the order of commits.
 
     Args:
         max_bytes: `has_room` is False once the pending commits hold this much; a round that is
@@ -38,6 +38,7 @@ class Outbox:
         self._num_bytes = 0
         self._next_round = 0
         self._prompt_state: Mapping[str, Any] | None = None
+        self._ahead: dict[int, Mapping[str, Any]] = {}  # committed numbers above a missing one
         self._num_pending = 0
         self._num_generated = 0
 
@@ -45,21 +46,38 @@ class Outbox:
         """Commit one finished round.
 
         Raises:
-            ValueError: a round that is not the next one, or one that `check_commit` refuses.
+            ValueError: a number that was committed before, or a commit `check_commit` refuses.
         """
         check_commit(commit)
         with self._lock:
-            if commit.round != self._next_round:
+            if self._is_committed(commit.round):
                 raise ValueError(
-                    f"searcher {commit.searcher} committed round {commit.round}, wanted round "
-                    f"{self._next_round}; start a searcher from Outbox.committed"
+                    f"searcher {commit.searcher} committed round {commit.round} again, wanted "
+                    f"round {self._next_round} or an unfinished one above it; start a searcher "
+                    "from Outbox.committed"
                 )
             self._pending.append(commit)
             self._num_bytes += commit.num_bytes
             self._num_pending += commit.generated
             self._num_generated += commit.generated
-            self._prompt_state = commit.prompt_state
-            self._next_round += 1
+            self._ahead[commit.round] = commit.prompt_state
+            while self._next_round in self._ahead:
+                self._prompt_state = self._ahead.pop(self._next_round)
+                self._next_round += 1
+
+    def _is_committed(self, number: int) -> bool:
+        return number < self._next_round or number in self._ahead
+
+    def is_committed(self, number: int) -> bool:
+        """Whether the round of this number is finished."""
+        with self._lock:
+            return self._is_committed(number)
+
+    def is_merged(self, number: int) -> bool:
+        """Whether it is finished and was taken."""
+        with self._lock:
+            is_waiting = any(commit.round == number for commit in self._pending)
+            return self._is_committed(number) and not is_waiting
 
     def has_room(self) -> bool:
         """Whether a searcher may begin another round."""
@@ -79,7 +97,7 @@ class Outbox:
 
     @property
     def committed(self) -> tuple[int, Mapping[str, Any] | None]:
-        """Number of the next round, and the prompt-iterator state to start it from."""
+        """Lowest number that is not committed, and the prompt-iterator state to begin it from."""
         with self._lock:
             return self._next_round, self._prompt_state
 
@@ -95,13 +113,20 @@ class Outbox:
         with self._lock:
             return len(self._pending)
 
+    @property
+    def num_groups(self) -> int:
+        """Groups of the commits waiting here."""
+        with self._lock:
+            return sum(len(commit.groups) for commit in self._pending)
+
     def state(self) -> PartState:
-        """Pending commits and committed position at one instant: flat arrays, JSON metadata."""
+        """Pending commits and committed numbers at one instant: flat arrays, JSON metadata."""
         with self._lock:
             pending = list(self._pending)
             position = {
                 "next_round": self._next_round,
                 "prompt_state": None if self._prompt_state is None else dict(self._prompt_state),
+                "ahead": [[n, dict(state)] for n, state in sorted(self._ahead.items())],
                 "num_generated": self._num_generated,
             }
         arrays, meta = pack_commits(pending)
@@ -118,4 +143,5 @@ class Outbox:
             self._num_pending = sum(c.generated for c in pending)
             self._next_round = position["next_round"]
             self._prompt_state = position["prompt_state"]
+            self._ahead = {number: prompts for number, prompts in position["ahead"]}
             self._num_generated = position["num_generated"]

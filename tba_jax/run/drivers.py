@@ -2,26 +2,33 @@
 """The two drivers: the same parts, stepped in a fixed order or running beside one another.
 
 `drive_sync` uses one thread and is bit-reproducible; it is also the on-policy baseline mode.
-`drive_async` runs every searcher on a worker thread beside the trainer loop, and neither waits for
-the other. Drivers publish, merge, evaluate and save; they know no mathematics. With several hosts
-each of them runs the same driver: publications, steps and checkpoints are calls of all hosts, which
-follow the StepPlan, while merges and evaluations are each host's own.
+`drive_async` runs every searcher on worker threads beside the trainer loop, one that decodes and
+one that grades, and neither waits for the other but by `replay.max_staleness` and `replay.pace`.
+Drivers publish, merge, evaluate and save; they know no mathematics. With several hosts each of them
+runs the same driver: publications, steps and checkpoints are calls of all hosts, which follow the
+StepPlan, while merges and evaluations are each host's own.
 """
 
 import faulthandler
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.replay.admission import Admission, Demand
 from tba_jax.run.run import Run
-from tba_jax.search.searcher import Searcher
+from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.train.objectives.registry import make_objective
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
+# What searchers take is judged after as many steps, the first of which compile, and worth a word
+# where more than this share of the responses comes too late.
+LATENCY_STEPS = 20
+LATE_SHARE = 0.05
 # Time that the threads of a failed run get to end their current step.
 STOP_S = 10.0
 
@@ -172,10 +179,14 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """
     stop = StopFlag()
     watchdog = _Watchdog(run.config.log.watchdog_s)
+    admission = make_admission(run)
+    searches = make_searches(run, admission)
     searchers = [
-        Worker(f"searcher-{s.index}", _step_of(run, s), stop) for s in run.search.searchers
+        Worker(f"searcher-{s.searcher.index}", _step_of(run, s), stop, idle_s=POLL_S)
+        for s in searches
     ]
     others = [
+        *(Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches),
         Worker("weight-poller", run.search.transport.poll, stop),
         Worker("watchdog", watchdog.step, stop, idle_s=1.0),
     ]
@@ -189,7 +200,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         run.trainer.publish()
         for worker in [*searchers, *others]:
             worker.start()
-        _AsyncLoop(run, stop, watchdog, count_idle).run(interrupted)
+        _AsyncLoop(run, searches, admission, stop, watchdog, count_idle).run(interrupted)
     except BaseException:
         # The first failure is the news: stop everyone, but let it, not a late thread, be raised.
         stop.set()
@@ -210,11 +221,42 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     run.record_evaluations()
 
 
-def _step_of(run: Run, searcher: Searcher) -> Callable[[], bool]:
+def make_admission(run: Run) -> Admission:
+    """What says when this process's searchers may begin another prompt."""
+    config, num_hosts = run.config, run.cluster.num_processes
+    size = config.search.samples_per_prompt
+    demand = Demand(
+        prompts=config.batch.num_prompts // num_hosts,
+        share=config.replay.recency_prob,
+        max_staleness=config.replay.max_staleness,
+        sync_period=config.sync_period,
+        initial=-(-config.search.initial_fill // (size * num_hosts)),
+    )
+    unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
+    return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
+
+
+def make_searches(run: Run, admission: Admission) -> list[ContinuousSearch]:
+    """This process's searchers as they run beside a trainer."""
+    needs_behavior = make_objective(run.config.objective).needs_behavior
+    swap = run.config.search.swap
+    in_flight = swap == "in_flight" or (swap == "auto" and not needs_behavior)
+    return [
+        ContinuousSearch(
+            searcher,
+            admission,
+            swaps_in_flight=in_flight,
+            log_event=run.logs.schedule.append,
+        )
+        for searcher in run.search.searchers
+    ]
+
+
+def _step_of(run: Run, search: ContinuousSearch) -> Callable[[], bool]:
     """What a searcher's thread does; the first one's evaluates, with the weights it has."""
-    if searcher is not run.search.searchers[0]:
-        return searcher.step
-    return lambda: run.evaluations.step() or searcher.step()
+    if search.searcher is not run.search.searchers[0]:
+        return search.step
+    return lambda: run.evaluations.step() or search.step()
 
 
 class _AsyncLoop:
@@ -223,11 +265,17 @@ class _AsyncLoop:
     def __init__(
         self,
         run: Run,
+        searches: Sequence[ContinuousSearch],
+        admission: Admission,
         stop: StopFlag,
         watchdog: _Watchdog,
         count_idle: Callable[[], None],
     ) -> None:
         self._run = run
+        self._searches = searches
+        self._admission = admission
+        self._num_merged = 0
+        self._is_warned = False
         self._stop = stop
         self._watchdog = watchdog
         self._count_idle = count_idle
@@ -262,9 +310,12 @@ class _AsyncLoop:
                 self._drain()
                 continue
             sync = trainer.plan.sync
+            self._admission.note_step(values["train/step_s"])
+            self._report_progress()
             self._drain()
             self._count_idle()
             extra.update(summarise_rounds(reports))
+            extra.update(self._slot_use())
             extra["search/idle_s"] = sum(searcher.idle_s for searcher in run.search.searchers)
             if (turns := run.shared.sites.trainer.turns) is not None:
                 extra["sync/turn_wait_s"] = turns.wait_s
@@ -318,9 +369,39 @@ class _AsyncLoop:
     def _merge(self) -> list[RoundReport]:
         """Merge; finished rounds are a sign of life."""
         reports = self._run.trainer.merge()
+        self._report_progress()
         if reports:
             self._watchdog.kick()
         return reports
+
+    def _report_progress(self) -> None:
+        """Tell the searchers how far the trainer is; note once what bound they can meet."""
+        trainer = self._run.trainer
+        merged, self._num_merged = self._num_merged, trainer.num_merged_groups
+        self._admission.update(
+            step=trainer.step_index,
+            version=trainer.version,
+            num_merged=self._num_merged - merged,
+            num_fresh=self._run.buffer.num_fresh_groups,
+        )
+        bound = self._run.config.replay.max_staleness
+        latency = self._admission.latency() if bound and not self._is_warned else None
+        if latency is not None and trainer.step_index >= LATENCY_STEPS:
+            self._is_warned = True
+            if latency.late_share > LATE_SHARE:
+                self._run.logs.progress.note(
+                    f"replay.max_staleness={bound} cannot be met by "
+                    f"{latency.late_share:.0%} of the responses: they take "
+                    f"{latency.mean_steps:.1f} steps of {latency.step_s:.2f} s (95 % of them "
+                    f"{latency.p95_steps:.1f}), so {latency.feasible} is the least bound that 95 % "
+                    "can meet"
+                )
+
+    def _slot_use(self) -> dict[str, float]:
+        """Share of the decode slots in use since this was asked last."""
+        used = [search.slot_use() for search in self._searches]
+        steps = sum(slot_steps for _, slot_steps in used)
+        return {"search/slot_use": sum(tokens for tokens, _ in used) / steps} if steps else {}
 
     def _drain(self) -> None:
         """Record the evaluations that are done, another sign of life."""

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one host: the states of its parts by name, and the facts that they belong to.
 
-It serialises them and knows the formats of earlier versions; what a part's state means is known to
-the part alone. Invariant: nothing on disk is pickled.
+It serialises them and refuses what other versions wrote; what a part's state means is known to the
+part alone. Invariant: nothing on disk is pickled.
 """
 
 import dataclasses
 import io
 import json
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from tba_jax.flow.state import PartState
 
-FORMAT = 2
-"""1: all counters in one part `run`; 2: each part has its own."""
+FORMAT = 3
+"""1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts."""
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 
@@ -79,7 +79,7 @@ def pack(state: HostState) -> bytes:
 
 
 def unpack(data: bytes) -> HostState:
-    """Inverse of `pack`; also reads format 1.
+    """Inverse of `pack`.
 
     Raises:
         CheckpointError: a format that this version does not know.
@@ -93,37 +93,12 @@ def unpack(data: bytes) -> HostState:
                 name, key = full_key.split("/", 1)
                 arrays[name][key] = entries[full_key]
         parts = {name: PartState(arrays[name], meta) for name, meta in metas.items()}
-        if _FACTS_KEY not in entries.files:
-            return _from_format_1(parts)
-        facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
+        # The first format named itself nowhere.
+        known = _FACTS_KEY in entries.files
+        facts = json.loads(entries[_FACTS_KEY].tobytes().decode()) if known else {"format": 1}
     if facts["format"] != FORMAT:
         raise CheckpointError(
             f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "
-            f"formats up to {FORMAT}; continue the run with the version that config.json names"
+            f"format {FORMAT}; continue the run with the version that config.json names"
         )
     return HostState(Facts(**facts), parts)
-
-
-def _from_format_1(parts: dict[str, PartState]) -> HostState:
-    """Counters of all parts were one part then."""
-    run = parts.pop("run").meta
-
-    def of(*names: str) -> PartState:
-        return PartState({}, {name: run[name] for name in names})
-
-    idle = {int(i): seconds for i, seconds in run["searcher_idle_s"]}
-    searchers: dict[str, Any] = {
-        f"searcher_{i}": PartState({}, {"decoded_tokens": n, "idle_s": idle.get(i, 0.0)})
-        for i, n in run["decoded_tokens"]
-    }
-    facts = ("seed", "num_processes", "num_searchers", "base_fingerprint")
-    return HostState(
-        Facts(**{name: run[name] for name in facts}, format=1),
-        {
-            **parts,
-            **searchers,
-            "trainer": of("wait_s", "sync_s", "trained_tokens", "staleness_counts"),
-            "clock": of("elapsed_s", "time_to_first_step_s"),
-            "evaluations": of("before", "after", "last_eval_step"),
-        },
-    )

@@ -87,14 +87,14 @@ def repartition(
     share = num_searchers // num_hosts
     mine = range(host * share, (host + 1) * share)
     parts = {"buffer": PartState(*divided)}
-    next_round = max(outbox.meta["position"]["next_round"] for outbox in outboxes.values())
+    next_round = max(_next_number(outbox.meta["position"]) for outbox in outboxes.values())
     for searcher in mine:
         if is_same_search:
             arrays, meta = outboxes[f"outbox_{searcher}"]
             position = meta["position"]
         else:
             arrays, meta = pack_commits([])
-            position = {"next_round": next_round, "prompt_state": None}
+            position = {"next_round": next_round, "prompt_state": None, "ahead": []}
         pending_count = sum(commit["generated"] for commit in meta["commits"])
         # The ledger of a host compares what its outboxes and its buffer have seen.
         seen = parts["buffer"].meta["counters"]["generated"] if searcher == mine.start else 0
@@ -123,6 +123,11 @@ def on_one_host(states: Sequence[HostState]) -> HostState:
         num_searchers=states[0].facts.num_searchers,
         make_buffer=no_buffer,
     )
+
+
+def _next_number(position: Mapping[str, Any]) -> int:
+    """Above every number that an outbox has seen."""
+    return max([position["next_round"], *(number + 1 for number, _ in position["ahead"])])
 
 
 def _pending(state: HostState) -> list[RoundCommit]:

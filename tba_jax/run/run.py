@@ -231,16 +231,16 @@ def forget_after(run: Run, step: int) -> None:
         return record["step"] <= (last_eval_step if "eval/n" in record else step)
 
     # Rounds of searchers that other hosts have now stay: this log is where they were done.
-    merged = {
-        searcher.index: outbox.committed[0] - outbox.num_rounds
-        for searcher, outbox in zip(run.search.searchers, run.search.outboxes, strict=True)
-    }
+    searchers = {searcher.index: searcher for searcher in run.search.searchers}
 
     def is_kept_event(record: Mapping[str, Any]) -> bool:
         if record["event"] == "eval":
             return record["step"] <= last_eval_step
+        searcher = searchers.get(record.get("searcher", -1))
         if record["event"] == "round":  # an interruption may save rounds merged at this very step
-            return record["round"] < merged.get(record["searcher"], record["round"] + 1)
+            return searcher is None or searcher.parts.outbox.is_merged(record["round"])
+        if record["event"] == "chunk":  # saved after the outbox: no committed ticket loses one
+            return searcher is None or record["chunk"] < searcher.num_chunks
         # Weights are published again at the restored step, which changes nothing.
         return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
 

@@ -41,7 +41,7 @@ from tba_jax.run.shared import Shared
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.rollout import Sampler
-from tba_jax.search.searcher import Searcher
+from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
 from tba_jax.weights.transport import (
@@ -232,16 +232,18 @@ def build_searchers(
     key = jax.random.key(config.seed)
     searchers = tuple(
         Searcher(
-            index=shared.first_searcher + i,
-            stream=streams[i],
-            weights=functools.partial(transport.latest, i),
-            sampler=Sampler(decoders[site], config.search, key, shared.first_searcher + i),
-            grader=make_grader(task, shared.tokenizer, shared.rewards.source.on(site)),
-            reference=references.get(site),
-            padding=make_padding(config, shared.tokenizer.pad_id),
-            outbox=outboxes[i],
-            clock=shared.clock,
-            given=given if shared.first_searcher + i == 0 else None,
+            SearchParts(
+                index=shared.first_searcher + i,
+                stream=streams[i],
+                weights=functools.partial(transport.latest, i),
+                sampler=Sampler(decoders[site], config.search, key, shared.first_searcher + i),
+                grader=make_grader(task, shared.tokenizer, shared.rewards.source.on(site)),
+                reference=references.get(site),
+                padding=make_padding(config, shared.tokenizer.pad_id),
+                outbox=outboxes[i],
+                clock=shared.clock,
+            ),
+            given if shared.first_searcher + i == 0 else None,
         )
         for i, site in enumerate(sites.searchers)
     )

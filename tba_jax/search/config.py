@@ -14,7 +14,9 @@ class SearchSettings(Section):
     samples_per_prompt: int = field(
         16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
     )
-    prompts_per_round: int = field(16, "prompts a searcher takes per round", at_least=1)
+    prompts_per_round: int = field(
+        16, "prompts a searcher takes per round, and has under way with driver=async", at_least=1
+    )
     max_new_tokens: int = field(48, "response limit in tokens", at_least=1)
     num_devices: int = field(
         1, "devices of each searcher, which divide its weights and cache", at_least=1
@@ -23,8 +25,10 @@ class SearchSettings(Section):
     cache_dtype: Literal["", "float32", "bfloat16"] = field(
         "", "of cached keys and values; empty: model.rollout_dtype"
     )
-    swap: Literal["round", "in_flight"] = field(
-        "round", "when newer weights are taken; round: at its start; in_flight: between chunks"
+    swap: Literal["auto", "in_flight", "round"] = field(
+        "auto",
+        "driver=async: when newer weights are taken; in_flight: between decode chunks; round: when "
+        "every response under way has ended; auto: in_flight where the objective permits it",
     )
     sampling_temperature: float = field(
         1.0, "divides the logits of searchers, and of policy and reference", above=0

@@ -7,7 +7,7 @@ or is counted there as rejected, by its reason.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from tba_jax.flow.rounds import RoundMetrics, mean_known
 from tba_jax.flow.trajectory import Group, Trajectory
 from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.rewards.source import part_means
-from tba_jax.search.rollout import Rollout
+from tba_jax.search.rollout import Rollout, Transcript
 
 
 class ReferenceScorer(Protocol):
@@ -35,29 +35,88 @@ class ReferenceScorer(Protocol):
         ...
 
 
+class Scored(NamedTuple):
+    """Calls of the reference under way, and whose results they are.
+
+    Attributes:
+        calls: results, float32 [n 1] each.
+        places: for each rollout, (call, row) of each of its responses.
+    """
+
+    calls: list[jax.Array]
+    places: list[list[tuple[int, int]]]
+
+    def sums(self) -> list[np.ndarray]:
+        """log pi_ref of every response, [S] for each rollout; waits for it."""
+        values = [np.asarray(call)[:, 0] for call in self.calls]
+        return [np.array([values[c][r] for c, r in places]) for places in self.places]
+
+
+class _Row(NamedTuple):
+    prompt: np.ndarray
+    transcript: Transcript
+
+
 def dispatch_reference(
-    reference: ReferenceScorer, rollouts: Sequence[Rollout], num_samples: int, padding: Padding
-) -> jax.Array:
-    """log pi_ref of every response, float32 [p S], not waited for.
+    reference: ReferenceScorer, rollouts: Sequence[Rollout], num_rows: int, padding: Padding
+) -> Scored:
+    """Score every distinct response, without waiting.
+
+    A call always has `num_rows` rows of one pair of buckets, those that the response itself needs,
+    so that its log-prob does not depend, to the last bit, on what it is scored with.
 
     Args:
         reference: scores them.
-        rollouts: p of them.
-        num_samples: S; a rollout may have fewer.
-        padding: for the shape it is compiled for.
+        rollouts: of any number of prompts.
+        num_rows: of a call.
+        padding: the buckets.
     """
-    shape = len(rollouts), num_samples
-    responses = np.full((*shape, padding.response_buckets[-1]), padding.pad_id, np.int32)
+    rows: dict[tuple[int, int, bool], list[_Row]] = {}
+    found: dict[tuple[int, bytes, bytes], tuple[tuple[int, int, bool], int]] = {}
+    keys: list[list[tuple[int, bytes, bytes]]] = []
+    for i, (prompt, transcripts) in enumerate(rollouts):
+        keys.append([])
+        for y in transcripts:
+            key = i, y.tokens.tobytes(), b"" if y.is_action is None else y.is_action.tobytes()
+            keys[-1].append(key)
+            if key not in found:
+                s, t = padding.lengths(len(prompt.tokens), len(y.tokens))
+                same = rows.setdefault((s, t, y.is_action is None), [])
+                found[key] = (s, t, y.is_action is None), len(same)
+                same.append(_Row(prompt.tokens, y))
+    calls: list[jax.Array] = []
+    first_call = {}
+    for bucket, same in rows.items():
+        first_call[bucket] = len(calls)
+        for start in range(0, len(same), num_rows):
+            part = same[start : start + num_rows]
+            calls.append(_dispatch(reference, part, bucket, num_rows, padding.pad_id))
+
+    def place(key: tuple[int, bytes, bytes]) -> tuple[int, int]:
+        bucket, at = found[key]
+        return first_call[bucket] + at // num_rows, at % num_rows
+
+    return Scored(calls, [[place(key) for key in own] for own in keys])
+
+
+def _dispatch(
+    reference: ReferenceScorer,
+    rows: Sequence[_Row],
+    bucket: tuple[int, int, bool],
+    num_rows: int,
+    pad_id: int,
+) -> jax.Array:
+    """One call; rows that are missing repeat the first."""
+    s, t, is_single_turn = bucket
+    rows = [*rows, *[rows[0]] * (num_rows - len(rows))]
+    responses = np.full((num_rows, 1, t), pad_id, np.int32)
     is_action = np.zeros(responses.shape, bool)
-    lengths = np.zeros(shape, np.int32)
-    for i, (_, transcripts) in enumerate(rollouts):
-        for j, y in enumerate(transcripts):
-            lengths[i, j] = n = len(y.tokens)
-            responses[i, j, :n] = y.tokens
-            is_action[i, j, :n] = True if y.is_action is None else y.is_action
-    rows = padding.rows([r.prompt.tokens for r in rollouts], responses, lengths)
-    is_single_turn = all(y.is_action is None for r in rollouts for y in r.transcripts)
-    return reference(*rows, None if is_single_turn else is_action[:, :, : rows.t])
+    lengths = np.array([[len(y.tokens)] for _, y in rows], np.int32)
+    for i, (_, y) in enumerate(rows):
+        responses[i, 0, : len(y.tokens)] = y.tokens
+        is_action[i, 0, : len(y.tokens)] = True if y.is_action is None else y.is_action
+    padded = Padding((s,), (t,), pad_id).rows([x for x, _ in rows], responses, lengths)
+    return reference(*padded, None if is_single_turn else is_action)
 
 
 def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
@@ -73,18 +132,19 @@ def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
 def assemble_groups(
     rollouts: Sequence[Rollout],
     grades: Grades,
-    reference_logprob: np.ndarray | None,
+    reference_logprob: Sequence[np.ndarray] | None,
     *,
     searcher: int,
-    round: int,
+    numbers: Sequence[int],
 ) -> tuple[Group, ...]:
     """The group of each rollout that has responses.
 
     Args:
         rollouts: p of them.
         grades: of all their responses.
-        reference_logprob: float32 [p S]; None: the trainer scores the reference.
-        searcher, round: who made them, and when.
+        reference_logprob: float32 [S] of each; None: the trainer scores the reference.
+        searcher: who made them.
+        numbers: the round or ticket of each.
     """
     groups, start = [], 0
     for i, rollout in enumerate(rollouts):
@@ -92,7 +152,7 @@ def assemble_groups(
         reference = np.full(count, np.nan) if reference_logprob is None else reference_logprob[i]
         if count:
             own = grades.between(start, start + count)
-            groups.append(_assemble(rollout, own, reference, searcher, round))
+            groups.append(_assemble(rollout, own, reference, searcher, numbers[i]))
         start += count
     return tuple(groups)
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder
-from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.engine import Decoded, Decoder, row_keys
+from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.decoding.session import Session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.weights.transport import Published
@@ -94,6 +95,19 @@ def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
     ]
 
 
+def transcript_of(response: Response, temperature: float) -> Transcript:
+    """A response of a session, all of it the policy's."""
+    return Transcript(
+        tokens=response.tokens.astype(np.int32),
+        token_logprobs=response.token_logprobs.astype(np.float32),
+        is_action=None,
+        has_eos=response.has_eos,
+        version_min=response.version_min,
+        version_max=response.version_max,
+        temperature=temperature,
+    )
+
+
 class Sampler:
     """How one searcher draws.
 
@@ -118,15 +132,13 @@ class Sampler:
         *,
         round: int,
         published: Published,
-        newest: Callable[[], Published | None] | None = None,
     ) -> Drawn:
         """S responses to each of p prompts.
 
         Args:
             prompts: token ids.
             round: number of the round; no two rounds use the same random numbers.
-            published: the weights to begin with.
-            newest: asked between decode chunks for weights to go on with.
+            published: the weights.
         """
         key = jax.random.fold_in(self._key, round)
         temperatures = self._temperatures(key, len(prompts))
@@ -139,9 +151,38 @@ class Sampler:
             temperatures=temperatures,
             num_slots=self.settings.num_slots or None,
             version=published.version,
-            newest=newest,
         )
         return Drawn(decoded, temperatures)
+
+    def open(self, published: Published) -> Session:
+        """An empty session that tickets are submitted to while it runs."""
+        size = self.settings.samples_per_prompt
+        num_slots = self.settings.num_slots or self.settings.prompts_per_round * size
+        return self._decoder.session(
+            published.params,
+            num_slots=num_slots,
+            prefill_prompts=-(-num_slots // size),
+            version=published.version,
+            is_fed=True,
+        )
+
+    def submit(self, session: Session, prompt: np.ndarray, number: int) -> tuple[int, np.ndarray]:
+        """Queue S samples of a prompt.
+
+        Args:
+            session: made by `open`.
+            prompt: token ids.
+            number: of the ticket; no two tickets or rounds use the same random numbers.
+
+        Returns:
+            The session's number of the request, and float [S] what each sample is drawn at.
+        """
+        # Its own devices: the default one is the trainer's, which has other work.
+        with jax.default_device(session.device):
+            key = jax.random.fold_in(self._key, number)
+            (temperatures,) = self._temperatures(key, 1)
+            keys = row_keys(key, self.settings.samples_per_prompt)
+        return session.submit(prompt, keys, self._sampling, temperatures), temperatures
 
     def _temperatures(self, key: jax.Array, num_prompts: int) -> np.ndarray:
         """float64 [p S]: the temperature each response of a round is drawn at."""

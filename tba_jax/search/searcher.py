@@ -3,15 +3,14 @@
 
 A round is a transaction: the prompt-stream state and the round number are committed with its
 groups, so a round that did not finish is simply redone after a resume. A searcher holds whatever
-weights were newest when its round began, or, with in-flight swaps, when a decode chunk began; it
-waits only when its outbox is full, or before the first publication, and whoever drives it counts
-that as idle. Its first rounds may have given responses instead of drawn ones; the prompt stream
-stands still in those. It does no learning and cannot see the trainer.
+weights were newest when its round began. Its first rounds may have given responses instead of drawn
+ones; the prompt stream stands still in those. It does no learning and cannot see the trainer. What
+runs beside a trainer goes on without rounds (`continuous`), from the same parts.
 """
 
+import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,9 +19,9 @@ from tba_jax.decoding.engine import Decoded
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Prompt
+from tba_jax.flow.trajectory import Group, Prompt
 from tba_jax.replay.outbox import Outbox
-from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.grader import Grader, Grades
 from tba_jax.search.groups import (
     ReferenceScorer,
     assemble_groups,
@@ -66,10 +65,11 @@ class GivenRounds(Protocol):
         ...
 
 
-class Searcher:
-    """One searcher. `step()` does one round.
+@dataclasses.dataclass(frozen=True)
+class SearchParts:
+    """What a searcher works with.
 
-    Args:
+    Attributes:
         index: which searcher of the run.
         stream: its prompts.
         weights: the newest published weights on its devices, None before the first.
@@ -79,156 +79,131 @@ class Searcher:
         padding: of what the reference is given.
         outbox: where finished rounds go.
         clock: seconds since the run began.
+    """
+
+    index: int
+    stream: PromptSource
+    weights: Callable[[], Published | None]
+    sampler: Sampler
+    grader: Grader
+    reference: ReferenceScorer | None
+    padding: Padding
+    outbox: Outbox
+    clock: Callable[[], float]
+
+    def finish(
+        self, rollouts: Sequence[Rollout], numbers: Sequence[int]
+    ) -> tuple[tuple[Group, ...], Grades, float, float]:
+        """Reference, rewards and groups of finished rollouts.
+
+        Args:
+            rollouts: of a round, or of several tickets.
+            numbers: the round or ticket of each.
+
+        Returns:
+            Groups, grades, and the seconds that the rewards took and the reference was waited for.
+        """
+        start = self.clock()
+        scored = None
+        if self.reference is not None:
+            size = self.sampler.settings.samples_per_prompt
+            scored = dispatch_reference(self.reference, rollouts, size, self.padding)
+        grades = grade_rollouts(self.grader, rollouts)
+        graded = self.clock()
+        # The device has worked on the reference meanwhile; only the rest of it is waited for.
+        reference_logprob = None if scored is None else scored.sums()
+        end = self.clock()
+        groups = assemble_groups(
+            rollouts, grades, reference_logprob, searcher=self.index, numbers=numbers
+        )
+        return groups, grades, graded - start, end - graded
+
+
+class Searcher:
+    """One searcher. `step()` does one round.
+
+    Args:
+        parts: what it works with.
         given: the responses of the first rounds, if any are given.
 
     Attributes:
-        decoded_tokens: tokens drawn so far.
+        decoded_tokens: tokens of the responses committed so far.
         idle_s: seconds that it had nothing to do; counted by whoever drives it.
+        num_chunks: decode chunks done without rounds.
         num_given: responses that are given.
     """
 
-    def __init__(
-        self,
-        *,
-        index: int,
-        stream: PromptSource,
-        weights: Callable[[], Published | None],
-        sampler: Sampler,
-        grader: Grader,
-        reference: ReferenceScorer | None,
-        padding: Padding,
-        outbox: Outbox,
-        clock: Callable[[], float],
-        given: GivenRounds | None = None,
-    ) -> None:
-        self.index = index
-        self.weights = weights
+    def __init__(self, parts: SearchParts, given: GivenRounds | None = None) -> None:
+        self.parts = parts
+        self.index = parts.index
         self.num_given = 0 if given is None else given.num_responses
         self.decoded_tokens = 0
         self.idle_s = 0.0
-        self._settings = sampler.settings
-        self._stream = stream
-        self._sampler = sampler
-        self._grader = grader
-        self._reference = reference
-        self._padding = padding
-        self._outbox = outbox
-        self._clock = clock
+        self.num_chunks = 0
         self._given = given
 
     def state(self) -> PartState:
-        """Its counters; the outbox has the position of the last committed round."""
-        return PartState({}, {"decoded_tokens": self.decoded_tokens, "idle_s": self.idle_s})
+        """Its counters; the outbox knows which rounds are committed."""
+        counts = {name: getattr(self, name) for name in ("decoded_tokens", "idle_s", "num_chunks")}
+        return PartState({}, counts)
 
     def restore(self, state: PartState) -> None:
         """Count on, and let the prompts come again that followed the last committed round.
 
         The outbox is restored before.
         """
-        self.decoded_tokens = state.meta["decoded_tokens"]
-        self.idle_s = state.meta["idle_s"]
-        _, position = self._outbox.committed
+        vars(self).update(state.meta)
+        _, position = self.parts.outbox.committed
         if position is not None:
-            self._stream.restore(position)
+            self.parts.stream.restore(position)
 
     @property
     def num_given_rounds_left(self) -> int:
         """Rounds of given responses that are not committed yet."""
         total = 0 if self._given is None else self._given.num_rounds
-        return max(0, total - self._outbox.committed[0])
+        return max(0, total - self.parts.outbox.committed[0])
 
     def step(self) -> bool:
         """One round; False when it has to wait: for weights, or for room in its outbox."""
-        if not self._outbox.has_room():
+        if not self.parts.outbox.has_room():
             return False
-        published = self.weights()
+        published = self.parts.weights()
         if published is None:
             return False
-        in_flight = self._settings.swap == "in_flight"
-        self.do_round(published, (lambda chunk: self.weights()) if in_flight else None)
+        self.do_round(published)
         return True
 
-    def do_round(
-        self,
-        published: Published,
-        newest: Callable[[int], Published | None] | None = None,
-    ) -> None:
-        """One whole round, committed to the outbox.
-
-        Args:
-            published: the weights it begins with.
-            newest: asked before each decode chunk, by its number, for weights to go on with.
-        """
-        start = self._clock()
-        number, _ = self._outbox.committed
-        swaps: list[tuple[int, int]] = []
-        rollouts, num_tokens = self._respond(published, number, newest, swaps)
-        decoded_at = self._clock()
-        reference = None
-        if self._reference is not None:
-            size = self._settings.samples_per_prompt
-            reference = dispatch_reference(self._reference, rollouts, size, self._padding)
-        grades = grade_rollouts(self._grader, rollouts)
-        graded_at = self._clock()
-        # The device has worked on the reference meanwhile; only the rest of it is waited for.
-        reference_logprob = None if reference is None else np.asarray(reference)
-        end = self._clock()
-        groups = assemble_groups(
-            rollouts, grades, reference_logprob, searcher=self.index, round=number
-        )
+    def do_round(self, published: Published) -> None:
+        """One whole round with these weights, committed to the outbox."""
+        parts = self.parts
+        start = parts.clock()
+        number, _ = parts.outbox.committed
+        rollouts, num_tokens = self._respond(published, number)
+        decode_s = parts.clock() - start
+        groups, grades, reward_s, reference_s = parts.finish(rollouts, [number] * len(rollouts))
         self.decoded_tokens += num_tokens
-        times = PhaseTimes(
-            start_s=start,
-            end_s=end,
-            decode_s=decoded_at - start,
-            reward_s=graded_at - decoded_at,
-            reference_s=end - graded_at,
-        )
-        self._outbox.put(
+        times = PhaseTimes(start, parts.clock(), decode_s, reward_s, reference_s)
+        parts.outbox.put(
             RoundCommit(
                 searcher=self.index,
                 round=number,
                 version=published.version,
-                swaps=tuple(swaps),
                 groups=groups,
-                prompt_state=self._stream.state(),
+                prompt_state=parts.stream.state(),
                 generated=sum(len(r.transcripts) for r in rollouts),
                 report=RoundReport(measure(rollouts, grades, num_tokens), times),
             )
         )
 
-    def _respond(
-        self,
-        published: Published,
-        number: int,
-        newest: Callable[[int], Published | None] | None,
-        swaps: list[tuple[int, int]],
-    ) -> tuple[list[Rollout], int]:
+    def _respond(self, published: Published, number: int) -> tuple[list[Rollout], int]:
         """The rollouts of a round, given or drawn, and how many tokens were drawn."""
+        parts = self.parts
+        settings = parts.sampler.settings
         if self._given is not None and number < self._given.num_rounds:
             prompts, decoded = self._given.decoded(published.params, number, published.version)
-            temperatures = np.full(decoded.lengths.shape, self._settings.sampling_temperature)
+            temperatures = np.full(decoded.lengths.shape, settings.sampling_temperature)
             return rollouts_of(prompts, Drawn(decoded, temperatures)), 0
-        prompts = self._stream.take(self._settings.prompts_per_round)
-        ask = None if newest is None else _logged(newest, published.version, swaps)
-        draw = functools.partial(self._sampler.draw, round=number, published=published, newest=ask)
+        prompts = parts.stream.take(settings.prompts_per_round)
+        draw = functools.partial(parts.sampler.draw, round=number, published=published)
         rollouts = rollout(prompts, draw)
         return rollouts, sum(len(y.tokens) for r in rollouts for y in r.transcripts)
-
-
-def _logged(
-    newest: Callable[[int], Published | None], version: int, swaps: list[tuple[int, int]]
-) -> Callable[[], Published | None]:
-    """`newest` as the decoder asks for it; every change of version is noted in `swaps`."""
-    chunks = itertools.count()
-
-    def ask() -> Published | None:
-        chunk = next(chunks)
-        published = newest(chunk)
-        current = swaps[-1][1] if swaps else version
-        if published is None or published.version <= current:
-            return None
-        swaps.append((chunk, published.version))
-        return published
-
-    return ask

@@ -118,11 +118,11 @@ STUDIES: dict[str, Study] = {
         ),
         counts_finds=True,
     ),
-    # Rounds of many chunks (few slots, many prompts): newer weights at their start, or inside them.
+    # Newer weights when every response under way has ended, or between chunks.
     "in_flight": Study(
         "math",
         {
-            "round": (*_SHORT, *_LONG_ROUNDS),
+            "round": (*_SHORT, *_LONG_ROUNDS, "search.swap=round"),
             "in flight": (*_SHORT, *_LONG_ROUNDS, "search.swap=in_flight"),
         },
     ),

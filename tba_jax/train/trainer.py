@@ -74,6 +74,10 @@ class Trainer:
         max_nonfinite_steps: skipped steps in a row that end the run.
         log_event: schedule log.
         clock: seconds since the run began.
+
+    Attributes:
+        num_merged_groups: groups of the rounds merged by this process.
+        version: newest published.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Trainer:
         self.step_index = int(state.step)
         self.counters = Counters()
         self.last_event: Mapping[str, Any] = {}
+        self.num_merged_groups = 0
+        self.version = self.step_index
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
         self._buffer = buffer
@@ -116,6 +122,7 @@ class Trainer:
         """Publish the current weights under the current step; returns the pause in seconds."""
         start = self._clock()
         self._transport.publish(self.step_index, self.state.params)
+        self.version = self.step_index
         end = self._clock()
         self._log(
             {
@@ -141,6 +148,7 @@ class Trainer:
         commits = [c for outbox in self._outboxes for c in outbox.take(max_rounds)]
         if commits:
             self._buffer.merge(commits, self.step_index)
+            self.num_merged_groups += sum(len(c.groups) for c in commits)
         counts = [outbox.counts for outbox in self._outboxes]
         self._buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
         for commit in commits:
@@ -154,7 +162,6 @@ class Trainer:
                     "searcher": commit.searcher,
                     "round": commit.round,
                     "version": commit.version,
-                    "swaps": [list(swap) for swap in commit.swaps],
                     "prompt_ids": [g.prompt.prompt_id for g in commit.groups],
                     "generated": commit.generated,
                     "rejected": rejected,

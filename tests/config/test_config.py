@@ -208,8 +208,7 @@ def test_no_field_is_dead():
         ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
         ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
         ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),
-        ({"search.swap": "now"}, "config.search.swap = 'now': must be one of round, in_flight"),
-        ({"search.swap": "in_flight", "driver": "sync"}, "only the asynchronous driver publishes"),
+        ({"search.swap": "now"}, "config.search.swap = 'now': must be one of auto, in_flight"),
         (
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "needs no behaviour policy permits a response of several versions",

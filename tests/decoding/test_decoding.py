@@ -323,26 +323,45 @@ def test_nothing_is_compiled_after_warm_up(params):
 def test_weights_are_swapped_between_chunks(params, decoder):
     """The response goes on with the new weights over its old cache; both versions are on record."""
     other = jax.tree.map(lambda x: x * 1.5, params)
-    chunks = []
-
-    def newest():
-        chunks.append(1)
-        return (7, other) if len(chunks) > 2 else (3, params)
-
     settings = SamplingSettings(16, stop_ids=())
     kwargs = {"num_samples": 1, "key": KEY, "settings": settings, "num_slots": 2}
-    decode(decoder, params, **kwargs)  # compiles
-    count = decoder.compile_count
-    out = decoder.decode(params, PROMPTS, **kwargs, version=3, newest=newest)
-    assert decoder.compile_count == count
-    # Chunks of 4: two with version 3, then version 7; the other prompts begin after the swap.
-    assert out.version_min.ravel().tolist() == [3, 3, 7, 7]
-    assert out.version_max.ravel().tolist() == [7, 7, 7, 7]
     plain = decoder.decode(params, PROMPTS, **kwargs)
     swapped = decoder.decode(other, PROMPTS, **kwargs)
-    np.testing.assert_array_equal(out.tokens[:2, :, :8], plain.tokens[:2, :, :8])
-    assert (out.tokens[:2, :, 8:] != plain.tokens[:2, :, 8:]).any()
-    np.testing.assert_array_equal(out.tokens[2:], swapped.tokens[2:])
+    count = decoder.compile_count
+    session = decoder.session(params, num_slots=2, prefill_prompts=2, version=3)
+    for prompt, keys in zip(PROMPTS, row_keys(KEY, len(PROMPTS))[:, None], strict=True):
+        session.submit(prompt, keys, settings)
+    responses = [*session.step(), *session.step()]
+    session.swap(other, 7)
+    responses = sorted([*responses, *session.run()], key=lambda r: r.request)
+    assert decoder.compile_count == count
+    # Chunks of 4: two with version 3, then version 7; the other prompts begin after the swap.
+    assert [r.version_min for r in responses] == [3, 3, 7, 7]
+    assert [r.version_max for r in responses] == [7, 7, 7, 7]
+    tokens = np.array([r.tokens for r in responses])[:, None]
+    np.testing.assert_array_equal(tokens[:2, :, :8], plain.tokens[:2, :, :8])
+    assert (tokens[:2, :, 8:] != plain.tokens[:2, :, 8:]).any()
+    np.testing.assert_array_equal(tokens[2:], swapped.tokens[2:])
+
+
+def test_a_fed_session_keeps_its_slots_and_prefills_what_came(params, decoder):
+    """Prompts one by one are drawn as all at once; room counts what is queued."""
+    settings = SamplingSettings(6, stop_ids=())
+    whole = decoder.decode(params, PROMPTS, num_samples=2, key=KEY, settings=settings)
+    session = decoder.session(params, num_slots=4, prefill_prompts=4, is_fed=True)
+    keys = row_keys(KEY, 2 * len(PROMPTS)).reshape(-1, 2, 2)
+    assert session.room == 4
+    found = []
+    for i, prompt in enumerate(PROMPTS):
+        session.submit(prompt, keys[i], settings)
+        assert session.room <= 2
+        found += session.step()
+    found += session.run()
+    assert session.num_slots == 4 and session.room == 4
+    for response in found:
+        at = response.request, response.sample
+        np.testing.assert_array_equal(response.tokens, whole.tokens[at])
+    assert len(found) == 2 * len(PROMPTS)
 
 
 def test_a_prompt_read_by_older_weights_is_on_record(params, decoder):

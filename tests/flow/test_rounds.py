@@ -44,7 +44,7 @@ def test_search_metrics_are_means_over_rounds_and_leave_out_what_is_nan():
     ]
     assert summarise_rounds(reports) == {
         "search/rounds": 2.0,
-        "search/tokens_per_s": 40.0,
+        "search/tokens_per_s": 80.0,
         "search/reward_mean": 0.5,
         "search/response_length_mean": 2.0,
         "search/kind_share": 0.5,

@@ -39,10 +39,31 @@ def test_groups_prompt_state_and_round_number_commit_together():
     bad = dataclasses.replace(bad, generated=7)
     with pytest.raises(ValueError, match="generated 7 responses, but its groups hold 1"):
         outbox.put(bad)
-    with pytest.raises(ValueError, match="committed round 2, wanted round 1"):
-        outbox.put(make_commit({1: [[5]]}, round=2))
+    with pytest.raises(ValueError, match="committed round 0 again, wanted round 1"):
+        outbox.put(make_commit({1: [[5]]}, round=0))
     assert outbox.committed == (1, {"position": 1})
     assert outbox.counts.pending == 1
+
+
+def test_rounds_that_end_out_of_order_are_each_committed_once():
+    """The position stays before the lowest number that is missing, through a restore too."""
+    outbox = Outbox(10**6)
+    for number in (1, 3, 4):
+        outbox.put(make_commit({number: [[5]]}, round=number))
+    assert outbox.committed == (0, None)
+    assert [outbox.is_committed(i) for i in range(6)] == [False, True, False, True, True, False]
+    assert [c.round for c in outbox.take(1)] == [1]
+    assert [outbox.is_merged(i) for i in range(4)] == [False, True, False, False]
+    arrays, meta = outbox.state()
+    outbox = Outbox(10**6)
+    outbox.restore(PartState(arrays, json.loads(json.dumps(meta))))
+    assert [c.round for c in outbox.take()] == [3, 4] and outbox.counts.generated == 3
+    with pytest.raises(ValueError, match="committed round 3 again, wanted round 0 or"):
+        outbox.put(make_commit({3: [[5]]}, round=3))
+    outbox.put(make_commit({0: [[5]]}, round=0))
+    assert outbox.committed == (2, {"position": 2})
+    outbox.put(make_commit({2: [[5]]}, round=2))
+    assert outbox.committed == (5, {"position": 5}) and outbox.num_groups == 2
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
     rollouts = rollout(PROMPTS, draw)
     assert [len(r.transcripts) for r in rollouts] == [2, 1]
     grades = grade_rollouts(make_grader(), rollouts)
-    reference = np.array([[-0.5, -0.25], [-2.0, 0.0]], np.float32)
-    first, second = assemble_groups(rollouts, grades, reference, searcher=1, round=9)
+    reference = [np.array([-0.5, -0.25], np.float32), np.array([-2.0], np.float32)]
+    first, second = assemble_groups(rollouts, grades, reference, searcher=1, numbers=[9, 9])
     assert (first.prompt, first.rejected) == (PROMPTS[0], {"thirteen": 1})
     (y,) = first.trajectories
     assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
@@ -74,46 +74,57 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
 def test_one_finished_group_is_treated_like_a_whole_round():
     rollouts = rollout(PROMPTS, draw)
     grader = make_grader()
-    whole = assemble_groups(rollouts, grade_rollouts(grader, rollouts), None, searcher=0, round=0)
+    grades = grade_rollouts(grader, rollouts)
+    whole = assemble_groups(rollouts, grades, None, searcher=0, numbers=[0, 0])
     for one, group in zip(rollouts, whole, strict=True):
-        (alone,) = assemble_groups([one], grade_rollouts(grader, [one]), None, searcher=0, round=0)
+        grades = grade_rollouts(grader, [one])
+        (alone,) = assemble_groups([one], grades, None, searcher=0, numbers=[0])
         assert alone.rejected == group.rejected
         assert [(y.reward, y.response_tokens.tolist()) for y in alone.trajectories] == [
             (y.reward, y.response_tokens.tolist()) for y in group.trajectories
         ]
 
 
-def test_the_reference_gets_padded_rows_and_marks_only_where_an_environment_wrote():
+def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buckets():
     seen = []
 
     def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
         seen.append((tokens, prompt_lengths, response_lengths, response_bucket, is_action))
-        return np.zeros(prompt_lengths.shape)
+        return -tokens.sum(axis=-1)
 
     padding = Padding((4,), (2, 4), 0)
     rollouts = rollout(PROMPTS, draw)
-    dispatch_reference(reference, rollouts, 2, padding)
-    tokens, prompt_lengths, response_lengths, t, is_action = seen.pop()
-    assert tokens.tolist() == [
-        [[0, 1, 2, 3, 5, 0], [0, 1, 2, 3, 6, 7]],
-        [[0, 0, 1, 2, 8, 0], [0, 0, 1, 2, 0, 0]],
+    first = Rollout(PROMPTS[0], (*rollouts[0].transcripts, rollouts[0].transcripts[0]))
+    scored = dispatch_reference(reference, [first, rollouts[1]], 2, padding)
+    # Three distinct responses in calls of two rows; the row that is missing repeats the first.
+    assert [call[0].tolist() for call in seen] == [
+        [[[0, 1, 2, 3, 5, 0]], [[0, 1, 2, 3, 6, 7]]],
+        [[[0, 0, 1, 2, 8, 0]], [[0, 0, 1, 2, 8, 0]]],
     ]
-    assert prompt_lengths.tolist() == [[3, 3], [2, 2]]
-    assert (response_lengths.tolist(), t, is_action) == ([[1, 2], [1, 0]], 2, None)
+    assert [call[1].tolist() for call in seen] == [[[3], [3]], [[2], [2]]]
+    assert [call[2].tolist() for call in seen] == [[[1], [2]], [[1], [1]]]
+    assert [call[3:] for call in seen] == [(2, None), (2, None)]
+    assert [sums.tolist() for sums in scored.sums()] == [[-11, -19, -11], [-11]]
+
+
+def test_what_an_environment_wrote_is_marked_and_scored_apart():
+    seen = []
+
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
+        seen.append((response_bucket, is_action))
+        return np.zeros(prompt_lengths.shape)
 
     marks = np.array([True, False, True])
     answered = Transcript(
         np.array([6, 9, 7], np.int32), np.array([-1, 0, -1], np.float32), marks, True, 3, 3, 1.0
     )
-    turns = Rollout(PROMPTS[1], (*rollouts[1].transcripts, answered))
-    dispatch_reference(reference, [rollouts[0], turns], 2, padding)
-    *_, t, is_action = seen.pop()
-    assert t == 4
-    assert is_action.astype(int).tolist() == [
-        [[1, 0, 0, 0], [1, 1, 0, 0]],
-        [[1, 0, 0, 0], [1, 0, 1, 0]],
-    ]
+    single = rollout(PROMPTS, draw)[1]
+    turns = Rollout(PROMPTS[1], (*single.transcripts, answered))
+    dispatch_reference(reference, [turns], 2, Padding((4,), (2, 4), 0))
+    (t, none), (longer, is_action) = seen
+    assert (t, none, longer) == (2, None, 4)
+    assert is_action.astype(int).tolist() == [[[1, 0, 1, 0]], [[1, 0, 1, 0]]]
     grades = grade_rollouts(make_grader(), [turns])
-    (group,) = assemble_groups([turns], grades, None, searcher=0, round=0)
+    (group,) = assemble_groups([turns], grades, None, searcher=0, numbers=[0])
     assert [y.is_action is marks for y in group.trajectories] == [False, True]
     assert np.isnan([y.reference_logprob for y in group.trajectories]).all()

@@ -19,7 +19,7 @@ from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.modeling import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.rollout import Sampler
-from tba_jax.search.searcher import Searcher
+from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import GivenGroup, StartData, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.weights.transport import Published
@@ -87,7 +87,7 @@ def make_searcher(model, given_texts):
         long_prompts="refuse",
     )
     outbox, reference = Outbox(2**20), LengthReference()
-    searcher = Searcher(
+    parts = SearchParts(
         index=0,
         stream=stream,
         weights=lambda: Published(0, params),
@@ -99,9 +99,8 @@ def make_searcher(model, given_texts):
         padding=padding,
         outbox=outbox,
         clock=lambda: 0.0,
-        given=given,
     )
-    return searcher, outbox, stream, reference
+    return Searcher(parts, given), outbox, stream, reference
 
 
 def test_given_responses_are_scored_in_the_first_rounds_and_then_it_draws(model):
@@ -143,4 +142,4 @@ def test_given_responses_are_scored_in_the_first_rounds_and_then_it_draws(model)
     assert (drawn.round, drawn.generated) == (2, 6)
     assert stream.state() == drawn.prompt_state != before and searcher.decoded_tokens > 0
     # Full and partial rounds of given responses compile no program of their own.
-    assert reference.shapes == [(2, 3, 20)] * 3
+    assert set(reference.shapes) == {(3, 1, 20)}

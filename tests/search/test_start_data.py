@@ -101,7 +101,6 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         temperatures=np.full((3, 4), 0.8),
         num_slots=None,
         version=5,
-        newest=None,
     )
     given = [
         GivenGroup(p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))

@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Searching without rounds: one decode session goes on, and groups are committed as they end.
+
+A prompt is taken when slots are free and it is admitted; it is a ticket then, with a number of its
+own. When the last of its responses has ended, it is graded on another thread while decoding goes
+on, and committed. A ticket is a transaction as a round is: after a resume those that were not
+committed are drawn again, from the same prompts and random numbers. Newer weights are taken between
+chunks, or, where a response must be of one version, when the session has drained.
+
+The schedule log has, for each searcher, the chunks at which tickets were admitted or weights
+changed. What a session draws follows from those alone, so a run can be replayed from them.
+"""
+
+import dataclasses
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tba_jax.decoding.requests import Statistics
+from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.replay.admission import Admission
+from tba_jax.search.groups import measure
+from tba_jax.search.rollout import Rollout, Session, Transcript, transcript_of
+from tba_jax.search.searcher import Searcher
+from tba_jax.weights.transport import Published
+
+LogEvent = Callable[[Mapping[str, Any]], None]
+
+
+class Ticket(NamedTuple):
+    """A prompt that was taken from the stream.
+
+    Attributes:
+        number: counted from 0 in the order of the stream, over the whole run.
+        prompt: the prompt.
+        prompt_state: of the stream after it.
+    """
+
+    number: int
+    prompt: Prompt
+    prompt_state: Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class _Open:
+    """A ticket in the session; `left` of its responses have not ended."""
+
+    ticket: Ticket
+    version: int
+    start_s: float
+    temperatures: Sequence[float]
+    responses: list[Transcript | None]
+    left: int
+
+
+class Finished(NamedTuple):
+    """A ticket whose responses have ended.
+
+    Attributes:
+        version: of the weights it began with.
+        start_s: when it was admitted.
+        decode_s: its share of the session's time.
+    """
+
+    ticket: Ticket
+    version: int
+    start_s: float
+    transcripts: tuple[Transcript, ...]
+    decode_s: float
+
+
+class ContinuousSearch:
+    """What a searcher does beside a trainer: `step` decodes and `grade` commits, a thread each.
+
+    Args:
+        searcher: whose parts and counters these are; its given rounds come first.
+        admission: says when another prompt may begin.
+        swaps_in_flight: newer weights are taken between chunks; else when the session has drained.
+        log_event: schedule log.
+    """
+
+    def __init__(
+        self,
+        searcher: Searcher,
+        admission: Admission,
+        *,
+        swaps_in_flight: bool,
+        log_event: LogEvent,
+    ) -> None:
+        self.searcher = searcher
+        self._parts = searcher.parts
+        self._settings = searcher.parts.sampler.settings
+        self._admission = admission
+        self._swaps_in_flight = swaps_in_flight
+        self._log_event = log_event
+        self._session: Session | None = None
+        self._open: dict[int, _Open] = {}  # by the session's number of the request
+        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._next_number = -1  # before the first prompt is taken
+        self._reported = Statistics()
+        self._is_first = True  # chunk of this session
+
+    def step(self) -> bool:
+        """Admit what may begin, and decode one chunk; False when there is nothing to decode."""
+        if self.searcher.num_given_rounds_left:
+            return self.searcher.step()
+        published = self._parts.weights()
+        if published is None:
+            return False
+        session = self._session
+        if session is None:
+            session = self._session = self._parts.sampler.open(published)
+        is_newer = published.version > session.version
+        is_draining = is_newer and not (self._swaps_in_flight or session.is_idle)
+        tickets = [] if is_draining else self._admit(session)
+        if session.is_idle and not tickets:
+            return False
+        self.advance(None if is_draining else published, tickets)
+        return True
+
+    def advance(self, published: Published | None, tickets: Sequence[Ticket]) -> None:
+        """One chunk.
+
+        Args:
+            published: weights to take up if they are newer; None: those that the session has.
+            tickets: submitted first.
+        """
+        session = self._session
+        if session is None:
+            assert published is not None, "a session begins with weights"
+            session = self._session = self._parts.sampler.open(published)
+        is_swapped = published is not None and published.version > session.version
+        if is_swapped:
+            session.swap(published.params, published.version)
+        for ticket in tickets:
+            self._submit(session, ticket)
+        if tickets or is_swapped or self._is_first:
+            self._log_event(
+                {
+                    "event": "chunk",
+                    "searcher": self.searcher.index,
+                    "chunk": self.searcher.num_chunks,
+                    "begins": self._is_first,
+                    "version": session.version,
+                    "tickets": [ticket.number for ticket in tickets],
+                }
+            )
+            self._is_first = False
+        self._decode(session)
+
+    def grade(self) -> bool:
+        """Grade and commit what has ended, a round's worth at most; False when nothing has."""
+        finished = self.take_finished(self._settings.prompts_per_round)
+        if finished:
+            self.commit(finished)
+        return bool(finished)
+
+    def take_finished(self, most: int) -> list[Finished]:
+        """Tickets that have ended and are not committed, the earliest first."""
+        finished: list[Finished] = []
+        while len(finished) < most:
+            try:
+                finished.append(self._finished.get_nowait())
+            except queue.Empty:
+                break
+        return finished
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is being decoded."""
+        return self._session is None or self._session.is_idle
+
+    def renewed(self) -> "ContinuousSearch":
+        """One with a new session, as after a resume; no prompt is taken from the stream again."""
+        other = ContinuousSearch(
+            self.searcher,
+            self._admission,
+            swaps_in_flight=self._swaps_in_flight,
+            log_event=self._log_event,
+        )
+        other._next_number = self._next_number
+        return other
+
+    def slot_use(self) -> tuple[int, int]:
+        """Tokens drawn and slot-steps made since this was asked last."""
+        session = self._session
+        if session is None:
+            return 0, 0
+        now, before = dataclasses.replace(session.statistics), self._reported
+        self._reported = now
+        return now.tokens - before.tokens, now.slot_steps - before.slot_steps
+
+    def _admit(self, session: Session) -> list[Ticket]:
+        """Prompts for the free slots."""
+        tickets: list[Ticket] = []
+        size = self._settings.samples_per_prompt
+        # No more than a session's worth waits for its grades, however slow these are.
+        most = 2 * -(-session.num_slots // size)
+        while (
+            session.room > len(tickets) * size
+            and self._finished.qsize() < most
+            and self._parts.outbox.has_room()
+            and self._admission.admit(self.searcher.index)
+        ):
+            tickets.append(self.take())
+        return tickets
+
+    def take(self) -> Ticket:
+        """The next prompt of the stream that is not committed yet."""
+        if self._next_number < 0:
+            self._next_number, _ = self._parts.outbox.committed
+        while True:
+            number = self._next_number
+            (prompt,) = self._parts.stream.take(1)
+            self._next_number += 1
+            if not self._parts.outbox.is_committed(number):
+                return Ticket(number, prompt, self._parts.stream.state())
+
+    def _submit(self, session: Session, ticket: Ticket) -> None:
+        request, temperatures = self._parts.sampler.submit(
+            session, ticket.prompt.tokens, ticket.number
+        )
+        self._open[request] = _Open(
+            ticket,
+            session.version,
+            self._parts.clock(),
+            temperatures.tolist(),
+            [None] * len(temperatures),
+            len(temperatures),
+        )
+
+    def _decode(self, session: Session) -> None:
+        """One chunk; tickets that are complete go to whoever grades."""
+        self.searcher.num_chunks += 1
+        for response in session.step():
+            group = self._open[response.request]
+            temperature = group.temperatures[response.sample]
+            group.responses[response.sample] = transcript_of(response, temperature)
+            group.left -= 1
+            if not group.left:
+                del self._open[response.request]
+                self._finished.put(self._ended(session, group))
+
+    def _ended(self, session: Session, group: _Open) -> Finished:
+        transcripts = tuple(y for y in group.responses if y is not None)
+        spent = session.statistics
+        per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
+        decode_s = per_token * sum(len(y.tokens) for y in transcripts)
+        return Finished(group.ticket, group.version, group.start_s, transcripts, decode_s)
+
+    def commit(self, finished: Sequence[Finished]) -> None:
+        """Grade these and put them into the outbox, each by itself."""
+        parts = self._parts
+        rollouts = [Rollout(f.ticket.prompt, f.transcripts) for f in finished]
+        numbers = [f.ticket.number for f in finished]
+        groups, grades, reward_s, reference_s = parts.finish(rollouts, numbers)
+        end_s = parts.clock()
+        start = 0
+        for f, rollout, group in zip(finished, rollouts, groups, strict=True):
+            own = grades.between(start, start + len(f.transcripts))
+            start += len(f.transcripts)
+            num_tokens = sum(len(y.tokens) for y in f.transcripts)
+            share = 1 / len(finished)
+            times = PhaseTimes(f.start_s, end_s, f.decode_s, reward_s * share, reference_s * share)
+            parts.outbox.put(
+                RoundCommit(
+                    searcher=self.searcher.index,
+                    round=f.ticket.number,
+                    version=f.version,
+                    groups=(group,),
+                    prompt_state=f.ticket.prompt_state,
+                    generated=len(f.transcripts),
+                    report=RoundReport(measure([rollout], own, num_tokens), times),
+                )
+            )
+            self.searcher.decoded_tokens += num_tokens
+            self._admission.commit(self.searcher.index, end_s - f.start_s)

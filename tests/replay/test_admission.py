@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Admission: how many groups may be under way, for whom, and which bound can be met."""
+
+import math
+
+import pytest
+
+from tba_jax.replay.admission import Admission, Demand
+
+
+def make_admission(searchers=(0,), unmerged=0, **changes):
+    demand = {"prompts": 4, "share": 1.0, "max_staleness": 2, "sync_period": 1}
+    return Admission(Demand(**{**demand, **changes}), searchers, unmerged)
+
+
+def admit_all(admission, searcher=0, most=1000):
+    count = 0
+    while count < most and admission.admit(searcher):
+        count += 1
+    return count
+
+
+def test_without_a_bound_everything_is_admitted():
+    admission = make_admission(max_staleness=0)
+    assert admit_all(admission) == 1000 and admission.limit == math.inf
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "step", "wanted"),
+    [
+        ({}, 0, 0, 12),  # three batches of four: used at staleness 0, 1 and 2
+        ({}, 7, 7, 12),
+        ({"sync_period": 2}, 6, 7, 8),  # one step since the publication is gone
+        ({"share": 0.5}, 0, 0, 6),  # half of the slots are replay
+        ({"share": 0.1}, 0, 0, 4),  # never less than a batch can need at once
+        ({"initial": 20}, 0, 0, 20),
+        ({"initial": 20}, 1, 1, 12),
+    ],
+)
+def test_as_many_are_under_way_as_the_trainer_takes_within_the_bound(
+    changes, version, step, wanted
+):
+    admission = make_admission(**changes)
+    admission.update(step=step, version=version, num_merged=0, num_fresh=0)
+    assert admit_all(admission) == wanted
+
+
+def test_a_group_is_under_way_until_it_is_used():
+    admission = make_admission(unmerged=3)
+    assert admit_all(admission) == 12 - 3
+    for _ in range(5):
+        admission.commit(0, 0.1)
+    assert admit_all(admission) == 0 and admission.num_under_way == 12
+    admission.update(step=0, version=0, num_merged=8, num_fresh=8)
+    assert admit_all(admission) == 0 and admission.num_under_way == 12
+    admission.update(step=1, version=1, num_merged=0, num_fresh=4)
+    assert admission.num_under_way == 8 and admit_all(admission) == 4
+
+
+def test_responses_slower_than_the_bound_do_not_starve_the_trainer():
+    """Ten steps each: as many are under way as the trainer takes in ten steps and a merge."""
+    admission = make_admission()
+    admission.note_step(1.0)
+    admit_all(admission, most=8)
+    for _ in range(8):
+        admission.commit(0, 10.0)
+    assert admission.limit == 4 * (10 + 1)
+    found = admission.latency()
+    assert (found.mean_steps, found.p95_steps, found.step_s) == (10.0, 10.0, 1.0)
+    assert (found.late_share, found.feasible) == (1.0, 11)
+
+
+def test_fast_responses_leave_the_bound_as_it_is():
+    admission = make_admission()
+    admission.note_step(1.0)
+    assert admission.latency() is None  # nothing measured
+    admit_all(admission, most=8)
+    for _ in range(8):
+        admission.commit(0, 0.5)
+    assert admission.limit == 12
+    found = admission.latency()
+    assert (found.late_share, found.feasible) == (0.0, 2)
+
+
+def test_those_come_first_that_were_admitted_the_longest_ago():
+    """One place at a time, and searcher 0 always asks first: each gets its share."""
+    admission = make_admission(searchers=(0, 1, 2), prompts=1, max_staleness=1, share=1.0)
+    admitted = [s for s in (0, 1, 2) if admission.admit(s)]
+    assert admitted == [0, 1]  # two places
+    turns = []
+    for _ in range(9):
+        admission.commit(admitted.pop(0), 0.1)
+        admission.update(step=0, version=0, num_merged=1, num_fresh=0)
+        for s in (0, 1, 2, 0, 1, 2):
+            if admission.admit(s):
+                admitted.append(s)
+                turns.append(s)
+    assert turns == [2, 0, 1] * 3
