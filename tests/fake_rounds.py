@@ -105,7 +105,9 @@ def stored(buffer):
 
 def drawn(draws):
     """What identifies a batch."""
-    return [(d.prompt.prompt_id, d.is_fresh, d.trajectory_ids, d.num_repeats) for d in draws]
+    return [
+        (d.prompt.prompt_id, d.is_fresh, d.trajectory_ids, d.weights, d.num_repeats) for d in draws
+    ]
 
 
 def prompts_of(draws):

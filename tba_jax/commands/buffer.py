@@ -112,17 +112,28 @@ def summarise(
         step: trainer step of the checkpoint.
         pending: responses that wait in outboxes.
     """
-    rewards = arrays["row_reward"]
-    sizes = arrays["store_sizes"]
+    counts = arrays["row_count"]
+    # Every response, equal ones as often as they came.
+    rewards, lengths, versions = (
+        np.repeat(column, counts)
+        for column in (
+            arrays["row_reward"],
+            arrays["tokens_sizes"] // 4,
+            arrays["row_version_min"],
+        )
+    )
     counters = meta["counters"]
     received = counters["generated"] - sum(meta["rejected"].values())
+    equal = counters["duplicate"] + counters["united"]
+    unused = np.maximum(counts - arrays["row_uses"], 0).sum()
     return {
         "step": step,
-        "num_prompts": len(sizes),
+        "num_prompts": len(arrays["store_sizes"]),
         "num_trajectories": len(rewards),
-        "num_tokens": int(arrays["tokens_sizes"].sum()) // 4,
-        "unique_fraction": 1 - counters["duplicate"] / received if received else 1.0,
-        "unused_fraction": float((arrays["row_uses"] == 0).mean()) if len(rewards) else 0.0,
+        "num_rows": len(counts),
+        "num_tokens": int(lengths.sum()),
+        "unique_fraction": 1 - equal / received if received else 1.0,
+        "unused_fraction": float(unused / len(rewards)) if len(rewards) else 0.0,
         "ledger": {
             **counters,
             "outbox": pending,
@@ -130,11 +141,11 @@ def summarise(
             "rejected": meta["rejected"],
         },
         "quantiles": {
-            "age": _quantiles(step - arrays["row_version_min"]),
+            "age": _quantiles(step - versions),
             "reward": _quantiles(rewards),
-            "response tokens": _quantiles(arrays["tokens_sizes"] // 4),
-            "uses": _quantiles(arrays["row_uses"]),
-            "responses per prompt": _quantiles(sizes),
+            "response tokens": _quantiles(lengths),
+            "uses": _quantiles(np.repeat(arrays["row_uses"] / counts, counts)),
+            "rows per prompt": _quantiles(arrays["store_sizes"]),
         },
         "reward_histogram": _histogram(rewards),
     }
@@ -145,33 +156,40 @@ def texts(
 ) -> list[dict[str, Any]]:
     """The best, the worst and the newest responses, with their prompts, each response once.
 
+    `count` and `uses` are of the merge that brought it last.
+
     Args:
         arrays: the snapshot's arrays.
         meta: the snapshot's metadata.
         decode: token ids to text.
         count: how many of each kind.
     """
+    from tba_jax.flow.records import unflatten
+
     rewards, ids = arrays["row_reward"], arrays["row_id"]
     prompt_of = np.repeat(np.arange(len(arrays["store_sizes"])), arrays["store_sizes"])
-    ends = np.cumsum(arrays["tokens_sizes"])
+    tokens = unflatten(arrays, "tokens")
+    # A response may have come in several merges: the newest stands for all.
+    newest = {(int(prompt_of[i]), tokens[i]): i for i in np.argsort(ids).tolist()}
+    rows = np.array(sorted(newest.values()), np.int64)
     shown: dict[int, str] = {}
     for kind, order in (
-        ("highest reward", np.lexsort((-ids, -rewards))),
-        ("lowest reward", np.lexsort((-ids, rewards))),
-        ("newest", np.argsort(-ids)),
+        ("highest reward", np.lexsort((-ids[rows], -rewards[rows]))),
+        ("lowest reward", np.lexsort((-ids[rows], rewards[rows]))),
+        ("newest", np.argsort(-ids[rows])),
     ):
-        for index in order[:count].tolist():
+        for index in rows[order[:count]].tolist():
             shown.setdefault(index, kind)
     out = []
     for index, kind in shown.items():
-        tokens = arrays["tokens"][ends[index] - arrays["tokens_sizes"][index] : ends[index]]
         out.append(
             {
                 "kind": kind,
                 "prompt": meta["prompts"]["texts"][prompt_of[index]],
-                "response": decode(tokens.view(np.int32)),
+                "response": decode(np.frombuffer(tokens[index], np.int32)),
                 "reward": float(rewards[index]),
                 "version": int(arrays["row_version_min"][index]),
+                "count": int(arrays["row_count"][index]),
                 "uses": int(arrays["row_uses"][index]),
             }
         )

@@ -84,7 +84,7 @@ def _driver(config: Config) -> None:
             "replay.max_staleness",
             config.replay.max_staleness,
             f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so the trainer would wait for ever",
+            "stale at its last fresh use, so it would be late however fast the searchers are",
             "Lower sync_period or raise it.",
         )
     if config.search.exact_lag:
@@ -95,21 +95,13 @@ def _driver(config: Config) -> None:
             "an exact lag merges as many rounds at every publication, and has no room for more",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
-    if config.driver == "async" and config.replay.pace == "off":
-        for name, value, reason in (
-            (
-                "max_staleness",
-                config.replay.max_staleness,
-                "bounding the staleness of fresh slots makes the trainer wait",
-            ),
-            (
-                "max_reuse",
-                config.replay.max_reuse,
-                "when every response is used up the trainer must wait for new ones",
-            ),
-        ):
-            remedy = "Set --config.replay.pace=trainer."
-            need(not value, f"replay.{name}", value, reason, remedy)
+    need(
+        config.driver == "sync" or config.replay.pace == "trainer" or not config.replay.max_reuse,
+        "replay.max_reuse",
+        config.replay.max_reuse,
+        "when every response is used up the trainer must wait for new ones",
+        "Set --config.replay.pace=trainer.",
+    )
 
 
 def _pod(config: Config) -> None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """ReplayBuffer: what the searchers found, and which of it the trainer sees next.
 
-Responses are kept per prompt, deduplicated by exact tokens, bounded per prompt and in total bytes.
-The trainer's merge is its only writer. It owns two invariants: every response that entered is
-accounted for (the ledger), and a restored buffer makes the same next draws as the one that was
-saved.
+It decides what each slot of a batch is drawn from; `Contents` keeps the books. The trainer's merge
+is its only writer. It owns two invariants: every response that entered is accounted for (the
+ledger), and a restored buffer makes the same next draws as the one that was saved.
 """
 
 import threading
@@ -14,51 +13,44 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from tba_jax.flow.edit_distance import near_duplicates
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Draw, Group, Trajectory
+from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.contents import Contents
 from tba_jax.replay.draws import choose, response_log_weights
-from tba_jax.replay.fresh import FreshWindow
-from tba_jax.replay.ledger import Ledger
-from tba_jax.replay.prompt_pool import PromptPool
-from tba_jax.replay.store import ID, PROMPT_ID, SYNC, USES, OrderField, TrajectoryStore
+from tba_jax.replay.economy import Economy
+from tba_jax.replay.store import ID
 
 # Lowers the log-weight of responses that were drawn before, far beyond the range of Gumbel noise.
 _AFTER_ALL_OTHERS = 1e3
 
 
 class ReplayBuffer:
-    """Bounded, deduplicated, thread-safe store of trajectories with recency and reward sampling.
+    """Bounded, thread-safe store of trajectories with recency and reward sampling.
 
     Args:
         settings: what is kept, and what is drawn. A response is as old as its oldest version, and
-            the byte bound includes bookkeeping, estimated per response. Of responses nearer than
-            `similarity` the one with the highest reward is kept, of exact duplicates the newest.
+            the byte bound includes bookkeeping, estimated per row. Responses of one merge that are
+            equal are one row with a count; of responses nearer than `similarity` the one with the
+            highest reward is kept, of exact duplicates then the newest.
         seed: int or sequence of ints for the numpy Generator behind every draw.
     """
 
     def __init__(self, settings: ReplaySettings, seed: int | Sequence[int]) -> None:
         self._settings = settings
-        self._evict_field: OrderField = "version_min" if settings.evict == "oldest" else "reward"
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
-        self._store = TrajectoryStore()
-        self._replay = PromptPool()  # the prompts of the store, for the epoch-style draws
-        self._fresh = FreshWindow(settings.fresh_window)
+        self._contents = Contents(settings)
         self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
-        self._ledger = Ledger()
-        self._next_id = 0
         self._step = 0
 
     def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
         """Take in the finished rounds of one sync, then evict down to the bounds.
 
-        A response whose tokens are already stored replaces the stored one. Merges at one step are
-        one sync: while the trainer waits, further merges add to the newest data. A merge without a
-        single trajectory leaves the fresh window as it is. Rounds merged together or one by one
-        give the same buffer, so that a schedule log can be replayed.
+        Merges at one step are one: while the trainer waits, further ones add to the newest data. A
+        merge without a single trajectory leaves what is fresh as it is. Rounds merged together or
+        one by one give the same buffer, so that a schedule log can be replayed.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.
@@ -73,113 +65,21 @@ class ReplayBuffer:
         for commit in commits:
             check_commit(commit)
         with self._lock:
-            before = self._totals()
+            before = self._contents.totals()
             self._step = step
             for commit in commits:
-                self._take_in(commit, step)
-            return {name: total - before[name] for name, total in self._totals().items()}
-
-    def _take_in(self, commit: RoundCommit, step: int) -> None:
-        """One round, completely: how rounds are grouped into merges leaves no trace."""
-        touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
-        if touched:
-            self._fresh.open(step)
-        self._ledger.counters["generated"] += commit.generated
-        for group in commit.groups:
-            self._insert(group)
-        for prompt_id in touched:
-            self._evict_surplus(prompt_id)
-        self._evict_aged(step)
-        self._evict_bytes()
-        for prompt_id in touched:
-            self._refresh(prompt_id)
-
-    def _totals(self) -> dict[str, int]:
-        return self._ledger.totals(self._store.num_trajectories)
-
-    def _insert(self, group: Group) -> None:
-        self._ledger.reject(group.rejected)
-        for y in group.trajectories:
-            if self._settings.similarity and not self._is_best_of_similar(y):
-                self._ledger.counters["evicted_similar"] += 1
-                continue
-            replaced = self._store.insert(
-                group.prompt, y, row_id=self._next_id, sync=self._fresh.newest
-            )
-            self._next_id += 1
-            if replaced is not None:
-                self._ledger.counters["duplicate"] += 1
-                self._lose_fresh(replaced)
-            self._replay.add(group.prompt.prompt_id)
-
-    def _is_best_of_similar(self, y: Trajectory) -> bool:
-        """Whether no similar response is stored; ones with lower rewards are evicted for it."""
-        if y.prompt_id not in self._store or self._store.holds(y):
-            return True
-        slots = self._store.slots(y.prompt_id)
-        stored = self._store.tokens(slots.tolist())
-        slots = slots[near_duplicates(y.response_tokens, stored, self._settings.similarity)]
-        if (self._store.rows["reward"][slots] >= y.reward).any():
-            return False
-        for slot in slots.tolist():
-            self._evict(slot, "similar")
-        return True
-
-    def _lose_fresh(self, row: Sequence[Any]) -> None:
-        """A response (its row before) is used or removed: its prompt has one unused less."""
-        if row[USES] == 0:
-            self._fresh.lose_one(row[SYNC], row[PROMPT_ID])
-
-    def _refresh(self, prompt_id: int) -> None:
-        """Set what the newest sync holds of this prompt."""
-        if prompt_id not in self._store:
-            return
-        rows = self._store.rows[self._store.slots(prompt_id)]
-        rows = rows[rows["sync"] == self._fresh.newest]
-        unused = int((rows["uses"] == 0).sum())
-        if unused:
-            self._fresh.put(prompt_id, unused, int(rows["version_min"].min()))
-
-    def _evict(self, slot: int, reason: str) -> None:
-        row = self._store.remove(slot)
-        self._ledger.counters[f"evicted_{reason}"] += 1
-        self._lose_fresh(row)
-        if row[PROMPT_ID] not in self._store:
-            self._replay.discard(row[PROMPT_ID])
-
-    def _evict_surplus(self, prompt_id: int) -> None:
-        slots = self._store.slots(prompt_id)
-        surplus = len(slots) - self._settings.capacity_per_prompt
-        if surplus > 0:
-            rows = self._store.rows[slots]
-            order = np.lexsort((rows["id"], rows[self._evict_field]))
-            for slot in slots[order[:surplus]].tolist():
-                self._evict(slot, "capacity")
-
-    def _evict_aged(self, step: int) -> None:
-        if not self._settings.max_age:
-            return
-        while (slot := self._store.smallest("version_min")) is not None:
-            if step - int(self._store.rows["version_min"][slot]) <= self._settings.max_age:
-                return
-            self._evict(slot, "age")
-
-    def _evict_bytes(self) -> None:
-        while self._store.num_bytes > self._settings.max_bytes:
-            slot = self._store.smallest(self._evict_field)
-            assert slot is not None, "bytes are counted but nothing is stored"
-            self._evict(slot, "bytes")
+                self._contents.take_in(commit, step)
+            return {name: n - before[name] for name, n in self._contents.totals().items()}
 
     def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
         """Whether `sample` would return a batch; slot kinds that this decides stay decided."""
         with self._lock:
             self._age(step)
             plan = self._slot_kinds(num_prompts)
-            group = self._fresh_group(num_prompts, group_size)
-            short = sum(plan) - self._fresh.count(sum(plan), group)
-            return not (short > 0 and self._settings.pace == "trainer") and self._suffices(
-                num_prompts, group_size
-            )
+            fill = self._fresh_fill(num_prompts, group_size)
+            if self._waits and sum(plan) > self._contents.fresh.count(fill):
+                return False
+            return self._suffices(num_prompts, group_size)
 
     def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
         """What this buffer has for a batch of which somebody else decides what is fresh.
@@ -189,8 +89,15 @@ class ReplayBuffer:
         """
         with self._lock:
             self._age(step)
-            group = self._fresh_group(num_prompts, group_size)
-            return self._suffices(num_prompts, group_size), self._fresh.count(num_prompts, group)
+            fill = self._fresh_fill(num_prompts, group_size)
+            num_fresh = self._contents.fresh.count(fill)
+            if self._recycles and num_fresh < num_prompts:
+                again = self._contents.newest.ids()
+                if fill:
+                    num_fresh = num_prompts if again else num_fresh
+                else:
+                    num_fresh = len(self._contents.fresh.prompts.union(again))
+            return self._suffices(num_prompts, group_size), num_fresh
 
     def sample(
         self,
@@ -203,13 +110,15 @@ class ReplayBuffer:
     ) -> list[Draw] | None:
         """Draw a batch: `num_prompts` slots of `group_size` responses.
 
-        Each slot is fresh with probability `recency_prob`. Fresh: a prompt with unused responses
-        from the newest sync (older ones of the fresh window when that runs out), drawn once per
-        sync, and its responses of that sync, unused ones first. (With fewer prompts than slots, as
-        in a task of one prompt: once for every K of its responses that are unused.) Replay: a
-        prompt of a running shuffle of all prompts, its responses drawn by `response_log_weights`.
-        No prompt comes twice in a batch unless there are fewer prompts than slots. With fewer than
-        `group_size` distinct responses all of them are taken and the rest are repeats.
+        Each slot is fresh with probability `recency_prob`. Fresh: a group (what one merge brought
+        for one prompt) with unused responses, drawn once, unused ones first: of the newest merge
+        and, when that runs out, of older ones of the fresh window; with `max_staleness` of all
+        merges, oldest version first. (With fewer prompts than slots, as in a task of one prompt:
+        once for every K of its responses that are unused.) With `recycle_fresh` a prompt of the
+        newest merge is drawn again where nothing is unused. Replay: a prompt of a running shuffle
+        of all prompts, its responses drawn by `response_log_weights`. No prompt comes twice in a
+        batch unless there are fewer prompts than slots. With fewer than `group_size` responses all
+        of them are taken and the rest are repeats.
 
         Args:
             num_prompts: p.
@@ -225,34 +134,43 @@ class ReplayBuffer:
             decided stay decided over a wait, so waiting does not bias the fresh share.
         """
         with self._lock:
-            self._age(step)
-            # Fewer prompts than slots: a prompt fills as many as it has fresh groups for.
-            group = self._fresh_group(num_prompts, group_size)
             if num_fresh is None:
-                plan = self._slot_kinds(num_prompts)
-                num_short = max(0, sum(plan) - self._fresh.count(sum(plan), group))
-                num_fresh = sum(plan) - num_short
-                if num_short and self._settings.pace == "trainer":
+                if not self.is_ready(num_prompts, group_size, step):
                     return None
+                plan = self._slot_kinds(num_prompts)
             else:
+                self._age(step)
+                if not self._suffices(num_prompts, group_size):
+                    return None
                 plan = [slot < num_fresh for slot in range(num_prompts)]
-            if not self._suffices(num_prompts, group_size):
-                return None
+            fill = self._fresh_fill(num_prompts, group_size)
             taken: set[int] = set()
-            fresh = [self._draw_fresh(taken, group_size, group) for _ in range(num_fresh)]
+            fresh: list[Draw] = []
+            while len(fresh) < sum(plan) and (draw := self._draw_fresh(taken, group_size, fill)):
+                fresh.append(draw)
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
-            self._replay.give_back()
-            self._fresh.give_back()
-            self._ledger.counters["fresh_short"] += num_short
+            contents, economy = self._contents, self._contents.economy
+            for pool in (contents.replay, contents.fresh, contents.newest):
+                pool.give_back()
+            num_short += sum(plan) - len(fresh)
+            contents.ledger.counters["fresh_short"] += num_short
+            economy.batches += 1
+            economy.slots += num_prompts
+            economy.fresh_slots += len(fresh) + num_short
             self._plan = None
             return [fresh.pop() if is_fresh and fresh else replay.pop() for is_fresh in plan]
 
+    @property
+    def _waits(self) -> bool:
+        return self._settings.pace == "trainer"
+
+    @property
+    def _recycles(self) -> bool:
+        return self._settings.recycle_fresh and not self._waits
+
     def _age(self, step: int) -> None:
-        """What the passing of steps does: old responses go, and stop being fresh."""
         self._step = step
-        self._evict_aged(step)
-        if self._settings.max_staleness:
-            self._fresh.drop_older(step - self._settings.max_staleness)
+        self._contents.age(step)
 
     def _slot_kinds(self, num_prompts: int) -> list[bool]:
         """Which slots of the next batch should be fresh, decided once for each batch."""
@@ -262,98 +180,138 @@ class ReplayBuffer:
             ]
         return self._plan
 
-    def _fresh_group(self, num_prompts: int, group_size: int) -> int:
+    def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
         """Unused responses that fill a fresh slot; 0: each prompt fills one slot at most."""
-        return group_size if len(self._store) < num_prompts else 0
+        return group_size if len(self._contents.store) < num_prompts else 0
 
     def _suffices(self, num_prompts: int, group_size: int) -> bool:
-        if self._settings.max_reuse and len(self._store) < num_prompts:
+        store = self._contents.store
+        if self._settings.max_reuse and len(store) < num_prompts:
             # Prompts will come twice, so responses may be used up in the middle of the batch.
-            uses_left = (
-                self._settings.max_reuse * self._store.num_trajectories - self._store.sum_uses
-            )
+            uses_left = self._settings.max_reuse * store.num_trajectories - store.sum_uses
             return uses_left >= num_prompts * group_size
-        return len(self._store) > 0
+        return len(store) > 0
 
-    def _draw_fresh(self, taken: set[int], group_size: int, group: int) -> Draw:
-        found = self._fresh.draw(self._rng, taken, group)
-        assert found is not None, "count() promised a prompt that no sync of the window holds"
-        sync, prompt_id = found
-        rows = self._store.rows
-        slots = self._store.slots(prompt_id)
-        slots = slots[rows["sync"][slots] == sync]
-        log_weights = np.zeros(len(slots))
-        if len(slots) > group_size:
-            log_weights -= _AFTER_ALL_OTHERS * (rows["uses"][slots] > 0)
-        return self._hand_out(prompt_id, slots, log_weights, group_size, True, taken)
+    def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
+        """A fresh slot, of a group that waits or, recycled, of the newest merge."""
+        contents, economy = self._contents, self._contents.economy
+        found = contents.fresh.draw(self._rng, taken, fill)
+        if found is not None:
+            merged, prompt_id, is_first = found
+            economy.unused_slots += 1
+            economy.trained_groups += is_first
+        elif self._recycles:
+            merged = contents.newest.step
+            prompt_id = contents.newest.draw(self._rng, () if fill else taken)
+            if prompt_id is None:
+                return None
+            economy.recycled_slots += 1
+            contents.ledger.counters["fresh_recycled"] += 1
+        else:
+            return None
+        rows = contents.store.rows
+        slots = contents.store.slots(prompt_id)
+        slots = slots[rows["merged"][slots] == merged]
+        copies = contents.copies(slots)
+        unused = np.clip(rows["count"][slots] - rows["uses"][slots], 0, copies)
+        # Never-drawn copies of every row, then the others.
+        copies = np.concatenate([unused, copies - unused])
+        log_weights = np.zeros(len(copies))
+        if copies.sum() > group_size:
+            log_weights[len(slots) :] -= _AFTER_ALL_OTHERS
+        draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, True)
+        if prompt_id in contents.store:  # it may be used up
+            taken.add(prompt_id)
+        if found is not None:
+            for y, weight in zip(draw.trajectories, draw.weights, strict=True):
+                economy.staleness[self._step - y.version_min] += weight
+        return draw
 
     def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
-        if len(taken) >= len(self._store):
+        contents = self._contents
+        if len(taken) >= len(contents.store):
             taken.clear()  # fewer prompts than slots: another pass over them
-        prompt_id = self._replay.draw(self._rng, taken)
+        prompt_id = contents.replay.draw(self._rng, taken)
         if prompt_id is None:
-            self._replay.recycle()
-            prompt_id = self._replay.draw(self._rng, taken)
+            contents.replay.recycle()
+            prompt_id = contents.replay.draw(self._rng, taken)
         assert prompt_id is not None, "_suffices promised a prompt"
-        slots = self._store.slots(prompt_id)
+        slots = contents.store.slots(prompt_id)
+        copies = contents.copies(slots)
         log_weights = response_log_weights(
-            self._store.rows["reward"][slots],
+            contents.store.rows["reward"][slots],
+            copies,
             priority_temperature=self._settings.priority_temperature,
             uniform_mix=self._settings.uniform_mix,
         )
-        return self._hand_out(prompt_id, slots, log_weights, group_size, False, taken)
+        draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, False)
+        if prompt_id in contents.store:  # it may be used up
+            taken.add(prompt_id)
+        return draw
 
     def _hand_out(
         self,
         prompt_id: int,
         slots: Int[np.ndarray, " n"],
-        log_weights: Float[np.ndarray, " n"],
+        log_weights: Float[np.ndarray, " c"],
+        copies: Int[np.ndarray, " c"],
         group_size: int,
         is_fresh: bool,
-        taken: set[int],
     ) -> Draw:
-        """Choose among `slots`, rebuild the trajectories and book their use."""
-        prompt = self._store.prompt(prompt_id)
-        picked, repeats = choose(self._rng, log_weights, group_size)
-        chosen = slots[picked]
-        rows = self._store.use(chosen)
-        trajectories = self._store.trajectories(chosen.tolist(), rows)
-        ids = [row[ID] for row in rows]
-        for index in repeats.tolist():
-            trajectories.append(trajectories[index])
-            ids.append(ids[index])
-        taken.add(prompt_id)
-        self._ledger.counters["used"] += group_size
-        self._ledger.counters["repeats"] += len(repeats)
-        for slot, row in zip(chosen.tolist(), rows, strict=True):
-            self._ledger.counters["trained_unique"] += row[USES] == 0
-            self._lose_fresh(row)
-            if self._settings.max_reuse and row[USES] + 1 >= self._settings.max_reuse:
-                self._evict(slot, "reuse")
-        if prompt_id not in self._store:
-            taken.discard(prompt_id)
-        weights = (1,) * group_size
-        return Draw(prompt, tuple(trajectories), weights, is_fresh, tuple(ids), len(repeats))
+        """Choose among copies of `slots` (once or several times over), and book their use."""
+        store = self._contents.store
+        prompt = store.prompt(prompt_id)
+        times, repeats = choose(self._rng, log_weights, copies, group_size)
+        times, repeats = (x.reshape(-1, len(slots)).sum(axis=0) for x in (times, repeats))
+        picked = np.flatnonzero(times)
+        slots, times, repeats = slots[picked], times[picked], repeats[picked]
+        rows = self._contents.use(slots, times)
+        trajectories = store.trajectories(slots.tolist(), rows)
+        self._contents.evict_used_up(slots.tolist())
+        num_repeats = int(repeats.sum())
+        self._contents.ledger.counters["used"] += group_size
+        self._contents.ledger.counters["repeats"] += num_repeats
+        weights = tuple((times + repeats).tolist())
+        ids = tuple(row[ID] for row in rows)
+        return Draw(prompt, tuple(trajectories), weights, is_fresh, ids, num_repeats)
 
     @property
     def num_prompts(self) -> int:
         """Prompts with at least one stored response."""
-        return len(self._store)
+        return len(self._contents.store)
 
     @property
     def num_trajectories(self) -> int:
-        """Stored responses."""
-        return self._store.num_trajectories
+        """Stored responses, equal ones as often as they came."""
+        return self._contents.store.num_trajectories
 
     @property
     def num_bytes(self) -> int:
         """Stored bytes, an estimate of the bookkeeping included."""
-        return self._store.num_bytes
+        return self._contents.store.num_bytes
+
+    @property
+    def num_fresh_groups(self) -> int:
+        """Groups (what one merge brought for one prompt) that wait to be drawn fresh."""
+        with self._lock:
+            return len(self._contents.fresh)
+
+    @property
+    def economy(self) -> Economy:
+        """What became of the searchers' work, counted; to be read only."""
+        return self._contents.economy
+
+    def warnings(self) -> list[str]:
+        """What is wasted or biased so far, and what to change; a sentence each."""
+        with self._lock:
+            waiting = self._contents.fresh.num_untouched
+            return self._contents.economy.warnings(waiting, self._settings)
 
     def ledger(self) -> dict[str, Any]:
         """Where every merged response went (see `Ledger`), with what is stored now."""
         with self._lock:
-            return {**self._totals(), "rejected": dict(sorted(self._ledger.rejected.items()))}
+            rejected = dict(sorted(self._contents.ledger.rejected.items()))
+            return {**self._contents.totals(), "rejected": rejected}
 
     def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
         """Account for every response.
@@ -367,65 +325,49 @@ class ReplayBuffer:
             LedgerError: with the numbers, when they do not add up.
         """
         with self._lock:
-            self._ledger.check(
-                counted=self._store.num_trajectories,
-                listed=self._store.count_listed(),
+            self._contents.ledger.check(
+                counted=self._contents.store.num_trajectories,
+                listed=self._contents.store.count_listed(),
                 outbox_pending=outbox_pending,
                 outbox_generated=outbox_generated,
             )
 
-    @property
-    def num_fresh_groups(self) -> int:
-        """Groups (a prompt at one merge) that wait to be drawn fresh."""
-        with self._lock:
-            return self._fresh.num_groups
-
     def stats(self) -> dict[str, float]:
         """Numbers for the metrics; means are over stored responses and 0 when there are none."""
         with self._lock:
-            store, totals = self._store, self._totals()
+            contents = self._contents
+            store, totals = contents.store, contents.totals()
             count = max(1, store.num_trajectories)
             received = max(1, totals["generated"] - totals["rejected"])
             age = self._step * store.num_trajectories - store.sum_versions
             return {
                 "buffer/num_prompts": float(len(store)),
                 "buffer/num_trajectories": float(store.num_trajectories),
+                "buffer/num_rows": float(store.num_rows),
                 "buffer/num_bytes": float(store.num_bytes),
                 "buffer/reward_mean": store.sum_rewards / count,
                 "buffer/age_mean": age / count,
                 "buffer/uses_mean": store.sum_uses / count,
-                "buffer/unique_fraction": 1 - totals["duplicate"] / received,
+                "buffer/unique_fraction": 1 - (totals["duplicate"] + totals["united"]) / received,
                 "buffer/replay_ratio": totals["used"] / received,
                 "buffer/fresh_short": float(totals["fresh_short"]),
+                **contents.economy.stats(
+                    contents.fresh.num_untouched, self._settings.max_staleness
+                ),
             }
 
     def state(self) -> PartState:
         """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
         with self._lock:
-            arrays, meta = self._store.snapshot(self._replay.ids)
-            return PartState(
-                arrays,
-                {
-                    **meta,
-                    "rng": self._rng.bit_generator.state,
-                    "replay_left": self._replay.num_left,
-                    **self._fresh.state(),
-                    "plan": self._plan,
-                    **self._ledger.state(),
-                    "next_id": self._next_id,
-                    "step": self._step,
-                },
-            )
+            arrays, meta = self._contents.state()
+            rng = self._rng.bit_generator.state
+            return PartState(arrays, {**meta, "rng": rng, "plan": self._plan, "step": self._step})
 
     def restore(self, state: PartState) -> None:
         """Replace everything by what `state` returned; the next draws are the same."""
         arrays, meta = state
         with self._lock:
-            self._store = TrajectoryStore.restored(arrays, meta)
-            self._replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
-            self._fresh.restore(meta)
-            self._ledger.restore(meta)
+            self._contents.restore(arrays, meta)
             self._rng.bit_generator.state = meta["rng"]
             self._plan = meta["plan"]
-            self._next_id = meta["next_id"]
             self._step = meta["step"]

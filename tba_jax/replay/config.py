@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from tba_jax.settings import Section, field, share
+from tba_jax.settings import Section, field, need, share
 
 
 @dataclass(frozen=True)
@@ -13,11 +13,23 @@ class ReplaySettings(Section):
     """The replay buffer: what it keeps, and what a batch is drawn from."""
 
     recency_prob: float = share(0.95, "m: probability that a slot draws from the newest data")
-    fresh_window: int = field(1, "merges that count as newest", at_least=1)
+    fresh_window: int = field(
+        1, "merges that count as newest; without max_staleness only", at_least=1
+    )
     pace: Literal["off", "trainer"] = field(
         "off",
         "off: a slot short of fresh data becomes replay; trainer: the trainer waits (with "
         "driver=sync it never has to)",
+    )
+    recycle_fresh: bool = field(
+        False,
+        "with pace=off a slot short of fresh data draws a prompt of the newest merge again and "
+        "stays fresh; replay only where no other is left",
+    )
+    deduplicate: bool = field(
+        True,
+        "equal responses of one merge (tokens, versions, reward) are one row that is trained once "
+        "with their number as weight; False: a row each",
     )
     priority_temperature: float = field(
         math.inf,
@@ -25,23 +37,58 @@ class ReplaySettings(Section):
         above=0,
     )
     uniform_mix: float = share(0.0, "share of the uniform distribution in that softmax")
-    capacity_per_prompt: int = field(100, "responses kept per prompt", at_least=1)
+    capacity_per_prompt: int = field(
+        100, "rows kept per prompt; equal responses of one merge are one row", at_least=1
+    )
     max_bytes: int = field(
         2**30, "of everything stored, bookkeeping included (estimated per response)", at_least=1
     )
     evict: Literal["oldest", "lowest_reward"] = field(
         "oldest",
-        "which response goes first at either bound; oldest: by policy version; then by arrival",
+        "which row goes first at either bound; oldest: by policy version; then by arrival",
     )
     similarity: float = share(
         0.0,
         "of two responses to a prompt whose edit distance is below this share of both lengths "
-        "together only the one with the higher reward is kept; 0: off",
+        "together only the one with the higher reward is kept, of equal ones the newest; 0: off",
     )
     max_age: int = field(
         0, "responses older than this many steps are dropped; 0: never", at_least=0
     )
     max_reuse: int = field(0, "times a response may be drawn; 0: without bound", at_least=0)
     max_staleness: int = field(
-        0, "fresh slots wait for data at most this many steps stale; 0: off", at_least=0
+        0,
+        "above 0 unused responses wait in a queue, oldest version first, and those drawn more "
+        "steps stale than this are late; 0: newest merge first",
+        at_least=0,
     )
+    late: Literal["train", "drop"] = field(
+        "train",
+        "with max_staleness: train on late responses and count them, or drop them",
+    )
+
+    def check(self) -> None:
+        """What excludes what."""
+        need(
+            self.deduplicate or not self.similarity,
+            "replay.deduplicate",
+            self.deduplicate,
+            f"replay.similarity = {self.similarity} keeps of similar responses only one, so equal "
+            "ones cannot be kept",
+            "Set --config.replay.similarity=0.",
+        )
+        need(
+            self.fresh_window == 1 or not self.max_staleness,
+            "replay.fresh_window",
+            self.fresh_window,
+            f"with replay.max_staleness = {self.max_staleness} everything unused is fresh, "
+            "whatever merge it came with",
+            "Set --config.replay.fresh_window=1 or --config.replay.max_staleness=0.",
+        )
+        need(
+            self.late == "train" or self.max_staleness > 0,
+            "replay.late",
+            self.late,
+            "without a bound on staleness nothing is late",
+            "Set --config.replay.max_staleness, or --config.replay.late=train.",
+        )

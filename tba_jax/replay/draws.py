@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the replay buffer draws responses: their weights, and draws without replacement.
 
-It stores nothing. Invariant: without replacement as long as there is enough.
+It stores nothing. A row may stand for several equal responses, its copies; each is drawn as if it
+lay there by itself. Invariant: no copy is drawn twice as long as there are enough.
 """
 
 import math
@@ -11,36 +12,57 @@ from jaxtyping import Float, Int
 
 
 def response_log_weights(
-    rewards: Float[np.ndarray, " n"], *, priority_temperature: float, uniform_mix: float
+    rewards: Float[np.ndarray, " n"],
+    copies: Int[np.ndarray, " n"],
+    *,
+    priority_temperature: float,
+    uniform_mix: float,
 ) -> Float[np.ndarray, " n"]:
-    """Log-probabilities of a prompt's responses in a replay slot.
+    """Log-probabilities of each copy of a prompt's rows in a replay slot.
 
-    p = uniform_mix / n + (1 - uniform_mix) * softmax(reward / priority_temperature)
+    p = uniform_mix / N + (1 - uniform_mix) * softmax(reward / priority_temperature),
+    with N and the softmax over all N copies.
 
     Args:
-        rewards: raw rewards of the stored responses.
+        rewards: raw rewards of the stored rows.
+        copies: how many responses each row stands for.
         priority_temperature: > 0; inf is uniform.
         uniform_mix: share of the uniform distribution, in [0, 1].
     """
-    uniform = np.full(len(rewards), -math.log(len(rewards)))
+    uniform = np.full(len(rewards), -math.log(copies.sum()))
     if math.isinf(priority_temperature) or uniform_mix == 1.0:
         return uniform
     logits = rewards / priority_temperature
     logits = logits - logits.max()
-    softmax = logits - np.log(np.exp(logits).sum())
+    softmax = logits - np.log((copies * np.exp(logits)).sum())
     if uniform_mix == 0.0:
         return softmax
     return np.logaddexp(math.log(uniform_mix) + uniform, math.log1p(-uniform_mix) + softmax)
 
 
 def choose(
-    rng: np.random.Generator, log_weights: Float[np.ndarray, " n"], count: int
-) -> tuple[Int[np.ndarray, " m"], Int[np.ndarray, " r"]]:
-    """Indices drawn without replacement, and repeats drawn with it when there are too few."""
-    n = len(log_weights)
-    if n >= count:
+    rng: np.random.Generator,
+    log_weights: Float[np.ndarray, " n"],
+    copies: Int[np.ndarray, " n"],
+    size: int,
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """How often each row is drawn, as copies without replacement, and as repeats beyond them.
+
+    Args:
+        rng: where the draw comes from.
+        log_weights: of each copy of a row.
+        copies: of each row; 0 where nothing of it can be drawn.
+        size: draws in all. With fewer copies all of them are taken, and the rest are repeats drawn
+            with replacement.
+    """
+    total = int(copies.sum())
+    none = np.zeros(len(copies), np.int64)
+    if total >= size:
+        row = np.repeat(np.arange(len(copies)), copies)
         # Gumbel top-k: the same as drawing one by one without replacement.
-        noisy = log_weights + rng.gumbel(size=n)
-        return np.argpartition(-noisy, count - 1)[:count], np.empty(0, np.int64)
-    noisy = log_weights + rng.gumbel(size=(count - n, n))
-    return np.arange(n), noisy.argmax(axis=1)
+        noisy = log_weights[row] + rng.gumbel(size=total)
+        drawn = row[np.argpartition(-noisy, size - 1)[:size]]
+        return np.bincount(drawn, minlength=len(copies)), none
+    weights = copies * np.exp(log_weights - log_weights.max())
+    repeats = rng.choice(len(copies), size - total, p=weights / weights.sum())
+    return copies, np.bincount(repeats, minlength=len(copies))

@@ -1,158 +1,301 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreshWindow: which prompts have responses of the newest syncs that were never drawn.
+"""FreshGroups: which responses were never drawn, and which of them are drawn next.
 
-It holds numbers of responses, not responses, and knows no locks. Invariants: a prompt is drawn once
-per sync as long as there are enough of them, newest sync first; and what was used is not fresh.
+A group is what one merge brought for one prompt. This holds numbers of responses, not responses,
+and knows no locks. Invariants: a group is drawn once, in the order that it was made with, as long
+as there are enough prompts for a batch; and what was used is not fresh.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import bisect
+import collections
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.replay.prompt_pool import PromptPool
 
 
-class _Sync:
-    """Prompts with responses that arrived at one sync and were not drawn since.
+class _Group:
+    """A group that waits.
 
     Attributes:
-        step: trainer step of the sync.
-        pool: those prompts.
-        unused: prompt id -> how many of its responses are unused.
-        version: prompt id -> oldest policy version among its responses of this sync.
+        merged: trainer step of its merge.
+        prompt_id: its prompt.
+        unused: how many of its responses were never drawn.
+        version: oldest policy version among those.
+        is_used: whether one of the others was.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    __slots__ = ("merged", "prompt_id", "unused", "version", "is_used")
+
+    def __init__(
+        self, merged: int, prompt_id: int, unused: int, version: int, is_used: bool
+    ) -> None:
+        self.merged = merged
+        self.prompt_id = prompt_id
+        self.unused = unused
+        self.version = version
+        self.is_used = is_used
+
+
+class _Rank:
+    """Groups that are drawn before those of higher ranks, prompts in random order."""
+
+    __slots__ = ("pool", "groups")
+
+    def __init__(self) -> None:
         self.pool = PromptPool()
-        self.unused: dict[int, int] = {}
-        self.version: dict[int, int] = {}
-
-    def put(self, prompt_id: int, unused: int, version: int) -> None:
-        self.pool.add(prompt_id)
-        self.unused[prompt_id] = unused
-        self.version[prompt_id] = version
-
-    def drop(self, prompt_id: int) -> None:
-        self.pool.discard(prompt_id)
-        del self.unused[prompt_id], self.version[prompt_id]
+        self.groups: dict[int, list[_Group]] = {}  # of each prompt, in the order they came
 
 
-class FreshWindow:
-    """The last few syncs, oldest first.
+class Found(NamedTuple):
+    """A group to draw from.
+
+    Attributes:
+        merged: trainer step of its merge.
+        prompt_id: its prompt.
+        is_first: whether none of its responses was drawn before.
+    """
+
+    merged: int
+    prompt_id: int
+    is_first: bool
+
+
+class FreshGroups:
+    """Groups with responses that were never drawn.
 
     Args:
-        num_syncs: how many count as newest.
+        num_merges: groups of so many merges wait, and the newest merge is drawn first; 0: all
+            wait, and the one with the oldest version is drawn first.
     """
 
-    def __init__(self, num_syncs: int) -> None:
-        self._num_syncs = num_syncs
-        self._syncs: dict[int, _Sync] = {}
-        self._next = 0
+    def __init__(self, num_merges: int) -> None:
+        self._num_merges = num_merges
+        self._merges: list[int] = []  # steps of the newest merges, ascending
+        self._groups: dict[tuple[int, int], _Group] = {}  # by merge and prompt
+        self._groups_of: collections.Counter[int] = collections.Counter()  # by prompt
+        self._ranks: dict[int, _Rank] = {}
+        self._order: list[int] = []  # of the ranks, ascending
+        self._visited: set[int] = set()  # ranks with prompts set aside
+        self.num_untouched = 0
+
+    def __len__(self) -> int:
+        """Groups that wait; of `num_untouched` no response was drawn yet."""
+        return len(self._groups)
 
     @property
-    def newest(self) -> int:
-        """Number of the newest sync, counting from 0; -1 before the first."""
-        return self._next - 1
-
-    @property
-    def num_groups(self) -> int:
-        """Prompts to be drawn, each counted for every sync that it came with."""
-        return sum(len(fresh.pool) for fresh in self._syncs.values())
+    def prompts(self) -> set[int]:
+        """Prompts of the groups that wait."""
+        return set(self._groups_of)
 
     def open(self, step: int) -> None:
-        """Begin a sync, unless the newest one is of this very step."""
-        if self._syncs and next(reversed(self._syncs.values())).step == step:
+        """Begin the merge of this step, unless the newest one is of this very step."""
+        if not self._num_merges or self._merges[-1:] == [step]:
             return
-        self._syncs[self._next] = _Sync(step)
-        self._next += 1
-        if len(self._syncs) > self._num_syncs:
-            del self._syncs[next(iter(self._syncs))]
+        self._merges.append(step)
+        if len(self._merges) > self._num_merges:
+            del self._merges[0]
+            for rank in [r for r in self._order if r > -self._merges[0]]:
+                for groups in list(self._ranks[rank].groups.values()):
+                    for group in tuple(groups):
+                        self._remove(group)
 
-    def put(self, prompt_id: int, unused: int, version: int) -> None:
-        """What the newest sync holds of a prompt: unused responses and their oldest version."""
-        self._syncs[self.newest].put(prompt_id, unused, version)
-
-    def lose_one(self, sync: int, prompt_id: int) -> None:
-        """An unused response that came with `sync` was used or removed."""
-        fresh = self._syncs.get(sync)
-        if fresh is None:
-            return
-        left = fresh.unused.get(prompt_id, 0) - 1
-        if left > 0:
-            fresh.unused[prompt_id] = left
-        elif left == 0:
-            fresh.drop(prompt_id)
-
-    def drop_older(self, version: int) -> None:
-        """Forget prompts with a response of an older version than this."""
-        for fresh in self._syncs.values():
-            for prompt_id in [i for i, oldest in fresh.version.items() if oldest < version]:
-                fresh.drop(prompt_id)
-
-    def count(self, enough: int, group: int) -> int:
-        """How many slots can be filled; right up to `enough`, at least that above it.
+    def put(self, merged: int, prompt_id: int, unused: int, version: int) -> bool:
+        """What is unused of a group now; returns whether the group is a new one.
 
         Args:
-            enough: more need not be counted.
-            group: 0: slots of different prompts; else groups of as many unused responses.
+            merged: trainer step of its merge.
+            prompt_id: its prompt.
+            unused: how many responses; with 0 it does not wait.
+            version: oldest policy version among those.
         """
-        if group:
-            unused = [n for fresh in self._syncs.values() for n in fresh.unused.values()]
-            return sum(max(1, n // group) for n in unused)
-        largest = max((len(fresh.pool) for fresh in self._syncs.values()), default=0)
-        if largest >= enough or len(self._syncs) < 2:
-            return largest
-        return len(set().union(*(fresh.unused for fresh in self._syncs.values())))
+        known = self._groups.get((merged, prompt_id))
+        if known is not None:
+            self._remove(known)
+        if unused:
+            is_used = known is not None and known.is_used
+            self._add(_Group(merged, prompt_id, unused, version, is_used))
+        return known is None and unused > 0
+
+    def use(self, merged: int, prompt_id: int, count: int) -> bool:
+        """So many unused responses were drawn; whether they are the first of a waiting group."""
+        group = self._groups.get((merged, prompt_id))
+        if group is None:
+            return False
+        is_first = not group.is_used
+        self.num_untouched -= is_first
+        group.is_used = True
+        self.lose(merged, prompt_id, count)
+        return is_first
+
+    def lose(self, merged: int, prompt_id: int, count: int) -> None:
+        """So many unused responses are no longer there, or no longer unused."""
+        group = self._groups.get((merged, prompt_id))
+        if group is not None:
+            group.unused -= count
+            if group.unused <= 0:
+                self._remove(group)
+
+    def older_than(self, version: int) -> list[tuple[int, int]]:
+        """(step of the merge, prompt id) of groups with unused responses of older versions.
+
+        Only where the oldest version is drawn first.
+        """
+        ranks = self._order[: bisect.bisect_left(self._order, version)]
+        found = [g for r in ranks for of in self._ranks[r].groups.values() for g in of]
+        return [(group.merged, group.prompt_id) for group in found]
+
+    def count(self, group_size: int) -> int:
+        """How many slots can be filled.
+
+        Args:
+            group_size: 0: slots of different prompts; else slots of as many unused responses.
+        """
+        if group_size:
+            return sum(max(1, group.unused // group_size) for group in self._groups.values())
+        return len(self._groups_of)
 
     def draw(
-        self, rng: np.random.Generator, taken: Collection[int], group: int
-    ) -> tuple[int, int] | None:
-        """(sync, prompt id) for a slot; None where there is none.
+        self, rng: np.random.Generator, taken: Collection[int], group_size: int
+    ) -> Found | None:
+        """A group for a slot; None where there is none.
 
         Args:
             rng: where the draw comes from.
             taken: prompts that are in the batch already.
-            group: as in `count`; a prompt with another such group can be drawn again.
+            group_size: as in `count`; what fills another slot can be drawn again.
         """
-        for sync, fresh in reversed(self._syncs.items()):
-            prompt_id = fresh.pool.draw(rng, () if group else taken)
+        for number in self._order:
+            rank = self._ranks[number]
+            self._visited.add(number)
+            prompt_id = rank.pool.draw(rng, () if group_size else taken)
             if prompt_id is None:
                 continue
-            if group and fresh.unused[prompt_id] >= 2 * group:
-                fresh.pool.discard(prompt_id)
-                fresh.pool.add(prompt_id)  # the draw took it out of the epoch
+            group = rank.groups[prompt_id][0]
+            is_first = not group.is_used
+            if group_size and group.unused >= 2 * group_size:
+                self.num_untouched -= is_first
+                group.is_used = True
+                # The draw took it out of the epoch.
+                rank.pool.discard(prompt_id)
+                rank.pool.add(prompt_id)
             else:
-                fresh.drop(prompt_id)
-            return sync, prompt_id
+                self._remove(group)
+            return Found(group.merged, prompt_id, is_first)
         return None
 
     def give_back(self) -> None:
         """The batch is complete: what its draws set aside can be drawn again."""
-        for fresh in self._syncs.values():
-            fresh.pool.give_back()
+        for number in self._visited:
+            if number in self._ranks:
+                self._ranks[number].pool.give_back()
+        self._visited.clear()
+
+    def _add(self, group: _Group) -> None:
+        number = -group.merged if self._num_merges else group.version
+        rank = self._ranks.get(number)
+        if rank is None:
+            rank = self._ranks[number] = _Rank()
+            bisect.insort(self._order, number)
+        rank.pool.add(group.prompt_id)
+        rank.groups.setdefault(group.prompt_id, []).append(group)
+        self._groups[group.merged, group.prompt_id] = group
+        self._groups_of[group.prompt_id] += 1
+        self.num_untouched += not group.is_used
+
+    def _remove(self, group: _Group) -> None:
+        number = -group.merged if self._num_merges else group.version
+        rank = self._ranks[number]
+        rank.pool.discard(group.prompt_id)
+        rank.groups[group.prompt_id].remove(group)
+        if rank.groups[group.prompt_id]:
+            rank.pool.add(group.prompt_id)
+        else:
+            del rank.groups[group.prompt_id]
+        if not rank.groups:
+            del self._ranks[number]
+            self._order.remove(number)
+        del self._groups[group.merged, group.prompt_id]
+        self._groups_of[group.prompt_id] -= 1
+        if not self._groups_of[group.prompt_id]:
+            del self._groups_of[group.prompt_id]
+        self.num_untouched -= not group.is_used
 
     def state(self) -> dict[str, Any]:
         """JSON-compatible."""
-        return {
-            "fresh": [
-                {
-                    "sync": sync,
-                    "step": fresh.step,
-                    "prompts": [[i, fresh.unused[i], fresh.version[i]] for i in fresh.pool.ids],
-                }
-                for sync, fresh in self._syncs.items()
-            ],
-            "next_sync": self._next,
-        }
+        waiting = [
+            [group.merged, prompt_id, group.unused, group.version, group.is_used]
+            for number in self._order
+            for prompt_id in self._ranks[number].pool.ids
+            for group in self._ranks[number].groups[prompt_id]
+        ]
+        return {"fresh": waiting, "merges": list(self._merges)}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned."""
-        entries: Sequence[Mapping[str, Any]] = state["fresh"]
-        self._syncs = {}
-        for entry in entries:
-            fresh = self._syncs[entry["sync"]] = _Sync(entry["step"])
-            for prompt_id, unused, version in entry["prompts"]:
-                fresh.put(prompt_id, unused, version)
-        self._next = state["next_sync"]
+    @classmethod
+    def restored(cls, num_merges: int, state: Mapping[str, Any]) -> "FreshGroups":
+        """What `state` described, in the same orders."""
+        groups = cls(num_merges)
+        groups._merges = list(state["merges"])
+        for group in state["fresh"]:
+            groups._add(_Group(*group))
+        return groups
+
+
+class NewestMerge:
+    """Prompts with stored responses of the newest merge, drawn or not: what can be drawn again."""
+
+    def __init__(self) -> None:
+        self.step = -1
+        self._rows: dict[int, int] = {}  # of each prompt
+        self._pool = PromptPool()
+
+    def add(self, merged: int, prompt_id: int) -> None:
+        """A row of this merge was stored; a newer merge replaces the one before."""
+        if merged > self.step:
+            self.step, self._rows, self._pool = merged, {}, PromptPool()
+        self._rows[prompt_id] = self._rows.get(prompt_id, 0) + 1
+        self._pool.add(prompt_id)
+
+    def lose(self, merged: int, prompt_id: int) -> None:
+        """A row was removed."""
+        if merged != self.step:
+            return
+        self._rows[prompt_id] -= 1
+        if not self._rows[prompt_id]:
+            del self._rows[prompt_id]
+            self._pool.discard(prompt_id)
+
+    def ids(self) -> Collection[int]:
+        """Those prompts."""
+        return self._pool.ids
+
+    def draw(self, rng: np.random.Generator, taken: Collection[int]) -> int | None:
+        """A prompt that is not in the batch; all come before one comes again."""
+        prompt_id = self._pool.draw(rng, taken)
+        if prompt_id is None:
+            self._pool.recycle()
+            prompt_id = self._pool.draw(rng, taken)
+        return prompt_id
+
+    def give_back(self) -> None:
+        """The batch is complete: what its draws set aside can be drawn again."""
+        self._pool.give_back()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {"step": self.step, "ids": list(self._pool.ids), "left": self._pool.num_left}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any], rows: Mapping[int, int]) -> "NewestMerge":
+        """What `state` described.
+
+        Args:
+            state: that.
+            rows: stored rows of that merge, by prompt.
+        """
+        newest = cls()
+        newest.step, newest._rows = state["step"], dict(rows)
+        newest._pool = PromptPool(state["ids"], state["left"])
+        return newest

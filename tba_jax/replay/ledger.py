@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ledger: where every response went that entered the buffer.
 
-It counts; it knows neither responses nor reasons. Its invariant:
-generated = stored + evicted_* + duplicate + rejected.
+It counts responses, equal ones as often as they came; it knows neither responses nor reasons. Its
+invariant: generated = stored + evicted_* + duplicate + rejected.
 """
 
 from collections.abc import Mapping
@@ -10,16 +10,19 @@ from typing import Any
 
 _COUNTERS = (
     "generated",
+    "united",
     "duplicate",
     "evicted_capacity",
     "evicted_bytes",
     "evicted_age",
     "evicted_reuse",
     "evicted_similar",
+    "evicted_late",
     "used",
     "trained_unique",
     "repeats",
     "fresh_short",
+    "fresh_recycled",
 )
 
 
@@ -31,9 +34,11 @@ class Ledger:
     """Counters of responses.
 
     Attributes:
-        counters: generated, duplicate, evicted_REASON: what became of those that came in; used,
-            trained_unique, repeats: responses handed out, how often for the first time, and how
-            often twice in a group; fresh_short: fresh slots that became replay slots.
+        counters: generated, duplicate, evicted_REASON: what became of those that came in; united:
+            how many share the row of an equal one; used, trained_unique, repeats: responses handed
+            out, how often for the first time, and how often beyond what was stored; fresh_short,
+            fresh_recycled: fresh slots that became replay slots, and that were filled again from
+            the newest merge.
         rejected: responses without a reward, by named reason.
     """
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """TrajectoryStore: a million responses in memory at little more than the bytes of their tokens.
 
-Scalars lie in one numpy table, token ids and log-probs as bytes; each prompt lists its rows and
-indexes them by their token bytes. It owns two invariants: a prompt never holds the same response
-twice, and no operation costs more the more is stored (`smallest` amortised).
+Scalars lie in one numpy table, token ids and log-probs as bytes; each prompt lists its rows. A row
+is one response and how often it was drawn: equal responses of one merge are one row where the store
+unites them. It owns two invariants: responses of different merges, versions or rewards never share
+a row, and no operation costs more the more is stored (`smallest` amortised).
 """
 
 import heapq
@@ -31,12 +32,23 @@ from tba_jax.flow.records import (
 )
 from tba_jax.flow.trajectory import Prompt, Trajectory
 
-# The trajectory's scalars, then: its id, in how many groups it was drawn, the sync it came with.
-FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("uses", "<i4"), ("sync", "<i4"))
+# The trajectory's scalars, then: its id, how many equal responses it stands for, how often they
+# were drawn in all, and the trainer step of the merge they came with.
+FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("count", "<i4"), ("uses", "<i4"), ("merged", "<i4"))
 # Positions in a row tuple.
-PROMPT_ID, REWARD, VERSION, ID, USES, SYNC = (
+PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
     [name for name, _ in FIELDS].index(name)
-    for name in ("prompt_id", "reward", "version_min", "id", "uses", "sync")
+    for name in (
+        "prompt_id",
+        "reward",
+        "version_min",
+        "version_max",
+        "settings",
+        "id",
+        "count",
+        "uses",
+        "merged",
+    )
 )
 _DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position: in the prompt's list of rows
 _NO_ID = -1  # id of a free row
@@ -49,30 +61,36 @@ OrderField = Literal["version_min", "reward"]
 
 
 class _Responses:
-    """The rows of one prompt in a fixed order, and an index by their token bytes."""
+    """The rows of one prompt in a fixed order, and how many responses they stand for."""
 
-    __slots__ = ("prompt", "slots", "by_tokens", "num_bytes")
+    __slots__ = ("prompt", "slots", "num_responses", "num_bytes")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.slots = array("i")
-        self.by_tokens: dict[bytes, int] = {}
+        self.num_responses = 0
         self.num_bytes = prompt.tokens.nbytes + len(prompt.text)
 
 
 class TrajectoryStore:
     """Packed trajectories by slot (index into `rows`) and by prompt.
 
+    Args:
+        unites: whether responses of one merge with the same tokens, versions, reward, sampling
+            temperature and actions are one row.
+
     Attributes:
         rows: structured table with FIELDS; rows of free slots have id -1.
-        num_trajectories: stored responses.
+        num_rows: rows in use.
+        num_trajectories: stored responses, each as often as it came.
         num_bytes: stored bytes, an estimate of the bookkeeping included.
         sum_uses, sum_versions, sum_rewards: over stored responses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, unites: bool = False) -> None:
         self.rows = np.zeros(1024, _DTYPE)
         self.rows["id"] = _NO_ID
+        self.num_rows = 0
         self.num_trajectories = 0
         self.num_bytes = 0
         self.sum_uses = 0
@@ -84,6 +102,9 @@ class TrajectoryStore:
         self._settings = SettingsTable()
         self._prompts: dict[int, _Responses] = {}
         self._heaps: dict[OrderField, list[int]] = {}  # see smallest
+        self._unites = unites
+        self._newest = -1  # the newest merge, whose rows can still be joined
+        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> slot, id
 
     def __len__(self) -> int:
         """Prompts with at least one response."""
@@ -102,16 +123,22 @@ class TrajectoryStore:
 
     def count_listed(self) -> int:
         """Responses counted prompt by prompt: the independent check of `num_trajectories`."""
-        return sum(len(responses.slots) for responses in self._prompts.values())
+        return sum(responses.num_responses for responses in self._prompts.values())
 
     def tokens(self, slots: Sequence[int]) -> list[Int[np.ndarray, " t"]]:
         """Response tokens in these slots, read-only."""
         return [np.frombuffer(self._tokens[slot], np.int32) for slot in slots]
 
-    def holds(self, y: Trajectory) -> bool:
-        """Whether its prompt has a response of the same tokens."""
+    def lengths(self, slots: Sequence[int]) -> list[int]:
+        """Tokens of the responses in these slots."""
+        return [len(self._tokens[slot]) // 4 for slot in slots]
+
+    def find(self, y: Trajectory) -> int | None:
+        """Slot of a response to the same prompt with the same tokens, if there is one."""
         responses = self._prompts.get(y.prompt_id)
-        return responses is not None and pack_tokens(y) in responses.by_tokens
+        tokens = pack_tokens(y)
+        slots = () if responses is None else responses.slots
+        return next((slot for slot in slots if self._tokens[slot] == tokens), None)
 
     def trajectories(self, slots: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Trajectory]:
         """The trajectories in these slots; `rows` are their rows as tuples."""
@@ -119,34 +146,64 @@ class TrajectoryStore:
         extras = [self._extras[slot] for slot in slots]
         return unpack(rows, tokens, extras, self._settings)
 
-    def insert(
-        self, prompt: Prompt, y: Trajectory, *, row_id: int, sync: int
-    ) -> tuple[Any, ...] | None:
-        """Store a response to `prompt`; returns the row of the equal one it replaced, if any."""
+    def insert(self, prompt: Prompt, y: Trajectory, *, row_id: int, merged: int) -> bool:
+        """Store a response to `prompt`.
+
+        Args:
+            prompt, y: the prompt, and the response.
+            row_id: of the row, if it becomes one.
+            merged: trainer step of the merge that it comes with.
+
+        Returns:
+            Whether it became a row; else it was counted in an equal one of the same merge.
+        """
         responses = self._prompts.get(prompt.prompt_id)
         if responses is None:
             responses = self._prompts[prompt.prompt_id] = _Responses(prompt)
             self.num_bytes += responses.num_bytes
-        tokens = pack_tokens(y)
-        old = responses.by_tokens.get(tokens)
-        replaced = None if old is None else self._take_out(old)[1]
-        row = (*pack_row(y, self._settings), row_id, 0, sync)
-        self._put(responses, row, tokens, pack_extras(y))
-        return replaced
+        row = (*pack_row(y, self._settings), row_id, 1, 0, merged)
+        tokens, extras = pack_tokens(y), pack_extras(y)
+        if self._unites and merged == self._newest:
+            slot, known_id = self._joinable.get(self._key(row, tokens, extras), (0, _NO_ID))
+            if known_id != _NO_ID and self.rows["id"][slot] == known_id:
+                self._count(responses, row, 1)
+                self.rows["count"][slot] += 1
+                return False
+        self._put(responses, row, tokens, extras)
+        return True
 
-    def remove(self, slot: int) -> tuple[Any, ...]:
-        """Remove a response, and its prompt with the last one; returns its row."""
-        responses, row = self._take_out(slot)
+    def remove(self, slot: int, copies: int | None = None) -> tuple[Any, ...]:
+        """Remove a row, and its prompt with the last one.
+
+        Args:
+            slot: where it is.
+            copies: how many of its responses go, never-drawn ones first; None: all.
+
+        Returns:
+            The row as it was.
+        """
+        row = self.rows[slot].item()
+        responses = self._prompts[row[PROMPT_ID]]
+        if copies is not None and copies < row[COUNT]:
+            # What was drawn stays with what is left.
+            part = [*row]
+            part[COUNT], part[USES] = copies, 0
+            self._count(responses, part, -1)
+            self.rows["count"][slot] -= copies
+            return row
+        self._take_out(responses, slot, row)
         if not responses.slots:
             del self._prompts[row[PROMPT_ID]]
             self.num_bytes -= responses.num_bytes
         return row
 
-    def use(self, slots: Int[np.ndarray, " n"]) -> list[tuple[Any, ...]]:
-        """Count one use of each of these (distinct) slots; returns their rows before it."""
+    def use(
+        self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
+    ) -> list[tuple[Any, ...]]:
+        """Count that these (distinct) slots were drawn so often; returns their rows before it."""
         rows = self.rows[slots].tolist()
-        self.rows["uses"][slots] += 1
-        self.sum_uses += len(rows)
+        self.rows["uses"][slots] += times.astype(np.int32)
+        self.sum_uses += int(times.sum())
         return rows
 
     def smallest(self, field: OrderField) -> int | None:
@@ -189,44 +246,62 @@ class TrajectoryStore:
                 self.rows = grown
         self.rows[slot] = (*row, len(responses.slots))
         responses.slots.append(slot)
-        responses.by_tokens[tokens] = slot
-        self._count(row, slot, 1)
+        self.num_rows += 1
+        self.num_bytes += len(tokens) + len(extras) + RESPONSE_OVERHEAD_BYTES
+        self._count(responses, row, 1)
+        if self._unites and row[MERGED] >= self._newest:
+            if row[MERGED] > self._newest:
+                self._newest = row[MERGED]
+                self._joinable.clear()
+            # An entry outlives its row; the id tells.
+            self._joinable[self._key(row, tokens, extras)] = slot, row[ID]
         for field, heap in list(self._heaps.items()):
-            if len(heap) > 2 * self.num_trajectories + 1024:
+            if len(heap) > 2 * self.num_rows + 1024:
                 del self._heaps[field]  # mostly stale entries
             else:
                 heapq.heappush(heap, _heap_key(field, row, slot))
 
-    def _take_out(self, slot: int) -> tuple[_Responses, tuple[Any, ...]]:
+    def _take_out(self, responses: _Responses, slot: int, row: tuple[Any, ...]) -> None:
         """Undo `_put`; the prompt stays, even without responses."""
-        row = self.rows[slot].item()
-        responses = self._prompts[row[PROMPT_ID]]
         last = responses.slots.pop()
         if last != slot:
             position = row[-1]
             responses.slots[position] = last
             self.rows["position"][last] = position
-        del responses.by_tokens[self._tokens[slot]]
-        self._count(row, slot, -1)
+        payload = len(self._tokens[slot]) + len(self._extras[slot])
+        self.num_rows -= 1
+        self.num_bytes -= payload + RESPONSE_OVERHEAD_BYTES
+        self._count(responses, row, -1)
         self.rows["id"][slot] = _NO_ID
         self._tokens[slot] = self._extras[slot] = b""
         self._free.append(slot)
-        return responses, row
 
-    def _count(self, row: tuple[Any, ...], slot: int, sign: int) -> None:
-        payload = len(self._tokens[slot]) + len(self._extras[slot])
-        self.num_trajectories += sign
-        self.num_bytes += sign * (payload + RESPONSE_OVERHEAD_BYTES)
+    def _count(self, responses: _Responses, row: Sequence[Any], sign: int) -> None:
+        """Add the responses of a row to the sums, or take them away."""
+        number = sign * row[COUNT]
+        responses.num_responses += number
+        self.num_trajectories += number
         self.sum_uses += sign * row[USES]
-        self.sum_versions += sign * row[VERSION]
-        self.sum_rewards += sign * row[REWARD]
+        self.sum_versions += number * row[VERSION]
+        self.sum_rewards += number * row[REWARD]
+
+    def _key(self, row: Sequence[Any], tokens: bytes, extras: bytes) -> tuple[Any, ...]:
+        """What responses of one merge have in common that are one row.
+
+        Two versions, or two noisy rewards of one response, are two rows: objectives with ratios
+        and leave-one-out means need each with its own.
+        """
+        settings = self._settings[row[SETTINGS]]
+        actions = extras[len(tokens) + 8 * len(settings.part_names) :]
+        values = (row[PROMPT_ID], row[REWARD], row[VERSION], row[VERSION_MAX])
+        return (*values, settings.sampling_temperature, tokens, actions)
 
     def snapshot(self, prompt_ids: Sequence[int]) -> Snapshot:
         """Everything as flat arrays and JSON-compatible metadata, prompts in the given order.
 
-        `store_sizes` has the number of responses of each prompt of `prompt_ids`; then, response by
-        response: columns `row_*`, token ids in `tokens` (int32 as bytes, `tokens_sizes` bytes
-        each), log-probs and reward parts in `extras`.
+        `store_sizes` has the number of rows of each prompt of `prompt_ids`; then, row by
+        row: columns `row_*`, token ids in `tokens` (int32 as bytes, `tokens_sizes` bytes each),
+        log-probs and reward parts in `extras`.
         """
         stores = [self._prompts[prompt_id] for prompt_id in prompt_ids]
         sizes = [len(responses.slots) for responses in stores]
@@ -246,10 +321,10 @@ class TrajectoryStore:
 
     @classmethod
     def restored(
-        cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]
+        cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, unites: bool = False
     ) -> "TrajectoryStore":
         """A store with the content of a snapshot, in the same orders."""
-        store = cls()
+        store = cls(unites=unites)
         store._settings = SettingsTable(meta["settings"])
         columns = [arrays[f"row_{name}"].tolist() for name, _ in FIELDS]
         packed = zip(

@@ -236,6 +236,7 @@ LEDGER_ROWS = {
     "evicted_age": "evicted: too old",
     "evicted_reuse": "evicted: used often enough",
     "evicted_similar": "evicted: worse of two similar ones",
+    "evicted_late": "evicted: later than the bound on staleness",
 }
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from tba_jax.flow.records import (
-    ROW_FIELDS,
     Settings,
     SettingsTable,
     Snapshot,
@@ -29,12 +28,13 @@ from tba_jax.flow.rounds import RoundCommit, pack_commits
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.economy import Economy
 from tba_jax.replay.outbox import Outbox
-from tba_jax.replay.store import FIELDS, ID, SYNC, USES, VERSION
+from tba_jax.replay.store import COUNT, FIELDS, ID, SETTINGS, VERSION
 from tba_jax.run.host_state import HostState
 
-_SETTINGS = [name for name, _ in ROW_FIELDS].index("settings")
-_OLD_SYNC = -1  # of responses that came before the fresh window
+# Of one prompt: its rows, their tokens, their log-probs and reward parts.
+_Stored = list[tuple[list[Any], bytes, bytes]]
 
 
 def owner_of(prompt_id: int, *, num_searchers: int, num_hosts: int) -> int:
@@ -183,15 +183,9 @@ def _divide_buffers(
 ) -> Snapshot:
     """One buffer snapshot with the prompts that `keep` wants, out of several."""
     table = SettingsTable()
-    # Merges at one step are one sync, on whichever host.
-    window = max(len(meta["fresh"]) for _, meta in snapshots)
-    steps = sorted({entry["step"] for _, meta in snapshots for entry in meta["fresh"]})[-window:]
-    prompts, responses, left, drawn, num_equal = _gather(snapshots, keep, steps, table)
-    fresh = _fresh(snapshots, keep, steps)
+    prompts, responses, left, drawn = _gather(snapshots, keep, table)
     order = [*left, *drawn]
-    listed = [
-        (row, tokens, extras) for i in order for tokens, (row, extras) in responses[i].items()
-    ]
+    listed = [one for i in order for one in responses[i]]
     # Arrival counts only among responses of one version; hosts take turns.
     for new_id, at in enumerate(
         sorted(range(len(listed)), key=lambda at: (listed[at][0][VERSION], listed[at][0][ID], at))
@@ -206,72 +200,49 @@ def _divide_buffers(
     arrays.update(flatten([extras for _, _, extras in listed], "extras"))
     metas = [meta for _, meta in snapshots]
     counters, rejected = _history(metas, has_history)
-    counters["duplicate"] += num_equal
     gone = sum(n for name, n in counters.items() if name.startswith(("evicted_", "duplicate")))
-    counters["generated"] = len(listed) + gone + sum(rejected.values())
-    unused_in = {
-        (i, row[SYNC]): sum(r[SYNC] == row[SYNC] and r[USES] == 0 for r, _ in responses[i].values())
-        for i in order
-        for row, _ in responses[i].values()
-    }
+    num_stored = sum(row[COUNT] for row, _, _ in listed)
+    counters["generated"] = num_stored + gone + sum(rejected.values())
+    merges, fresh = _fresh(metas, keep)
     return arrays, {
         "prompts": prompt_meta,
         "settings": table.to_json(),
-        "sum_rewards": float(arrays["row_reward"].sum()),
+        "sum_rewards": float((arrays["row_reward"] * arrays["row_count"]).sum()),
         "rng": np.random.default_rng(list(seed)).bit_generator.state,
         "replay_left": len(left),
-        "fresh": [
-            {
-                "sync": sync,
-                "step": step,
-                "prompts": [
-                    [i, min(unused, unused_in[i, sync]), version]
-                    for i, (unused, version) in fresh[step].items()
-                    if unused_in.get((i, sync))
-                ],
-            }
-            for sync, step in enumerate(steps)
-        ],
+        "merges": merges,
+        "fresh": fresh,
+        "newest": _newest(metas, set(order)),
         "plan": None,
         "counters": counters,
         "rejected": rejected,
+        "economy": _economy(metas, fresh, has_history),
         "next_id": len(listed),
-        "next_sync": len(steps),
         "step": max(meta["step"] for meta in metas),
     }
 
 
 def _gather(
-    snapshots: Sequence[PartState],
-    keep: Callable[[int], bool],
-    steps: Sequence[int],
-    table: SettingsTable,
-) -> tuple[
-    dict[int, Prompt],
-    dict[int, dict[bytes, tuple[list[Any], bytes]]],
-    list[int],
-    list[int],
-    int,
-]:
+    snapshots: Sequence[PartState], keep: Callable[[int], bool], table: SettingsTable
+) -> tuple[dict[int, Prompt], dict[int, _Stored], list[int], list[int]]:
     """What the snapshots store of the prompts that `keep` wants.
+
+    Two hosts may have drawn the same response (search.ownership=any): both rows stay.
 
     Args:
         snapshots: of the hosts.
         keep: by prompt id.
-        steps: of the syncs that still count as new, ascending.
         table: gets the settings that the responses were drawn with.
 
     Returns:
-        prompts by id; for each its responses by their tokens, as (row, extras); prompt ids that the
-        epoch has left, and those it has drawn; how many responses two hosts had.
+        prompts by id; what is stored of each; prompt ids that the epoch has left, and those it has
+        drawn.
     """
     prompts: dict[int, Prompt] = {}
-    responses: dict[int, dict[bytes, tuple[list[Any], bytes]]] = {}
+    responses: dict[int, _Stored] = {}
     left: list[int] = []
     drawn: list[int] = []
-    num_equal = 0
     for arrays, meta in snapshots:
-        sync_of = {e["sync"]: steps.index(e["step"]) for e in meta["fresh"] if e["step"] in steps}
         settings = [
             table.index(Settings(s, temperature, finish, tuple(names)))
             for s, temperature, finish, names in meta["settings"]
@@ -287,33 +258,60 @@ def _gather(
                 continue
             if prompt.prompt_id not in prompts:
                 prompts[prompt.prompt_id] = prompt
-                responses[prompt.prompt_id] = {}
+                responses[prompt.prompt_id] = []
                 (left if position < meta["replay_left"] else drawn).append(prompt.prompt_id)
-            held = responses[prompt.prompt_id]
             for row, tokens, extras in found:
                 new = list(row)
-                new[_SETTINGS] = settings[row[_SETTINGS]]
-                new[SYNC] = sync_of.get(row[SYNC], _OLD_SYNC)
-                # Two hosts drew the same response (search.ownership=any): the newer one stays.
-                num_equal += tokens in held
-                if tokens not in held or held[tokens][0][VERSION] <= new[VERSION]:
-                    held[tokens] = (new, extras)
-    return prompts, responses, left, drawn, num_equal
+                new[SETTINGS] = settings[row[SETTINGS]]
+                responses[prompt.prompt_id].append((new, tokens, extras))
+    return prompts, responses, left, drawn
 
 
 def _fresh(
-    snapshots: Sequence[PartState], keep: Callable[[int], bool], steps: Sequence[int]
-) -> dict[int, dict[int, list[int]]]:
-    """[unused responses, oldest version] of each prompt of each of the syncs at `steps`."""
-    fresh: dict[int, dict[int, list[int]]] = {step: {} for step in steps}
-    for _, meta in snapshots:
-        for entry in meta["fresh"]:
-            for prompt_id, unused, version in entry["prompts"]:
-                if entry["step"] in fresh and keep(prompt_id):
-                    known = fresh[entry["step"]].setdefault(prompt_id, [0, version])
-                    known[0] += unused
-                    known[1] = min(known[1], version)
-    return fresh
+    metas: Sequence[Mapping[str, Any]], keep: Callable[[int], bool]
+) -> tuple[list[int], list[list[Any]]]:
+    """Steps of the merges that count as newest, and the groups that wait, as `FreshGroups` does.
+
+    Merges at one step are one, on whichever host.
+    """
+    window = max(len(meta["merges"]) for meta in metas)
+    merges = sorted({step for meta in metas for step in meta["merges"]})
+    merges = merges[len(merges) - window :]
+    fresh: dict[tuple[int, int], list[Any]] = {}
+    for meta in metas:
+        for merged, prompt_id, unused, version, is_used in meta["fresh"]:
+            if not keep(prompt_id) or (merges and merged < merges[0]):
+                continue
+            known = fresh.setdefault((merged, prompt_id), [merged, prompt_id, 0, version, False])
+            known[2] += unused
+            known[3] = min(known[3], version)
+            known[4] = known[4] or is_used
+    return merges, list(fresh.values())
+
+
+def _newest(metas: Sequence[Mapping[str, Any]], stored: set[int]) -> dict[str, Any]:
+    """Prompts of the newest merge, as `NewestMerge` has them."""
+    step = max(meta["newest"]["step"] for meta in metas)
+    left: dict[int, None] = {}
+    drawn: dict[int, None] = {}
+    for newest in (meta["newest"] for meta in metas if meta["newest"]["step"] == step):
+        for position, prompt_id in enumerate(newest["ids"]):
+            if prompt_id in stored:
+                (left if position < newest["left"] else drawn)[prompt_id] = None
+    again = [prompt_id for prompt_id in drawn if prompt_id not in left]
+    return {"step": step, "ids": [*left, *again], "left": len(left)}
+
+
+def _economy(
+    metas: Sequence[Mapping[str, Any]], fresh: Sequence[Sequence[Any]], has_history: bool
+) -> dict[str, Any]:
+    """Counts of all hosts together, or none; what waits is counted where it waits."""
+    economy = Economy()
+    if has_history:
+        economy = Economy.added([meta["economy"] for meta in metas])
+        economy.merged_groups -= sum(not group[-1] for meta in metas for group in meta["fresh"])
+    economy.merged_groups += sum(not group[-1] for group in fresh)
+    return economy.state()
 
 
 def _history(

@@ -190,7 +190,7 @@ class Trainer:
                 num_short=self.plan.num_short if self._planner.host == 0 else 0,
             )
         assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
-        return draws
+        return [_one_row_each(draw) for draw in draws]
 
     def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
         """One optimiser step, or None when some host's buffer has nothing to train on yet.
@@ -274,6 +274,16 @@ class Trainer:
             "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
             "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / total,
         }
+
+
+def _one_row_each(draw: Draw) -> Draw:
+    """The same draw, a row for each of its K responses."""
+    rows = np.repeat(np.arange(len(draw.weights)), draw.weights).tolist()
+    return draw._replace(
+        trajectories=tuple(draw.trajectories[i] for i in rows),
+        weights=(1,) * len(rows),
+        trajectory_ids=tuple(draw.trajectory_ids[i] for i in rows),
+    )
 
 
 def _bucket(batch: Batch | PackedBatch) -> list[int]:

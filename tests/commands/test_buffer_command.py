@@ -45,17 +45,17 @@ def _run(capsys, *argv):
 
 def test_numbers_are_those_of_the_buffer(workdir, capsys):
     result = json.loads(_run(capsys, workdir, "--json").splitlines()[-1])
-    assert (result["step"], result["num_prompts"], result["num_trajectories"]) == (6, 2, 4)
-    assert result["num_tokens"] == 2 + 3 + 1 + 4
+    assert (result["step"], result["num_prompts"], result["num_trajectories"]) == (6, 2, 5)
+    assert (result["num_rows"], result["num_tokens"]) == (4, 2 + 3 + 1 + 1 + 4)
     assert result["unique_fraction"] == 4 / 5
     ledger = result["ledger"]
-    assert (ledger["generated"], ledger["stored"], ledger["duplicate"]) == (6, 4, 1)
+    assert (ledger["generated"], ledger["stored"], ledger["united"]) == (6, 5, 1)
     assert ledger["outbox"] == 3
     assert ledger["rejected"] == {"reward_timeout": 1}
-    assert result["reward_histogram"] == [[0.0, 0.0, 2], [0.5, 0.5, 1], [1.0, 1.0, 1]]
+    assert result["reward_histogram"] == [[0.0, 0.0, 3], [0.5, 0.5, 1], [1.0, 1.0, 1]]
     age = result["quantiles"]["age"]
-    assert (age["min"], age["max"], age["mean"]) == (2.0, 6.0, (6 * 3 + 2) / 4)
-    assert result["quantiles"]["responses per prompt"]["max"] == 3.0
+    assert (age["min"], age["max"], age["mean"]) == (2.0, 6.0, (6 * 4 + 2) / 5)
+    assert result["quantiles"]["rows per prompt"]["max"] == 3.0
 
 
 def test_texts_are_the_best_the_worst_and_the_newest(workdir, capsys):
@@ -73,11 +73,11 @@ def test_texts_are_the_best_the_worst_and_the_newest(workdir, capsys):
 
 def test_tables_show_counts_ages_and_rewards(workdir, capsys):
     out = _run(capsys, workdir)
-    assert "Replay buffer at step 6: 4 responses to 2 prompts, 10 tokens" in out
+    assert "Replay buffer at step 6: 5 responses to 2 prompts, 11 tokens" in out
     assert "rejected reward_timeout" in out
-    assert "responses per prompt" in out
+    assert "rows per prompt" in out
     bars = [line.count("█") for line in out.splitlines() if "█" in line]
-    assert bars == [40, 20, 20]
+    assert bars == [40, 13, 13]
 
 
 def test_many_rewards_become_ten_bars():

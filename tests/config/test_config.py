@@ -146,10 +146,15 @@ def test_no_field_is_dead():
         ),
         ({"search.exact_lag": 2}, "search.exact_lag = 2: an exact lag exists only in the sync"),
         ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
-        ({"replay.max_staleness": 2}, "Set --config.replay.pace=trainer"),
+        ({"replay.max_staleness": 1, "sync_period": 4}, "it would be late however fast"),
+        ({"replay.late": "drop"}, "replay.late = 'drop': without a bound on staleness nothing"),
         (
-            {"replay.max_staleness": 1, "replay.pace": "trainer", "sync_period": 4},
-            "wait for ever",
+            {"replay.max_staleness": 4, "replay.fresh_window": 2},
+            "replay.fresh_window = 2: with replay.max_staleness = 4 everything unused is fresh",
+        ),
+        (
+            {"replay.similarity": 0.25, "replay.deduplicate": False},
+            "replay.deduplicate = False: replay.similarity = 0.25 keeps of similar responses only",
         ),
         ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
         (

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 import numpy as np
+import pytest
 from fake_rounds import (
     distinct_responses,
     drawn,
@@ -111,8 +112,8 @@ def test_a_prompt_stays_fresh_while_one_response_is_unused():
     assert draw.is_fresh and draw.trajectory_ids == (1,)
 
 
-def test_a_replaced_response_is_no_longer_fresh_in_its_old_sync():
-    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
+def test_a_replaced_response_is_no_longer_fresh_in_its_old_merge():
+    buffer = make_buffer(recency_prob=1.0, fresh_window=2, similarity=0.1)
     buffer.merge([make_commit({1: [[5]]})], 0)
     buffer.merge([make_commit({1: [[5]]}, version=1)], 1)
     assert [d.is_fresh for d in buffer.sample(1, 1, 1)] == [True]
@@ -171,27 +172,14 @@ def test_waiting_does_not_change_what_is_drawn():
     assert drawn(waiting.sample(8, 2, 1)) == drawn(patient.sample(8, 2, 1))
 
 
-def test_stale_responses_are_not_fresh_but_can_be_replayed():
-    buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=2)
-    buffer.merge([make_commit({1: distinct_responses(2)}, version=3)], 4)
-    buffer.merge([make_commit({2: distinct_responses(2)}, version=1, round=1)], 4)
-    assert buffer.sample(2, 2, 4) is None
-    (draw,) = buffer.sample(1, 2, 5)
-    assert draw.is_fresh and draw.prompt.prompt_id == 1
-    buffer.merge([make_commit({3: distinct_responses(2)}, version=6, round=2)], 6)
-    assert buffer.sample(1, 2, 9) is None
-    buffer._settings = dataclasses.replace(buffer._settings, recency_prob=0.0)
-    buffer._plan = None
-    assert not buffer.sample(1, 2, 9)[0].is_fresh
-
-
 def test_a_fresh_slot_with_too_few_responses_repeats_and_counts():
     buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({1: distinct_responses(5)})], 0)
     buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=1)], 1)
     (draw,) = buffer.sample(1, 5, 1)
     assert draw.is_fresh and draw.num_repeats == 3
-    assert set(draw.trajectory_ids) == {5, 6} and len(draw.trajectory_ids) == 5
+    assert draw.trajectory_ids == (5, 6)
+    assert sum(draw.weights) == 5 and min(draw.weights) >= 1
     assert (buffer.ledger()["repeats"], buffer.ledger()["used"]) == (3, 5)
     assert buffer.ledger()["trained_unique"] == 2
 
@@ -251,14 +239,16 @@ def test_share_of_fresh_slots():
     assert abs(fresh - 2800) < 145
 
 
-def test_log_weights_are_those_of_the_mixture():
-    rewards = np.array([0.0, 1.0, 3.0])
-    softmax = np.exp(rewards / 2) / np.exp(rewards / 2).sum()
+@pytest.mark.parametrize("copies", [(1, 1, 1), (4, 1, 2)])
+def test_log_weights_are_those_of_the_mixture_over_all_copies(copies):
+    rewards, copies = np.array([0.0, 1.0, 3.0]), np.array(copies)
+    total = copies.sum()
+    softmax = np.exp(rewards / 2) / (copies * np.exp(rewards / 2)).sum()
     for mix in (0.0, 0.25, 1.0):
-        got = response_log_weights(rewards, priority_temperature=2.0, uniform_mix=mix)
-        np.testing.assert_allclose(np.exp(got), mix / 3 + (1 - mix) * softmax, rtol=1e-12)
-    got = response_log_weights(rewards, priority_temperature=math.inf, uniform_mix=0.0)
-    np.testing.assert_allclose(np.exp(got), 1 / 3, rtol=1e-12)
+        got = response_log_weights(rewards, copies, priority_temperature=2.0, uniform_mix=mix)
+        np.testing.assert_allclose(np.exp(got), mix / total + (1 - mix) * softmax, rtol=1e-12)
+    got = response_log_weights(rewards, copies, priority_temperature=math.inf, uniform_mix=0.0)
+    np.testing.assert_allclose(np.exp(got), 1 / total, rtol=1e-12)
 
 
 def test_responses_are_drawn_by_their_probability_without_replacement():
@@ -296,9 +286,96 @@ def test_repeats_are_drawn_by_the_same_probability():
     repeats = Counter()
     for _ in range(6000):
         (draw,) = buffer.sample(1, 5, 0)
-        assert draw.num_repeats == 3 and set(draw.trajectory_ids[:2]) == {0, 1}
-        repeats.update(draw.trajectory_ids[2:])
+        assert draw.num_repeats == 3 and draw.trajectory_ids == (0, 1)
+        repeats.update({0: draw.weights[0] - 1, 1: draw.weights[1] - 1})
     assert abs(repeats[1] - 0.8 * 18_000) < 268
+
+
+# --- equal responses ----------------------------------------------------------------------------
+
+
+def weights_of(draw):
+    """Weight of each response by its first token."""
+    return {
+        int(y.response_tokens[0]): w for y, w in zip(draw.trajectories, draw.weights, strict=True)
+    }
+
+
+@pytest.mark.parametrize("recency_prob", [0.0, 1.0])
+def test_copies_are_drawn_without_replacement(recency_prob):
+    """4,000 groups of 3 of the 6 responses a a a b b c, fresh or replayed.
+
+    Each set of 3 copies is as likely; P(weight of a = w) = C(3, w) C(3, 3 - w) / C(6, 3). A count
+    is more than 5 standard deviations off with probability 6e-7 each. The seed is fixed.
+    """
+    rng = np.random.default_rng(0)
+    num, found = 4000, Counter()
+    for i in range(num):
+        buffer = make_buffer(recency_prob=recency_prob, seed=int(rng.integers(2**31)))
+        buffer.merge([make_commit({1: [[5], [6], [5], [7], [6], [5]]})], i)
+        (draw,) = buffer.sample(1, 3, i)
+        assert sum(draw.weights) == 3 and draw.num_repeats == 0
+        assert draw.is_fresh == (recency_prob == 1.0)
+        found[weights_of(draw).get(5, 0)] += 1
+    for weight in range(4):
+        prob = math.comb(3, weight) * math.comb(3, 3 - weight) / math.comb(6, 3)
+        assert abs(found[weight] - num * prob) < 5 * math.sqrt(num * prob * (1 - prob)), weight
+
+
+def test_a_group_of_all_responses_has_their_counts():
+    for deduplicate, wanted in ((True, (3, 2, 1)), (False, (1,) * 6)):
+        buffer = make_buffer(recency_prob=1.0, deduplicate=deduplicate)
+        buffer.merge([make_commit({1: [[5], [6], [5], [7], [6], [5]]})], 0)
+        (draw,) = buffer.sample(1, 6, 0)
+        assert draw.weights == wanted and draw.num_repeats == 0
+        assert buffer.ledger()["used"] == buffer.ledger()["trained_unique"] == 6
+
+
+def test_a_fresh_group_counts_the_newest_merge_alone():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
+    buffer.merge([make_commit({1: [[5], [6], [6], [6]]}, version=1)], 1)
+    (draw,) = buffer.sample(1, 4, 1)
+    assert weights_of(draw) == {5: 1, 6: 3}
+    assert {y.version_min for y in draw.trajectories} == {1}
+    assert buffer.num_trajectories == 8
+
+
+def test_never_drawn_copies_come_before_drawn_ones():
+    for seed in range(20):
+        buffer = make_buffer(recency_prob=0.0, seed=seed)
+        buffer.merge([make_commit({1: [[5]] * 3 + [[6]] * 3})], 0)
+        (first,) = buffer.sample(1, 4, 0)
+        buffer._settings = dataclasses.replace(buffer._settings, recency_prob=1.0)
+        (second,) = buffer.sample(1, 2, 0)
+        # Four copies were drawn in replay: exactly the two others are fresh.
+        left = {token: 3 - weights_of(first).get(token, 0) for token in (5, 6)}
+        assert weights_of(second) == {token: n for token, n in left.items() if n}
+        assert buffer.ledger()["trained_unique"] == 6
+
+
+def test_a_row_may_be_drawn_max_reuse_times_for_each_of_its_responses():
+    buffer = make_buffer(max_reuse=2, pace="trainer")
+    buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
+    used = Counter()
+    while buffer.num_trajectories:
+        (draw,) = buffer.sample(1, 2, 0)
+        assert draw.num_repeats == 0
+        used.update(weights_of(draw))
+    assert used == {5: 6, 6: 2}
+    assert buffer.ledger()["evicted_reuse"] == 4
+    buffer.check_ledger(0)
+
+
+def test_repeats_for_lack_of_data_add_to_the_weights():
+    for deduplicate in (True, False):
+        buffer = make_buffer(deduplicate=deduplicate)
+        buffer.merge([make_commit({1: [[5], [5], [6]]})], 0)
+        (draw,) = buffer.sample(1, 8, 0)
+        assert draw.num_repeats == 5 and sum(draw.weights) == 8
+        assert len(draw.weights) == (2 if deduplicate else 3)
+        # Repeats are not further uses of a response.
+        assert buffer.stats()["buffer/uses_mean"] == 1.0
 
 
 # --- one prompt ----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from tba_jax.run.run import Evaluated
 from tba_jax.train.trainer import Counters
 
 
-def make_state(host, num_hosts, num_searchers=2, step=5):
+def make_state(host, num_hosts, num_searchers=2, step=5, **settings):
     """What one host saves: old and fresh responses, one use of some, a pending round."""
-    buffer = make_buffer(fresh_window=2, seed=host)
+    buffer = make_buffer(**{"fresh_window": 2, "seed": host, **settings})
     share = num_searchers // num_hosts
     mine = range(host * share, (host + 1) * share)
     outboxes = {s: Outbox(10**9) for s in mine}
@@ -23,7 +23,7 @@ def make_state(host, num_hosts, num_searchers=2, step=5):
             prompt_id = searcher + num_searchers * number
             outbox.put(
                 make_commit(
-                    # The last one comes twice and is a duplicate.
+                    # The last one comes twice and is one row.
                     {prompt_id: [*distinct_responses(3, start=10 * number), [99, 7], [99, 7]]},
                     round=number,
                     version=number,
@@ -54,7 +54,7 @@ def as_saved(state):
     return unpack(pack(state))
 
 
-def divide(states, num_hosts, num_searchers=2):
+def divide(states, num_hosts, num_searchers=2, **settings):
     return [
         as_saved(
             repartition(
@@ -62,16 +62,16 @@ def divide(states, num_hosts, num_searchers=2):
                 host=host,
                 num_hosts=num_hosts,
                 num_searchers=num_searchers,
-                make_buffer=lambda: make_buffer(fresh_window=2),
+                make_buffer=lambda: make_buffer(**{"fresh_window": 2, **settings}),
             )
         )
         for host in range(num_hosts)
     ]
 
 
-def restored(state):
+def restored(state, **settings):
     """(buffer, outboxes) of a state, after the check that a merge makes."""
-    buffer = make_buffer(fresh_window=2)
+    buffer = make_buffer(**{"fresh_window": 2, **settings})
     buffer.restore(state.parts["buffer"])
     outboxes = {}
     for name, saved in state.named("outbox_").items():
@@ -83,21 +83,21 @@ def restored(state):
 
 
 def content(states):
-    """Everything stored or pending, as comparable values: prompt, tokens, reward, uses."""
+    """Everything stored, as comparable values: prompt, reward, version, count, uses, tokens."""
     found = []
     for state in states:
         arrays = state.parts["buffer"].arrays
         ends = np.cumsum(arrays["tokens_sizes"])
         for i, end in enumerate(ends):
             tokens = arrays["tokens"][end - arrays["tokens_sizes"][i] : end].tobytes()
-            columns = ("prompt_id", "reward", "version_min", "uses")
+            columns = ("prompt_id", "reward", "version_min", "count", "uses")
             found.append((*(arrays[f"row_{name}"][i].item() for name in columns), tokens))
     return sorted(found)
 
 
 def fresh_of(meta):
-    """(step of the sync, prompt, unused responses) of everything fresh."""
-    return {(e["step"], i, unused) for e in meta["fresh"] for i, unused, _ in e["prompts"]}
+    """(step of the merge, prompt, unused responses, oldest version) of everything fresh."""
+    return {tuple(group[:4]) for group in meta["fresh"]}
 
 
 def decoded(state):
@@ -108,7 +108,7 @@ def decoded(state):
 def ledger(states):
     buffers = [restored(state)[0].ledger() for state in states]
     rejected = sum(sum(b["rejected"].values()) for b in buffers)
-    names = ("generated", "stored", "duplicate", "used", "fresh_short")
+    names = ("generated", "stored", "united", "used", "fresh_short")
     return {**{name: sum(b[name] for b in buffers) for name in names}, "rejected": rejected}
 
 
@@ -148,22 +148,53 @@ def test_fresh_prompts_stay_fresh_and_drawn_ones_do_not_come_back():
 def test_another_number_of_searchers_merges_what_waits_and_repeats_no_round():
     one = divide([make_state(host, 2) for host in range(2)], 1, num_searchers=3)[0]
     buffer, outboxes = restored(one)
-    # The fourth round of both searchers, 4 distinct responses each, was waiting.
-    assert buffer.num_trajectories == 2 * 4 * 4
+    # The fourth round of both searchers, of 5 responses each, was waiting.
+    assert buffer.num_trajectories == 2 * 4 * 5
+    assert buffer.stats()["buffer/num_rows"] == 2 * 4 * 4
     assert [o.committed for o in outboxes.values()] == [(4, None)] * 3
     assert all(o.num_rounds == 0 for o in outboxes.values())
     assert decoded(one) == {"searcher_0": 100, "searcher_1": 101, "searcher_2": 0}
 
 
-def test_one_response_on_two_hosts_is_kept_once_and_counted():
+def test_one_response_on_two_hosts_stays_with_both_counts():
     # search.ownership=any: the same prompt and response on both.
     states = [make_state(0, 2), make_state(0, 2)]
     second = states[1].parts
     second["outbox_1"], second["searcher_1"] = second.pop("outbox_0"), second.pop("searcher_0")
     merged = divide(states, 1)[0]
-    restored(merged)  # the ledger adds up
-    assert len(content([merged])) == len(content(states)) // 2
-    assert ledger([merged])["duplicate"] == ledger(states)["duplicate"] + len(content(states)) // 2
+    buffer, _ = restored(merged)  # the ledger adds up
+    assert content([merged]) == content(states)
+    # Their groups are one: twice as many responses are fresh.
+    (before, _) = (fresh_of(state.parts["buffer"].meta) for state in states)
+    after = fresh_of(merged.parts["buffer"].meta)
+    assert after == {(step, i, 2 * unused, version) for step, i, unused, version in before}
+    assert buffer.num_fresh_groups == len(before)
+
+
+def test_counts_of_the_economy_add_up_over_hosts():
+    settings = {"max_staleness": 9, "recency_prob": 1.0, "fresh_window": 1}
+    two = [make_state(host, 2, **settings) for host in range(2)]
+    (one,) = divide(two, 1, **settings)
+    again = divide([one], 2, **settings)
+    buffers = [restored(state, **settings)[0] for state in (*two, one, *again)]
+    assert [b.num_fresh_groups for b in buffers] == [2, 2, 4, 2, 2]
+    # One group of three was drawn on each host; what waits moves, what is over stays on host 0.
+    assert [b.economy.trained_groups for b in buffers] == [1, 1, 2, 2, 0]
+    assert [b.economy.merged_groups for b in buffers] == [3, 3, 6, 4, 2]
+    assert [b.stats()["buffer/trained_share"] for b in buffers] == [1.0] * 5
+    assert [b.economy.came_in.total() for b in buffers] == [15, 15, 30, 30, 0]
+
+
+def test_the_newest_merge_can_be_drawn_again_after_a_division():
+    settings = {"recycle_fresh": True, "recency_prob": 1.0}
+    states = [make_state(host, 2, **settings) for host in range(2)]
+    buffer, _ = restored(divide(states, 1, **settings)[0], **settings)
+    buffer.sample(2, 2, 7)
+    assert (buffer.num_fresh_groups, buffer.ledger()["fresh_recycled"]) == (0, 0)
+    draws = buffer.sample(3, 2, 7)
+    # The third round of both searchers came at step 7, to prompts 4 and 5.
+    assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {4, 5}
+    assert buffer.ledger()["fresh_recycled"] == 2
 
 
 def test_owner_is_the_host_of_the_searcher_that_owns_the_prompt():

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contents: what the replay buffer holds, with every index of it and every count about it.
+
+It takes in rounds, evicts, and books what was drawn; what is drawn is chosen elsewhere, and locks
+are the caller's. Its invariant: a response that comes in, is used or goes is known to the store, to
+the fresh groups, to the prompts of replay, to the ledger and to the economy alike.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from tba_jax.flow.edit_distance import near_duplicates
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.flow.state import PartState
+from tba_jax.flow.trajectory import Group, Trajectory
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.economy import Economy
+from tba_jax.replay.fresh import FreshGroups, NewestMerge
+from tba_jax.replay.ledger import Ledger
+from tba_jax.replay.prompt_pool import PromptPool
+from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, OrderField, TrajectoryStore
+
+
+class Contents:
+    """Rows and all that is known about them.
+
+    Args:
+        settings: what is kept.
+
+    Attributes:
+        store: the rows.
+        replay: the prompts of the store, for the epoch-style draws.
+        fresh: groups that wait to be drawn.
+        newest: what the newest merge brought.
+        ledger, economy: the counts.
+    """
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        self._settings = settings
+        self._evict_field: OrderField = "version_min" if settings.evict == "oldest" else "reward"
+        self._unites = settings.deduplicate and not settings.similarity
+        # Beyond a bound on staleness nothing is forgotten: it waits.
+        self._num_merges = 0 if settings.max_staleness else settings.fresh_window
+        self.store = TrajectoryStore(unites=self._unites)
+        self.replay = PromptPool()
+        self.fresh = FreshGroups(self._num_merges)
+        self.newest = NewestMerge()
+        self.ledger = Ledger()
+        self.economy = Economy()
+        self._next_id = 0
+
+    def take_in(self, commit: RoundCommit, step: int) -> None:
+        """One round, completely: how rounds are grouped into merges leaves no trace."""
+        touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
+        if touched:
+            self.fresh.open(step)
+        self.ledger.counters["generated"] += commit.generated
+        for group in commit.groups:
+            self._insert(group, step)
+        for prompt_id in touched:
+            self._evict_surplus(prompt_id)
+        self._evict_aged(step)
+        self._evict_bytes()
+        for prompt_id in touched:
+            self.economy.merged_groups += self._refresh(step, prompt_id)
+
+    def age(self, step: int) -> None:
+        """What the passing of steps does: old responses go, and late ones if they shall."""
+        self._evict_aged(step)
+        if self._settings.max_staleness and self._settings.late == "drop":
+            self._evict_late(step - self._settings.max_staleness)
+
+    def use(
+        self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
+    ) -> list[tuple[Any, ...]]:
+        """Book that these slots were drawn so often, and evict what is used up.
+
+        Returns:
+            Their rows before.
+        """
+        rows = self.store.use(slots, times)
+        lengths = self.store.lengths(slots.tolist())
+        for row, length, n in zip(rows, lengths, times.tolist(), strict=True):
+            first = min(n, max(0, row[COUNT] - row[USES]))
+            if first:
+                self.ledger.counters["trained_unique"] += first
+                self.economy.trained[length] += first
+                is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
+                self.economy.trained_groups += is_first
+        return rows
+
+    def evict_used_up(self, slots: Sequence[int]) -> None:
+        """Evict those of these slots that were drawn as often as they may be."""
+        most = self._settings.max_reuse
+        for slot in slots if most else ():
+            row = self.store.rows[slot]
+            if row["uses"] >= most * row["count"]:
+                self._evict(slot, "reuse")
+
+    def copies(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """How many responses of each slot may still be drawn."""
+        rows = self.store.rows[slots]
+        count = rows["count"].astype(np.int64)
+        if not self._settings.max_reuse:
+            return count
+        return np.minimum(count, self._settings.max_reuse * count - rows["uses"])
+
+    def totals(self) -> dict[str, int]:
+        """All counters of the ledger, with what is stored."""
+        return self.ledger.totals(self.store.num_trajectories)
+
+    def _insert(self, group: Group, step: int) -> None:
+        self.ledger.reject(group.rejected)
+        prompt_id = group.prompt.prompt_id
+        for y in group.trajectories:
+            self.economy.came_in[len(y.response_tokens)] += 1
+            equal = None
+            if self._settings.similarity:
+                equal = self.store.find(y)
+                if equal is None and not self._is_best_of_similar(y):
+                    self.ledger.counters["evicted_similar"] += 1
+                    continue
+            if self.store.insert(group.prompt, y, row_id=self._next_id, merged=step):
+                self._next_id += 1
+                self.newest.add(step, prompt_id)
+                self.replay.add(prompt_id)
+            else:
+                self.ledger.counters["united"] += 1
+            if equal is not None:
+                self._remove(equal, "duplicate")
+
+    def _is_best_of_similar(self, y: Trajectory) -> bool:
+        """Whether no similar response is stored; ones with lower rewards are evicted for it."""
+        if y.prompt_id not in self.store:
+            return True
+        slots = self.store.slots(y.prompt_id)
+        stored = self.store.tokens(slots.tolist())
+        slots = slots[near_duplicates(y.response_tokens, stored, self._settings.similarity)]
+        if (self.store.rows["reward"][slots] >= y.reward).any():
+            return False
+        for slot in slots.tolist():
+            self._evict(slot, "similar")
+        return True
+
+    def _refresh(self, merged: int, prompt_id: int) -> bool:
+        """Set what is unused of a group; whether the group is a new one."""
+        unused, version = 0, 0
+        if prompt_id in self.store:
+            rows = self.store.rows[self.store.slots(prompt_id)]
+            left = rows["count"] - rows["uses"]
+            is_unused = (rows["merged"] == merged) & (left > 0)
+            if is_unused.any():
+                unused = int(left[is_unused].sum())
+                version = int(rows["version_min"][is_unused].min())
+        return self.fresh.put(merged, prompt_id, unused, version)
+
+    def _evict(self, slot: int, reason: str, copies: int | None = None) -> None:
+        self._remove(slot, f"evicted_{reason}", copies)
+
+    def _remove(self, slot: int, counter: str, copies: int | None = None) -> None:
+        """Remove a row, or so many of its never-drawn responses, under a name of the ledger."""
+        row = self.store.remove(slot, copies)
+        gone = row[COUNT] if copies is None else copies
+        self.ledger.counters[counter] += gone
+        unused = max(0, row[COUNT] - row[USES])
+        if unused:
+            self.fresh.lose(row[MERGED], row[PROMPT_ID], min(gone, unused))
+        if gone == row[COUNT]:
+            self.newest.lose(row[MERGED], row[PROMPT_ID])
+        if row[PROMPT_ID] not in self.store:
+            self.replay.discard(row[PROMPT_ID])
+
+    def _evict_surplus(self, prompt_id: int) -> None:
+        slots = self.store.slots(prompt_id)
+        surplus = len(slots) - self._settings.capacity_per_prompt
+        if surplus > 0:
+            rows = self.store.rows[slots]
+            order = np.lexsort((rows["id"], rows[self._evict_field]))
+            for slot in slots[order[:surplus]].tolist():
+                self._evict(slot, "capacity")
+
+    def _evict_aged(self, step: int) -> None:
+        if not self._settings.max_age:
+            return
+        while (slot := self.store.smallest("version_min")) is not None:
+            if step - int(self.store.rows["version_min"][slot]) <= self._settings.max_age:
+                return
+            self._evict(slot, "age")
+
+    def _evict_bytes(self) -> None:
+        while self.store.num_bytes > self._settings.max_bytes:
+            slot = self.store.smallest(self._evict_field)
+            assert slot is not None, "bytes are counted but nothing is stored"
+            self._evict(slot, "bytes")
+
+    def _evict_late(self, version: int) -> None:
+        """Responses of older versions than this that wait to be drawn."""
+        for merged, prompt_id in self.fresh.older_than(version):
+            slots = self.store.slots(prompt_id)
+            rows = self.store.rows[slots]
+            left = rows["count"] - rows["uses"]
+            is_late = (rows["merged"] == merged) & (rows["version_min"] < version) & (left > 0)
+            for slot, copies in zip(slots[is_late].tolist(), left[is_late].tolist(), strict=True):
+                self._evict(slot, "late", copies)
+            self._refresh(merged, prompt_id)
+
+    def state(self) -> PartState:
+        """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
+        arrays, meta = self.store.snapshot(self.replay.ids)
+        return PartState(
+            arrays,
+            {
+                **meta,
+                "replay_left": self.replay.num_left,
+                **self.fresh.state(),
+                "newest": self.newest.state(),
+                **self.ledger.state(),
+                "economy": self.economy.state(),
+                "next_id": self._next_id,
+            },
+        )
+
+    def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
+        """Replace everything by what `state` returned."""
+        self.store = TrajectoryStore.restored(arrays, meta, unites=self._unites)
+        self.replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
+        self.fresh = FreshGroups.restored(self._num_merges, meta)
+        is_newest = arrays["row_merged"] == meta["newest"]["step"]
+        rows = collections.Counter(arrays["row_prompt_id"][is_newest].tolist())
+        self.newest = NewestMerge.restored(meta["newest"], rows)
+        self.ledger.restore(meta)
+        self.economy = Economy.restored(meta["economy"])
+        self._next_id = meta["next_id"]

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Economy: what of the searchers' work is trained on, and whether that is a fair part of it.
+
+The ledger says where responses are; this says what became of the work. It counts groups, slots and
+lengths and knows no store. Its invariant: a merged group is trained, waiting or lost, and a
+response is counted as trained once.
+"""
+
+import collections
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tba_jax.replay.config import ReplaySettings
+
+# Warnings before so many batches would be about the first fill.
+_MIN_BATCHES = 20
+_MIN_TRAINED_SHARE = 0.9
+_MAX_RANK_OFFSET = 0.05
+_MAX_M_OFFSET = 0.05
+
+
+class Economy:
+    """Counts over a whole run.
+
+    Attributes:
+        batches, slots: drawn.
+        fresh_slots: slots that should have been fresh.
+        unused_slots: of those, filled with a group that was waiting.
+        recycled_slots: of those, filled with a group of the newest merge that was drawn before.
+        merged_groups: groups (one merge, one prompt) that waited to be drawn.
+        trained_groups: of those, drawn while they waited.
+        came_in: responses that were merged, by their tokens.
+        trained: responses drawn for the first time, by their tokens.
+        staleness: responses in fresh slots, recycled ones left out, by their age in steps.
+    """
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.slots = 0
+        self.fresh_slots = 0
+        self.unused_slots = 0
+        self.recycled_slots = 0
+        self.merged_groups = 0
+        self.trained_groups = 0
+        self.came_in: collections.Counter[int] = collections.Counter()
+        self.trained: collections.Counter[int] = collections.Counter()
+        self.staleness: collections.Counter[int] = collections.Counter()
+
+    def trained_share(self, waiting: int) -> float:
+        """Groups trained at least once, of those whose turn is over; 1 where there are none.
+
+        Args:
+            waiting: groups that wait and of which nothing was drawn yet.
+        """
+        over = self.merged_groups - waiting
+        return self.trained_groups / over if over else 1.0
+
+    def length_rank(self) -> float:
+        """Mean rank, in [0, 1], of the lengths that were trained among all that came in.
+
+        Equal lengths share their middle rank, so 0.5 is unbiased; below it short responses are
+        preferred. 0.5 where nothing was trained.
+        """
+        if not self.trained:
+            return 0.5
+        lengths = sorted(self.came_in)
+        came_in = np.array([self.came_in[n] for n in lengths], np.float64)
+        trained = np.array([self.trained[n] for n in lengths], np.float64)
+        rank = (np.cumsum(came_in) - came_in / 2) / came_in.sum()
+        return float((rank * trained).sum() / trained.sum())
+
+    def effective_m(self) -> float:
+        """Share of all slots that were filled with newest data; 0 without a slot."""
+        return (self.unused_slots + self.recycled_slots) / max(1, self.slots)
+
+    def late_share(self, max_staleness: int) -> float:
+        """Share of the responses in fresh slots that were staler than the bound; 0: no bound."""
+        if not max_staleness or not self.staleness:
+            return 0.0
+        late = sum(n for age, n in self.staleness.items() if age > max_staleness)
+        return late / self.staleness.total()
+
+    def stats(self, waiting: int, max_staleness: int) -> dict[str, float]:
+        """The figures for the metrics.
+
+        Args:
+            waiting: as in `trained_share`.
+            max_staleness: as in `late_share`.
+        """
+        return {
+            "buffer/trained_share": self.trained_share(waiting),
+            "buffer/length_rank": self.length_rank(),
+            "buffer/effective_m": self.effective_m(),
+            "buffer/late_share": self.late_share(max_staleness),
+        }
+
+    def warnings(self, waiting: int, settings: ReplaySettings) -> list[str]:
+        """What is wasted or biased, and what to change; a sentence each.
+
+        Args:
+            waiting: as in `trained_share`.
+            settings: of the buffer.
+        """
+        if self.batches < _MIN_BATCHES:
+            return []
+        found = []
+        share, rank, m = self.trained_share(waiting), self.length_rank(), self.effective_m()
+        if share < _MIN_TRAINED_SHARE:
+            found.append(
+                f"only {share:.0%} of the groups that were merged have been trained on: use fewer "
+                "searchers, or raise batch.num_prompts or replay.fresh_window, or set "
+                "replay.max_staleness, which keeps what waits"
+            )
+        if abs(rank - 0.5) > _MAX_RANK_OFFSET:
+            kind = "short" if rank < 0.5 else "long"
+            found.append(
+                f"training prefers {kind} responses (their lengths have the mean rank {rank:.2f} "
+                "of all that came in, 0.5 is fair): set replay.max_staleness and "
+                "replay.late=train, so that none is dropped for the time that it took"
+            )
+        if abs(m - settings.recency_prob) > _MAX_M_OFFSET:
+            found.append(
+                f"{m:.2f} of the slots are drawn from the newest data, replay.recency_prob wants "
+                f"{settings.recency_prob:.2f}: add searchers, or set replay.pace=trainer to wait "
+                "for them or replay.recycle_fresh=True to draw the newest again"
+            )
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """JSON-compatible."""
+        return {
+            name: sorted(value.items()) if isinstance(value, collections.Counter) else value
+            for name, value in vars(self).items()
+        }
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> "Economy":
+        """What `state` described."""
+        economy = cls()
+        for name, value in state.items():
+            is_counter = isinstance(getattr(economy, name), collections.Counter)
+            setattr(economy, name, collections.Counter(dict(value)) if is_counter else value)
+        return economy
+
+    @classmethod
+    def added(cls, states: list[Mapping[str, Any]]) -> "Economy":
+        """The counts of several hosts as one."""
+        total = cls()
+        for one in map(cls.restored, states):
+            for name, value in vars(one).items():
+                setattr(total, name, getattr(total, name) + value)
+        return total
