@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long the main job takes to an accuracy, beside GRPO of TRL: whole processes, from command.
+
+    python -m tba_jax.bench.time_to_accuracy --peers=trl --peer_python=trl/bin/python --json
+
+Both sides train the embedded start model on the embedded sums, batches of as many prompts and
+responses, the same reward, as many steps of a linear schedule, and are asked the same held-out
+problems, greedily, every so many steps. `ours_cold` begins with an empty compilation cache,
+`ours_warm` with that of a whole run before. The peer's learning rate is the one, among those given,
+with which it got there first; those trials also warm its files. Then each side runs once per seed,
+in turn, on the cores that this process may use. A process ends where it has reached the accuracy.
+
+`from_command_s` counts from the start of the process to the evaluation that reached it,
+`after_first_step_s` from the end of the first step; `over_trl` are medians of ratios within a seed.
+The machine should be quiet.
+
+The peer needs torch and TRL, best in an environment of its own:
+
+    python -m venv trl && trl/bin/pip install torch trl transformers
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.bench import processes, reporting, time_to_accuracy_trl
+from tba_jax.run.modeling import START_MODEL
+from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
+
+_PACKAGES = {"trl": time_to_accuracy_trl.PACKAGES}
+_POLL_S = 0.02
+# Of the preset; the peer gets the same.
+_MAX_NEW_TOKENS, _WARMUP_STEPS = 16, 5
+
+
+class Reached(NamedTuple):
+    """One process, on its way to the accuracy.
+
+    Attributes:
+        from_command_s: seconds to the evaluation that reached it, None where none did.
+        first_step_s: seconds to the end of the first step.
+        step: of that evaluation.
+        accuracies: (step, accuracy, seconds) of every evaluation of what was trained.
+    """
+
+    from_command_s: float | None
+    first_step_s: float
+    step: int | None
+    accuracies: list[tuple[int, float, float]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.bench.time_to_accuracy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--peers", default="", help="trl, or none")
+    parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
+    parser.add_argument(
+        "--peer_learning_rates", default="1e-4,3e-4,1e-3", help="the best of them is taken"
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each side")
+    parser.add_argument("--accuracy", type=float, default=0.95, help="share of the held-out")
+    parser.add_argument("--num_steps", type=int, default=150, help="of the schedule")
+    parser.add_argument("--eval_period", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--num_held_out", type=int, default=512, help="held-out problems")
+    parser.add_argument("--num_prompts", type=int, default=16, help="prompts of a batch")
+    parser.add_argument("--group_size", type=int, default=16, help="responses to each")
+    with tempfile.TemporaryDirectory(prefix="bench_time_to_accuracy_") as folder:
+        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), _table)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures, by name.
+
+    Args:
+        args: of the command line.
+        folder: empty, for the runs.
+
+    Raises:
+        ValueError: an option or an environment that cannot be measured; a side failed, or none of
+            its processes reached the accuracy.
+    """
+    least = ("seeds", "num_steps", "eval_period", "num_held_out", "num_prompts")
+    for name, value in (dict.fromkeys(least, 1) | {"group_size": 2}).items():
+        if getattr(args, name) < value:
+            raise ValueError(f"got --{name}={getattr(args, name)}; wanted at least {value}")
+    peers = [name for name in args.peers.split(",") if name]
+    processes.check_peers(peers, _PACKAGES, args.peer_python)
+    rates = _rates(args.peer_learning_rates)
+    warm = folder / "warm"
+    print("filling the compilation cache", file=sys.stderr)
+    _ours(args, folder / "first", warm, seed=0, stop_at=None)
+    trials = {
+        rate: _say(f"trl at {rate:g}", _trl(args, folder / f"trl-{rate:g}", rate, seed=0))
+        for rate in rates
+        if peers
+    }
+    rate = min(trials, key=lambda x: trials[x].from_command_s or np.inf, default=None)
+    runs: dict[str, list[Reached]] = {"ours_cold": [], "ours_warm": [], **{n: [] for n in peers}}
+    for seed in range(args.seeds):
+        for side, found in runs.items():
+            at = folder / f"{side}-{seed}"
+            if rate is not None and side == "trl":
+                reached = _trl(args, at, rate, seed)
+            else:
+                cache = warm if side == "ours_warm" else folder / f"cold-{seed}"
+                reached = _ours(args, at, cache, seed, stop_at=args.accuracy)
+            found.append(_say(f"{side}, seed {seed}", reached))
+    figures = {side: _figures(side, found, args.accuracy) for side, found in runs.items()}
+    for side in ("ours_cold", "ours_warm"):
+        figures[side] |= {f"over_{name}": _ratios(runs[side], runs[name]) for name in peers}
+    if rate is not None:
+        tried = {f"{x:g}": reached.from_command_s for x, reached in trials.items()}
+        figures["trl"] |= {"learning_rate": rate, "from_command_s_of_learning_rates": tried}
+    sizes = ("accuracy", "seeds", "num_steps", "eval_period", "num_held_out")
+    return {
+        "ours_cold": figures["ours_cold"],
+        "ours_warm": figures["ours_warm"],
+        "peers": {name: figures[name] for name in peers},
+        "workload": {name: getattr(args, name) for name in (*sizes, "num_prompts", "group_size")},
+        "versions": {"ours": _versions(sys.executable, ("jax", "jaxlib"))}
+        | {name: _versions(args.peer_python, _PACKAGES[name]) for name in peers},
+        "hardware": processes.hardware({"platform": "cpu", "device": "cpu"}),
+    }
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(x) for x in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"got --peer_learning_rates={text}; wanted numbers, separated by commas"
+        ) from None
+
+
+def _ours(
+    args: argparse.Namespace, workdir: Path, cache: Path, seed: int, stop_at: float | None
+) -> Reached:
+    """The main job in a work directory of its own, with a compilation cache below `cache`."""
+    overrides = {
+        "num_steps": args.num_steps,
+        "seed": seed,
+        "eval.period": args.eval_period,
+        "task.num_eval_prompts": args.num_held_out,
+        "batch.num_prompts": args.num_prompts,
+        "search.prompts_per_round": args.num_prompts,
+        "objective.group_size": args.group_size,
+        "search.samples_per_prompt": args.group_size,
+        "search.max_new_tokens": _MAX_NEW_TOKENS,
+        "optimizer.warmup_steps": _WARMUP_STEPS,
+    }
+    command = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
+    command += [f"--config.{name}={value}" for name, value in overrides.items()]
+    env = {k: v for k, v in os.environ.items() if "CACHE" not in k or not k.startswith("JAX_")}
+    env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
+
+    def told(line: Mapping[str, Any]) -> float | None:
+        return line.get("eval/pass_at_1")
+
+    return watch("tba_jax", command, env, workdir / "metrics.jsonl", told, stop_at)
+
+
+def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int) -> Reached:
+    """GRPO of TRL in a process of the peer's interpreter."""
+    folder.mkdir()
+    task, rng = Arithmetic(), np.random.default_rng(seed)
+    chosen = rng.choice(TRAIN_SIZE, args.num_prompts * args.num_steps)
+
+    def problem(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {"prompt": text, **columns}
+
+    names = ("num_prompts", "group_size", "num_steps", "eval_period")
+    job = {name: getattr(args, name) for name in names} | {
+        "model": str(START_MODEL),
+        "seed": seed,
+        "learning_rate": learning_rate,
+        "warmup_steps": _WARMUP_STEPS,
+        "max_new_tokens": _MAX_NEW_TOKENS,
+        "problems": [problem(*task.train_problem(int(i))) for i in chosen],
+        "held_out": [problem(*task.eval_problem(i)) for i in range(args.num_held_out)],
+        "log": str(folder / "log.jsonl"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    command = [args.peer_python, "-P", time_to_accuracy_trl.__file__, str(folder / "job.json")]
+    env = os.environ | {"HF_HUB_OFFLINE": "1"}
+    env.pop("PYTHONPATH", None)
+
+    def told(line: Mapping[str, Any]) -> float | None:
+        return line.get("accuracy")
+
+    return watch("trl", command, env, folder / "log.jsonl", told, args.accuracy)
+
+
+def watch(
+    side: str,
+    command: Sequence[str],
+    env: Mapping[str, str],
+    log: Path,
+    accuracy_of: Callable[[Mapping[str, Any]], float | None],
+    stop_at: float | None,
+) -> Reached:
+    """Run a command and read its log as it grows.
+
+    Args:
+        side: its name in errors.
+        command, env: the process, which has no other of its name beside it.
+        log: JSON lines with a `step`; one with step 1 says that the first step is done.
+        accuracy_of: the accuracy in a line; None: it holds none.
+        stop_at: the process is ended at an evaluation that reaches it; None: it runs to its end.
+
+    Raises:
+        ValueError: the process failed, made no step or took too long; its last lines go to stderr.
+    """
+    said = log.parent.with_name(f"{log.parent.name}.txt")
+    first_step_s, accuracies, lines = None, [], _Lines(log)
+    with said.open("w") as out:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+        try:
+            is_over = False
+            while not is_over:
+                is_over = process.poll() is not None  # asked first: its last lines are read, too
+                now = time.perf_counter() - start
+                if now > processes.TIMEOUT_S:
+                    raise ValueError(f"{side} took more than {processes.TIMEOUT_S} s")
+                for line in lines.new():
+                    value, step = accuracy_of(line), int(line["step"])
+                    if value is None:
+                        first_step_s = now if step == 1 else first_step_s
+                    elif step:  # not the start model's
+                        accuracies.append((step, float(value), now))
+                        is_over = is_over or (stop_at is not None and value >= stop_at)
+                time.sleep(0 if is_over else _POLL_S)
+        finally:
+            _end(process)
+    was_ended = stop_at is not None and any(value >= stop_at for _, value, _ in accuracies)
+    if first_step_s is None or (process.returncode and not was_ended):
+        last = said.read_text().strip().splitlines()[-30:] or ["(it said nothing)"]
+        sys.stderr.write("\n".join(last[:-1]) + "\n")
+        raise ValueError(f"{side} failed with exit code {process.returncode}: {last[-1]}")
+    reached = [x for x in accuracies if stop_at is not None and x[1] >= stop_at]
+    step, _, seconds = reached[0] if reached else (None, None, None)
+    return Reached(seconds, first_step_s, step, accuracies)
+
+
+class _Lines:
+    """The lines of a growing file of JSON lines, each once; looking costs the writer nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """Those that were completed since the last call."""
+        if not self._path.exists() or self._path.stat().st_size == self._offset:
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _say(what: str, reached: Reached) -> Reached:
+    end = "never" if reached.from_command_s is None else f"{reached.from_command_s:.1f} s"
+    print(
+        f"{what}: {end}, step {reached.step}, first step after {reached.first_step_s:.1f} s",
+        file=sys.stderr,
+    )
+    return reached
+
+
+def _figures(side: str, runs: Sequence[Reached], accuracy: float) -> dict[str, Any]:
+    """Medians of one side, over those of its runs that reached the accuracy."""
+    there = [x for x in runs if x.from_command_s is not None]
+    if not there:
+        best = max((value for x in runs for _, value, _ in x.accuracies), default=0.0)
+        raise ValueError(
+            f"{side} never reached an accuracy of {accuracy}, {best} at most; give a lower "
+            "--accuracy or more --num_steps"
+        )
+    return {
+        "from_command_s": statistics.median(x.from_command_s or 0.0 for x in there),
+        "after_first_step_s": statistics.median(_after_first_step_s(x) for x in there),
+        "first_step_s": statistics.median(x.first_step_s for x in there),
+        "steps": statistics.median(x.step or 0 for x in there),
+        "reached": f"{len(there)} of {len(runs)}",
+        "runs": [{**x._asdict(), "after_first_step_s": _after_first_step_s(x)} for x in there],
+    }
+
+
+def _after_first_step_s(run: Reached) -> float:
+    return (run.from_command_s or 0.0) - run.first_step_s
+
+
+def _ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> dict[str, float]:
+    """Medians over the seeds of our time over theirs."""
+    pairs = [
+        (x, y)
+        for x, y in zip(ours, theirs, strict=True)
+        if x.from_command_s is not None and y.from_command_s is not None
+    ]
+    if not pairs:
+        raise ValueError("no seed has both sides at the accuracy; give more --seeds")
+    return {
+        "from_command": statistics.median(
+            (x.from_command_s or 0.0) / (y.from_command_s or 1.0) for x, y in pairs
+        ),
+        "after_first_step": statistics.median(
+            _after_first_step_s(x) / _after_first_step_s(y) for x, y in pairs
+        ),
+    }
+
+
+def _versions(python: str, packages: Sequence[str]) -> dict[str, str]:
+    code = (
+        "import importlib.metadata as m, json, sys; "
+        f"print(json.dumps({{'python': sys.version.split()[0], **{{n: m.version(n) for n in "
+        f"{tuple(packages)}}}}}))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def _table(result: Mapping[str, Any]) -> list[str]:
+    """The figures for a reader."""
+    w, hw = result["workload"], result["hardware"]
+    rows = [
+        f"{w['accuracy']:.0%} of {w['num_held_out']} held-out problems; batches of "
+        f"{w['num_prompts']} x {w['group_size']}, evaluated every {w['eval_period']} of "
+        f"{w['num_steps']} steps; medians of {w['seeds']} seeds",
+        f"{hw['processor']}, {hw['num_cores']} cores",
+        "",
+        f"{'':>10} {'from command':>13} {'first step':>11} {'after it':>9} {'steps':>6}"
+        f" {'over trl: from command':>23} {'after first step':>17}",
+    ]
+    sides = {"ours_cold": result["ours_cold"], "ours_warm": result["ours_warm"], **result["peers"]}
+    for name, x in sides.items():
+        ratio = x.get("over_trl", {})
+        rows.append(
+            f"{name:>10} {x['from_command_s']:>11.1f} s {x['first_step_s']:>9.1f} s "
+            f"{x['after_first_step_s']:>7.1f} s {x['steps']:>6.0f}"
+            + (
+                f" {ratio['from_command']:>23.2f} {ratio['after_first_step']:>17.2f}"
+                if ratio
+                else ""
+            )
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
