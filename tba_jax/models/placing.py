@@ -2,8 +2,10 @@
 """Fill one large array under a sharding from pieces on the host, a bounded block at a time.
 
 Each device receives its own part of a piece and writes it into its shard in place; no process needs
-another one. The invariant it owns: beyond the array and two blocks in flight nothing is held, on
-the host or on a device.
+another one. A shard of at most a block is put together on the host instead: to compile what writes
+it would take longer than to load a small model. The invariant it owns: beyond the array and two
+blocks in flight, or its shards where they are that small, nothing is held, on the host or on a
+device.
 """
 
 import functools
@@ -44,10 +46,12 @@ class Filling:
         self.dtype = np.dtype(spec.dtype)
         self._local: NamedSharding | None = None
         self._array: Array | None = None
+        self._on_host: dict[tuple[int, ...], np.ndarray] = {}  # small shards, by their origins
         if sharding is None:
             self._shard_shape = self.shape
             self._origins = [(0,) * len(self.shape)]
-            self._array = jnp.zeros(self.shape, self.dtype)
+            if not self._put_together():
+                self._array = jnp.zeros(self.shape, self.dtype)
             return
         try:
             self._shard_shape = sharding.shard_shape(self.shape)
@@ -59,10 +63,17 @@ class Filling:
         indices = sharding.addressable_devices_indices_map(self.shape)
         self._devices = list(indices)
         self._origins = [tuple(s.start or 0 for s in indices[d]) for d in self._devices]
-        if self._devices:
+        if self._devices and not self._put_together():
             mesh = Mesh(np.array(self._devices), ("device",))
             self._local = NamedSharding(mesh, PartitionSpec("device"))
             self._array = _zeros(self._side_by_side(self._shard_shape), self.dtype, self._local)
+
+    def _put_together(self) -> bool:
+        """Make room on the host for shards that are small; whether they are."""
+        if math.prod(self._shard_shape) * self.dtype.itemsize > BLOCK_BYTES:
+            return False
+        self._on_host = {o: np.zeros(self._shard_shape, self.dtype) for o in self._origins}
+        return True
 
     def put(self, piece: np.ndarray, layer: int | None = None) -> None:
         """Write one piece: a layer, which is an index into the first axis, or the whole array.
@@ -75,7 +86,7 @@ class Filling:
         Raises:
             ValueError: the sharding divides the axis of layers.
         """
-        if self._array is None:  # all of it belongs to other processes
+        if not self._origins:  # all of it belongs to other processes
             return
         starts = np.zeros(len(self.shape), int)
         view = piece
@@ -87,6 +98,11 @@ class Filling:
                 )
             starts[0], view = layer, piece[None]
         size = np.minimum(view.shape, self._shard_shape)
+        for origin, shard in self._on_host.items():
+            part = view[tuple(slice(a, a + n) for a, n in zip(origin, size, strict=True))]
+            shard[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))] = part
+        if self._on_host:
+            return
         # Blocks are cut along the axis that is slowest in the file and keep the file's order of
         # axes: the host reads and copies long runs, the device transposes.
         order = tuple(sorted(range(view.ndim), key=lambda axis: -view.strides[axis]))
@@ -113,9 +129,15 @@ class Filling:
     def finish(self) -> Array:
         """The array, whose memory nothing else refers to; ends the use of this object."""
         array, self._array = self._array, None
+        on_host, self._on_host = self._on_host, {}
         if self.sharding is None:
-            assert array is not None
-            return array
+            return jax.device_put(*on_host.values()) if array is None else array
+        if on_host:
+            shards = [
+                jax.device_put(on_host[origin], device)
+                for origin, device in zip(self._origins, self._devices, strict=True)
+            ]
+            return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
         by_device = {} if array is None else {s.device: s.data for s in array.addressable_shards}
         return jax.make_array_from_single_device_arrays(
             self.shape, self.sharding, [by_device[d] for d in self._devices], dtype=self.dtype

@@ -74,7 +74,8 @@ def test_shardings_that_cannot_be_filled_are_refused(tmp_path, mesh, rules, mess
         load_folder(tmp_path, shardings=shardings_of(config, mesh, rules))
 
 
-def test_blocks_are_written_in_place():
+def test_blocks_are_written_in_place(monkeypatch):
+    monkeypatch.setattr(placing, "BLOCK_BYTES", 2**12)  # beyond which a shard is a large one
     spec = jax.ShapeDtypeStruct((3, 64, 2, 48), jnp.float32)
     for sharding in (None, NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec(None, "x"))):
         filling = placing.Filling("leaf", spec, sharding)
@@ -105,9 +106,9 @@ def test_only_its_own_slice_travels_to_a_device(tmp_path, mesh, monkeypatch):
     sent = {}
     device_put = jax.device_put
 
-    def spy(x, device):
+    def spy(x, device, **how):
         sent[device] = sent.get(device, 0) + x.nbytes
-        return device_put(x, device)
+        return device_put(x, device, **how)
 
     monkeypatch.setattr(jax, "device_put", spy)
     load_folder(tmp_path, shardings=shardings_of(config, mesh, {"embed": "fsdp"}))
@@ -147,7 +148,29 @@ def test_the_host_holds_two_blocks(tmp_path, monkeypatch):
     assert filling.finish().sum() == spec.size
 
 
-def test_programs_do_not_multiply_with_layers(tmp_path):
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_small_model_is_put_together_on_the_host(tmp_path, mesh, monkeypatch, is_sharded):
+    config, params = make_folder(tmp_path)
+    shardings = shardings_of(config, mesh, {"embed": "fsdp"}) if is_sharded else None
+    for program in ("_zeros", "_write"):
+        monkeypatch.setattr(placing, program, lambda *args, **kwargs: pytest.fail("compiled"))
+    loaded = load_folder(tmp_path, shardings=shardings)[1]
+    assert_equal(loaded, params)
+
+
+def test_what_was_put_together_on_the_host_can_be_donated():
+    spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))  # two share each part
+    for sharding in (None, NamedSharding(mesh, PartitionSpec("fsdp"))):
+        filling = placing.Filling("leaf", spec, sharding)
+        filling.put(np.ones((64, 64), np.float32))
+        added = jax.jit(lambda x: x + 1, donate_argnums=0)(filling.finish())
+        for shard in added.addressable_shards:
+            np.testing.assert_array_equal(shard.data, 2)
+
+
+def test_programs_do_not_multiply_with_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(placing, "BLOCK_BYTES", 32)  # no shard is a small one
     placing._write.clear_cache()
     counts = []
     for num_layers in (3, 6):
