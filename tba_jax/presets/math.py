@@ -86,7 +86,7 @@ PRESETS = {
             "sampling_temperature": 0.7,
             "initial_fill": 500,
         },
-        "replay": {"recency_prob": 0.95},
+        "replay": {"recency_prob": 0.95, "recycle_fresh": True},
         "eval": {"period": 100, "max_new_tokens": 512, "num_slots": 64},
     },
     "math": {

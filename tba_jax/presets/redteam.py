@@ -73,7 +73,7 @@ _PAPER = {
         # Ten batches of the start model, beside what task.start_path gives.
         "initial_fill": 1280,
     },
-    "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},
+    "replay": {"recency_prob": 0.5, "recycle_fresh": True, "priority_temperature": 1.0},
     "victim": {
         "num_samples": 5,
         "temperature": 0.7,

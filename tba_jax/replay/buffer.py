@@ -262,7 +262,8 @@ class ReplayBuffer:
         store = self._contents.store
         prompt = store.prompt(prompt_id)
         times, repeats = choose(self._rng, log_weights, copies, group_size)
-        times, repeats = (x.reshape(-1, len(slots)).sum(axis=0) for x in (times, repeats))
+        if len(copies) > len(slots):
+            times, repeats = (x.reshape(-1, len(slots)).sum(axis=0) for x in (times, repeats))
         picked = np.flatnonzero(times)
         slots, times, repeats = slots[picked], times[picked], repeats[picked]
         rows = self._contents.use(slots, times)

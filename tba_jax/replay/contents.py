@@ -83,14 +83,14 @@ class Contents:
             Their rows before.
         """
         rows = self.store.use(slots, times)
-        lengths = self.store.lengths(slots.tolist())
-        for row, length, n in zip(rows, lengths, times.tolist(), strict=True):
-            first = min(n, max(0, row[COUNT] - row[USES]))
-            if first:
-                self.ledger.counters["trained_unique"] += first
-                self.economy.trained[length] += first
-                is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
-                self.economy.trained_groups += is_first
+        for slot, row, n in zip(slots.tolist(), rows, times.tolist(), strict=True):
+            if row[USES] >= row[COUNT]:
+                continue
+            first = min(n, row[COUNT] - row[USES])
+            self.ledger.counters["trained_unique"] += first
+            self.economy.trained[self.store.length(slot)] += first
+            is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
+            self.economy.trained_groups += is_first
         return rows
 
     def evict_used_up(self, slots: Sequence[int]) -> None:
@@ -103,11 +103,10 @@ class Contents:
 
     def copies(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         """How many responses of each slot may still be drawn."""
-        rows = self.store.rows[slots]
-        count = rows["count"].astype(np.int64)
+        count = self.store.rows["count"][slots]
         if not self._settings.max_reuse:
             return count
-        return np.minimum(count, self._settings.max_reuse * count - rows["uses"])
+        return np.minimum(count, self._settings.max_reuse * count - self.store.rows["uses"][slots])
 
     def totals(self) -> dict[str, int]:
         """All counters of the ledger, with what is stored."""

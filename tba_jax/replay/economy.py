@@ -109,9 +109,9 @@ class Economy:
         share, rank, m = self.trained_share(waiting), self.length_rank(), self.effective_m()
         if share < _MIN_TRAINED_SHARE:
             found.append(
-                f"only {share:.0%} of the groups that were merged have been trained on: use fewer "
-                "searchers, or raise batch.num_prompts or replay.fresh_window, or set "
-                "replay.max_staleness, which keeps what waits"
+                f"only {share:.0%} of the groups that searchers made were trained on while they "
+                "were fresh: use fewer searchers, raise batch.num_prompts or replay.fresh_window, "
+                "or set replay.max_staleness, under which what is unused waits"
             )
         if abs(rank - 0.5) > _MAX_RANK_OFFSET:
             kind = "short" if rank < 0.5 else "long"

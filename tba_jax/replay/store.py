@@ -129,9 +129,9 @@ class TrajectoryStore:
         """Response tokens in these slots, read-only."""
         return [np.frombuffer(self._tokens[slot], np.int32) for slot in slots]
 
-    def lengths(self, slots: Sequence[int]) -> list[int]:
-        """Tokens of the responses in these slots."""
-        return [len(self._tokens[slot]) // 4 for slot in slots]
+    def length(self, slot: int) -> int:
+        """Tokens of the response in this slot."""
+        return len(self._tokens[slot]) // 4
 
     def find(self, y: Trajectory) -> int | None:
         """Slot of a response to the same prompt with the same tokens, if there is one."""

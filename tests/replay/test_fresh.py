@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fresh slots under a bound on staleness, and where nothing unused is left."""
+
+import numpy as np
+import pytest
+from fake_rounds import (
+    distinct_responses,
+    drawn,
+    json_snapshot,
+    make_buffer,
+    make_commit,
+    prompts_of,
+    stored,
+)
+
+from tba_jax.replay.fresh import FreshGroups
+
+
+def fresh_prompts(draws):
+    return [d.prompt.prompt_id for d in draws if d.is_fresh]
+
+
+# --- a queue -------------------------------------------------------------------------------------
+
+
+def test_under_a_bound_everything_unused_is_fresh_oldest_version_first():
+    buffer = make_buffer(recency_prob=1.0, max_staleness=5)
+    # A slow searcher's group of version 1 comes with a later merge than version 3's.
+    for step, version, prompts in ((3, 3, (1, 2)), (4, 1, (3,)), (5, 4, (4, 5))):
+        responses = {p: distinct_responses(2) for p in prompts}
+        buffer.merge([make_commit(responses, version=version)], step)
+    assert buffer.num_fresh_groups == 5
+    assert fresh_prompts(buffer.sample(1, 2, 5)) == [3]
+    assert set(fresh_prompts(buffer.sample(2, 2, 5))) == {1, 2}
+    assert set(fresh_prompts(buffer.sample(2, 2, 5))) == {4, 5}
+    assert (buffer.num_fresh_groups, fresh_prompts(buffer.sample(2, 2, 5))) == (0, [])
+    assert buffer.economy.trained_groups == buffer.economy.merged_groups == 5
+
+
+def test_versions_of_one_age_are_drawn_in_random_order():
+    """Which of two groups of one version, of different merges, comes first: 200 draws.
+
+    A count of fair draws is more than 5 standard deviations (35) off with probability 6e-7.
+    """
+    first = []
+    for seed in range(200):
+        buffer = make_buffer(recency_prob=1.0, max_staleness=5, seed=seed)
+        buffer.merge([make_commit({1: distinct_responses(2)}, version=0)], 1)
+        buffer.merge([make_commit({2: distinct_responses(2)}, version=0, round=1)], 2)
+        first += fresh_prompts(buffer.sample(1, 2, 2))
+    assert abs(first.count(1) - 100) < 35
+
+
+def test_a_prompt_waits_with_each_of_its_groups_but_comes_once_in_a_batch():
+    buffer = make_buffer(recency_prob=1.0, max_staleness=5)
+    buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 0)
+    buffer.merge([make_commit({1: distinct_responses(2)}, round=1)], 1)
+    buffer.merge([make_commit({1: distinct_responses(2)}, version=1, round=2)], 2)
+    batches = [buffer.sample(2, 2, 2) for _ in range(3)]
+    assert sorted(fresh_prompts(batches[0])) == [1, 2]
+    assert fresh_prompts(batches[1]) == fresh_prompts(batches[2]) == [1]
+    versions = [d.trajectories[0].version_min for b in batches for d in b if d.is_fresh]
+    assert sorted(versions[:2]) == [0, 0] and versions[2:] == [0, 1]
+
+
+def test_what_is_late_is_trained_and_counted():
+    buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=2)
+    buffer.merge([make_commit({1: distinct_responses(2)}, version=1)], 4)
+    buffer.merge([make_commit({2: distinct_responses(2)}, version=3)], 4)
+    assert fresh_prompts(buffer.sample(1, 2, 4)) == [1]
+    assert fresh_prompts(buffer.sample(1, 2, 4)) == [2]
+    assert buffer.stats()["buffer/late_share"] == 0.5
+    assert buffer.economy.staleness == {3: 2, 1: 2}
+    assert buffer.ledger()["evicted_late"] == 0
+
+
+def test_what_is_late_can_be_dropped():
+    buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=2, late="drop")
+    old, new = [[5], [5], [6]], [[7], [8]]
+    buffer.merge([make_commit({1: old}, version=1)], 3)
+    buffer.merge([make_commit({1: new}, version=3)], 3)
+    assert buffer.is_ready(1, 3, 3)
+    # At step 4 version 1 is three steps old; the group goes on with what it has left.
+    (draw,) = buffer.sample(1, 2, 4)
+    assert draw.is_fresh and {y.version_min for y in draw.trajectories} == {3}
+    assert stored(buffer) == [(1, (7,)), (1, (8,))]
+    assert buffer.ledger()["evicted_late"] == 3
+    assert buffer.sample(1, 2, 4) is None
+    buffer.check_ledger(0, 5)
+
+
+def test_dropping_takes_what_was_never_drawn_and_leaves_the_rest_for_replay():
+    for seed in range(10):
+        buffer = make_buffer(recency_prob=0.0, max_staleness=2, late="drop", seed=seed)
+        buffer.merge([make_commit({1: [[5]] * 3 + [[6]] * 3})], 0)
+        (draw,) = buffer.sample(1, 4, 0)
+        buffer.sample(1, 1, 3)
+        assert (buffer.ledger()["evicted_late"], buffer.num_trajectories) == (2, 4)
+        assert buffer.num_fresh_groups == 0
+        counts = dict(zip(stored(buffer), buffer.state().arrays["row_count"], strict=True))
+        found = zip(draw.trajectories, draw.weights, strict=True)
+        assert counts == {(1, tuple(y.response_tokens.tolist())): n for y, n in found}
+        buffer.check_ledger(0, 6)
+
+
+@pytest.mark.parametrize("late", ["train", "drop"])
+def test_a_restored_queue_draws_the_same(late):
+    options = {"recency_prob": 0.8, "max_staleness": 3, "late": late, "fresh_window": 1}
+    buffer, twin = make_buffer(**options), make_buffer(**options, seed=9)
+    rng = np.random.default_rng(0)
+    for step in range(30):
+        if step == 15:
+            twin.restore(json_snapshot(buffer))
+        for number in range(3):
+            responses = {int(p): distinct_responses(3, 3 * step) for p in rng.choice(20, 3)}
+            version = max(0, step - int(rng.integers(5)))
+            commit = make_commit(responses, version=version, round=3 * step + number)
+            for which in (buffer, twin)[: 1 + (step >= 15)]:
+                which.merge([commit], step)
+        draws = buffer.sample(4, 2, step)
+        if step >= 15:
+            assert drawn(twin.sample(4, 2, step)) == drawn(draws)
+            assert twin.ledger() == buffer.ledger() and twin.stats() == buffer.stats()
+
+
+def test_a_long_queue_costs_a_draw_no_more_than_a_short_one():
+    """As many pools are looked at, whatever waits behind the first."""
+
+    class Counted(list):
+        def __iter__(self):
+            for item in super().__iter__():
+                looked_at.append(item)
+                yield item
+
+    looked_at = []
+    groups, rng = FreshGroups(0), np.random.default_rng(0)
+    for merged in range(1000):
+        for prompt_id in range(4):
+            groups.put(merged, 4 * merged + prompt_id, 2, version=merged)
+    groups._order = Counted(groups._order)
+    found = [groups.draw(rng, (), 0) for _ in range(400)]
+    assert [g.merged for g in found] == [i // 4 for i in range(400)]
+    assert len(looked_at) == 400
+    assert len(groups) == groups.count(0) == groups.num_untouched == 3600
+
+
+# --- drawn again ---------------------------------------------------------------------------------
+
+
+def test_a_short_fresh_slot_draws_the_newest_merge_again():
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
+    newest = {p: distinct_responses(2) for p in (1, 2, 3)}
+    buffer.merge([make_commit(newest, version=1, round=1)], 1)
+    assert sorted(fresh_prompts(buffer.sample(2, 2, 1))) != []
+    # One prompt is unused; the two others come again, and then it is replay's turn.
+    draws = buffer.sample(4, 2, 1)
+    assert sorted(fresh_prompts(draws)) == [1, 2, 3]
+    assert sum(not d.is_fresh for d in draws) == 1
+    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (2, 1)
+    # Every prompt comes as often.
+    again = [p for _ in range(6) for p in fresh_prompts(buffer.sample(2, 2, 1))]
+    assert {again.count(p) for p in (1, 2, 3)} == {4}
+    assert buffer.stats()["buffer/effective_m"] == 17 / 18
+
+
+def test_a_waiting_trainer_recycles_nothing():
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, pace="trainer")
+    buffer.merge([make_commit({1: distinct_responses(2)})], 0)
+    assert buffer.sample(1, 2, 0) is not None
+    assert buffer.sample(1, 2, 0) is None
+
+
+def test_a_task_of_one_prompt_recycles_it_in_every_slot():
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer.merge([make_commit({0: distinct_responses(8)})], 0)
+    buffer.merge([make_commit({0: distinct_responses(8, 50)}, version=1, round=1)], 1)
+    assert buffer.supply(4, 4, 1) == (True, 4)
+    draws = buffer.sample(4, 4, 1)
+    assert all(d.is_fresh for d in draws)
+    assert {y.version_min for d in draws for y in d.trajectories} == {1}
+    assert buffer.ledger()["fresh_recycled"] == 2
+
+
+def test_hosts_offer_what_can_be_drawn_again():
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
+    buffer.merge([make_commit({p: distinct_responses(2) for p in (1, 2, 3)}, version=1)], 1)
+    buffer.sample(2, 2, 1, num_fresh=2)
+    assert buffer.supply(8, 2, 1) == (True, 3)
+    draws = buffer.sample(8, 2, 1, num_fresh=3, num_short=2)
+    assert [d.is_fresh for d in draws] == [True] * 3 + [False] * 5
+    assert len(set(prompts_of(draws))) == 8
+    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (2, 2)
+
+
+def test_what_is_evicted_is_not_drawn_again():
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, capacity_per_prompt=2)
+    buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 5)
+    buffer.sample(2, 2, 5)
+    # Newer versions push the newest merge's rows of prompt 1 out, by another merge at that step.
+    buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=3, round=1)], 5)
+    (draw,) = (d for d in buffer.sample(2, 2, 5) if d.prompt.prompt_id == 1)
+    assert {y.version_min for y in draw.trajectories} == {3}
+    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "age")
+    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "age")
+    assert fresh_prompts(buffer.sample(2, 2, 5)) == [1, 1]
