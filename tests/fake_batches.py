@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,8 +13,9 @@ from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
 
 from tba_jax.devices.sharding import MESH_AXES
-from tba_jax.flow.batch import Batch
-from tba_jax.flow.packing import pack_rows
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.scoring import Scoring
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.tb import TrajectoryBalance
@@ -35,53 +37,89 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def make_batch(p=4, k=4, prompt=4, t=6, seed=0):
+def make_draws(p=4, k=4, prompt=4, t=6, seed=0, weights=None):
+    """Draws of random responses; each of a draw has a number of tokens and a reward of its own.
+
+    `weights` [p k]: how often each was drawn, 0 for one that was not; None: all of them once.
+    """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, t + 1, (p, k)).astype(np.int32)
-    return Batch(
-        tokens=rng.integers(3, CONFIG.vocab_size, (p, k, prompt + t)).astype(np.int32),
-        prompt_lengths=np.full((p, k), prompt, np.int32),
-        response_lengths=lengths,
-        rewards=rng.integers(0, 2, (p, k)).astype(np.float32),
-        reference_logprob=rng.normal(-8, 1, (p, k)).astype(np.float32),
-        behavior_token_logprobs=np.where(
-            np.arange(t)[None, None] < lengths[..., None], -2.0, 0.0
-        ).astype(np.float32),
-        versions=np.zeros((p, k), np.int32),
-    )
-
-
-def packed(batch, row_length=18, num_rows=12):
-    """The same responses as `PackedBatch`, by the function that the trainer uses."""
-    prompt = batch.tokens.shape[-1] - batch.behavior_token_logprobs.shape[-1]
+    lengths = rng.integers(1, t + 1, (p, k))
+    tokens = rng.integers(3, CONFIG.vocab_size, (p, k, prompt + t)).astype(np.int32)
+    rewards = rng.integers(0, 2, (p, k)).astype(np.float32)
+    reference = rng.normal(-8, 1, (p, k)).astype(np.float32)
+    weights = np.ones((p, k), int) if weights is None else np.asarray(weights)
 
     def trajectory(i, j):
-        n = batch.response_lengths[i, j]
-        return SimpleNamespace(
-            response_tokens=batch.tokens[i, j, prompt : prompt + n],
-            behavior_token_logprobs=batch.behavior_token_logprobs[i, j, :n],
-            reward=batch.rewards[i, j],
-            reference_logprob=batch.reference_logprob[i, j],
-            version_min=batch.versions[i, j],
-            is_action=None if batch.is_action is None else batch.is_action[i, j, :n],
+        n = lengths[i, j]
+        return Trajectory(
+            prompt_id=i,
+            response_tokens=tokens[i, j, prompt : prompt + n],
+            reward=rewards[i, j],
+            reward_parts={},
+            behavior_token_logprobs=np.full(n, -2.0, np.float32),
+            reference_logprob=reference[i, j],
+            version_min=0,
+            version_max=0,
+            searcher=0,
+            round=0,
+            sampling_temperature=1.0,
+            finish_reason="eos",
         )
 
-    p, k = batch.rewards.shape
-    draws = [
-        SimpleNamespace(
-            prompt=SimpleNamespace(tokens=batch.tokens[i, 0, :prompt]),
-            trajectories=[trajectory(i, j) for j in range(k)],
+    return [
+        Draw(
+            prompt=Prompt(i, "", tokens[i, 0, :prompt], {}),
+            trajectories=tuple(trajectory(i, j) for j in range(k) if weights[i, j]),
+            weights=tuple(int(w) for w in weights[i] if w),
+            is_fresh=True,
+            trajectory_ids=tuple(j for j in range(k) if weights[i, j]),
+            num_repeats=0,
         )
         for i in range(p)
     ]
-    return pack_rows(draws, row_length=row_length, row_buckets=(num_rows,), pad_id=0)
 
 
-def one_prompt_each(batch):
-    """Prompts are the same for all responses to them, as in what the trainer draws."""
-    tokens = np.array(batch.tokens)
-    tokens[:, :, :4] = tokens[:, :1, :4]
-    return batch._replace(tokens=tokens)
+def repeated(draws):
+    """The same draws with every response as often as it was drawn."""
+
+    def repeat(values, weights):
+        return tuple(x for x, n in zip(values, weights, strict=True) for _ in range(n))
+
+    return [
+        d._replace(
+            trajectories=repeat(d.trajectories, d.weights),
+            trajectory_ids=repeat(d.trajectory_ids, d.weights),
+            weights=(1,) * sum(d.weights),
+        )
+        for d in draws
+    ]
+
+
+def lay_out(draws, **options):
+    """A batch of these draws, by what the trainer packs with."""
+    prompt = max(len(d.prompt.tokens) for d in draws)
+    response = max(len(y.response_tokens) for d in draws for y in d.trajectories)
+    packing = Packing(
+        num_prompts=len(draws),
+        group_size=sum(draws[0].weights),
+        padding=Padding((prompt,), (response,), 0),
+        policy_temperature=1.0,
+        **options,
+    )
+    return packing.batch(draws, tuple)
+
+
+def make_batch(p=4, k=4, prompt=4, t=6, seed=0, **options):
+    """A batch of random responses, all distinct; options are those of `Packing`."""
+    return lay_out(make_draws(p, k, prompt, t, seed), **options)
+
+
+def keep_gradient():
+    """An optimiser that moves nothing and whose state is the gradient."""
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params),
+        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
+    )
 
 
 def broken(batch):

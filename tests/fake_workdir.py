@@ -93,7 +93,8 @@ def fake_workdir(
                 "end_s": clock,
                 "wait_s": wait,
                 "trajectory_ids": [[1, 2], [3, 4]],
-                "bucket": [32, 48],
+                "weights": [[1, 3], [2, 2]],
+                "bucket": [4, 32, 48],
             }
         )
         if step % 2 == 0:

@@ -231,16 +231,18 @@ def compiled_step(case: Case) -> Any:
     p, k, t = num, case.group_size, case.response_tokens
 
     def array(*shape: int, dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct((p, k, *shape), dtype)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     batch = Batch(
-        tokens=array(case.prompt_tokens + t),
-        prompt_lengths=array(),
-        response_lengths=array(),
-        rewards=array(dtype=jnp.float32),
-        reference_logprob=array(dtype=jnp.float32),
-        behavior_token_logprobs=array(t, dtype=jnp.float32),
-        versions=array(),
+        tokens=array(p * k, case.prompt_tokens + t),
+        slots=array(p * k),
+        behavior_token_logprobs=array(p * k, t, dtype=jnp.float32),
+        prompt_lengths=array(p, k),
+        response_lengths=array(p, k),
+        rewards=array(p, k, dtype=jnp.float32),
+        reference_logprob=array(p, k, dtype=jnp.float32),
+        versions=array(p, k),
+        weights=array(p, k, dtype=jnp.float32),
     )
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
     step: Any = make_train_step(config, optimizer, schedule, settings, shardings)

@@ -130,14 +130,20 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 def _batch(job: dict[str, Any]) -> Batch:
     arrays = np.load(job["batch"])
     rewards, t = arrays["rewards"], job["response_tokens"]
+    rows, m = np.arange(rewards.size), job["micro_batch_rows"] or rewards.size
+    # Whole groups in micro-batches, whose rows are spread over the batch.
+    order = rows.reshape(-1, m).T.reshape(-1)
+    tokens = arrays["tokens"].reshape(rewards.size, -1)
     return Batch(
-        tokens=arrays["tokens"],
+        tokens=tokens[order],
+        slots=(order + 1).astype(np.int32),
+        behavior_token_logprobs=np.full((rewards.size, t), -1, np.float32),
         prompt_lengths=np.full(rewards.shape, job["prompt_tokens"], np.int32),
         response_lengths=np.full(rewards.shape, t, np.int32),
         rewards=rewards,
         reference_logprob=arrays["reference_logprob"].astype(np.float32),
-        behavior_token_logprobs=np.full((*rewards.shape, t), -1, np.float32),
         versions=np.zeros(rewards.shape, np.int32),
+        weights=np.ones(rewards.shape, np.float32),
     )
 
 
@@ -152,6 +158,7 @@ def _our_step(
         Target(Schedule(job["beta"])),
         Scoring(compute_dtype=job["dtype"]),
         micro_batch_rows=job["micro_batch_rows"],
+        is_whole=job["micro_batch_rows"] % job["group_size"] == 0,
         remat=job["remat"],
     )
     return make_train_step(config, optimizer, schedule, settings)
@@ -166,7 +173,7 @@ def _naive_step(
     p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
 
     def loss_fn(params: Any, batch: Batch) -> Any:
-        tokens = batch.tokens.reshape(p * k, -1)
+        tokens = batch.tokens[jnp.argsort(batch.slots)]
         dtype = jnp.dtype(job["dtype"])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         mask = jnp.ones(tokens.shape, bool)

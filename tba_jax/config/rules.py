@@ -182,16 +182,13 @@ def _rows(config: Config) -> None:
     """How the rows of a batch are made and cut."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
     rows = config.batch.num_prompts * config.objective.group_size
-    if wanted and not packed:
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
-        need(
-            rows % wanted == 0,
-            "batch.micro_batch_rows",
-            wanted,
-            f"must divide the {rows} rows of a batch (batch.num_prompts * objective.group_size)",
-            f"Take one of {', '.join(map(str, divisors))}; multiples of "
-            f"{config.objective.group_size} score each row once.",
-        )
+    need(
+        wanted <= rows,
+        "batch.micro_batch_rows",
+        wanted,
+        f"a batch has at most {rows} rows (batch.num_prompts * objective.group_size)",
+        "Set --config.batch.micro_batch_rows=0 for all rows at a time.",
+    )
     parts = config.mesh.data * config.mesh.fsdp
     prompts = config.batch.num_prompts
     need(
@@ -230,10 +227,9 @@ def _rows(config: Config) -> None:
 def _packed_rows(config: Config) -> None:
     """What rows of several responses cannot do."""
     need(
-        not config.batch.packed_length
-        or (config.objective.log_z == "vargrad" and not config.search.min_new_tokens),
+        not (config.batch.packed_length and config.search.min_new_tokens),
         "batch.packed_length",
         config.batch.packed_length,
-        "rows of several responses know neither a learned log Z nor a least length",
+        "rows of several responses know no least length",
         "Set --config.batch.packed_length=0.",
     )

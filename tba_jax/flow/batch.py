@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one train step is given: Batch, padded, or PackedBatch, several sequences to a row.
 
-Both are pytrees. Invariant: the group axis (the K responses of one prompt) is never folded into
-another axis.
+Both are pytrees. Every distinct response is in one row, once, and counts as often as it was drawn.
+Invariant: the group axis (the K places of one prompt) is never folded into another axis.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -12,54 +12,60 @@ HostOrDeviceArray: TypeAlias = Any
 
 
 class Batch(NamedTuple):
-    """A padded batch of p prompts with K responses each; host arrays, also a pytree.
+    """p prompts with up to K distinct responses each, a padded row for each response.
 
+    Place j of prompt i, [i, j] in the arrays of responses, is slot i * K + j + 1 of the batch (of
+    all hosts together). Places behind the distinct responses of a prompt are empty: 0 everywhere.
     Rows are laid out as [prompt, left-padded to a bucket | response, right-padded to a bucket], so
-    the response of every row begins at the same position s - t.
+    the response of every row begins at the same position s - t. Their order means nothing.
 
     Attributes:
-        tokens: int32 [p k s].
+        tokens: int32 [n s].
+        slots: int32 [n], the slot whose response a row is; 0: a row of padding.
+        behavior_token_logprobs: float32 [n t], 0 at padding.
         prompt_lengths: int32 [p k], tokens of the prompt without padding.
         response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
         rewards: float32 [p k].
         reference_logprob: float32 [p k], summed; nan where the trainer scores it.
-        behavior_token_logprobs: float32 [p k t], 0 at padding.
         versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
             temperature than the policy's, so that no version's log-probs are its behaviour's.
-        is_action: bool [p k t], as in `Trajectory`; None: every response token is an action.
+        weights: float32 [p k], how often each response was drawn; those of a prompt sum to K.
+        is_action: bool [n t], as in `Trajectory`; None: every response token is an action.
+        prompts: int32 [p x], the prompts alone, left-padded to a bucket; None unless a learned
+            log Z reads them.
     """
 
     tokens: HostOrDeviceArray
+    slots: HostOrDeviceArray
+    behavior_token_logprobs: HostOrDeviceArray
     prompt_lengths: HostOrDeviceArray
     response_lengths: HostOrDeviceArray
     rewards: HostOrDeviceArray
     reference_logprob: HostOrDeviceArray
-    behavior_token_logprobs: HostOrDeviceArray
     versions: HostOrDeviceArray
+    weights: HostOrDeviceArray
     is_action: HostOrDeviceArray | None = None
+    prompts: HostOrDeviceArray | None = None
 
 
 class PackedBatch(NamedTuple):
-    """The same p prompts with K responses each, in rows that hold several sequences.
+    """The same in rows that hold several sequences, a prompt and one of its responses each.
 
-    A sequence is a prompt and one of its responses. Sequence i * K + j + 1 is response j to prompt
-    i; sequences lie side by side in a row, whole, and padding (sequence 0) is behind them.
+    Sequences lie side by side in a row, whole, and padding (slot 0) is behind them.
 
     Attributes:
         tokens: int32 [n s].
-        segments: int32 [n s], the sequence of each position.
+        slots: int32 [n s], the slot whose sequence each position belongs to.
         positions: int32 [n s], position in the sequence.
         behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
-        prompt_lengths: int32 [p k], tokens of the prompt.
-        response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
-        rewards: float32 [p k].
-        reference_logprob: float32 [p k], summed; nan where the trainer scores it.
-        versions: int32 [p k], as in `Batch`.
+        prompt_lengths, response_lengths, rewards, reference_logprob, versions, weights: [p k], as
+            in `Batch`.
         is_action: bool [n s], False at prompts and padding; None: every response token is one.
+        prompts: as in `Batch`.
     """
 
     tokens: HostOrDeviceArray
-    segments: HostOrDeviceArray
+    slots: HostOrDeviceArray
     positions: HostOrDeviceArray
     behavior_token_logprobs: HostOrDeviceArray
     prompt_lengths: HostOrDeviceArray
@@ -67,4 +73,6 @@ class PackedBatch(NamedTuple):
     rewards: HostOrDeviceArray
     reference_logprob: HostOrDeviceArray
     versions: HostOrDeviceArray
+    weights: HostOrDeviceArray
     is_action: HostOrDeviceArray | None = None
+    prompts: HostOrDeviceArray | None = None

@@ -2,10 +2,11 @@
 """Draws become batches: padded, or with several sequences to a row.
 
 It knows numpy and token ids. Invariant: every token, reward and log-prob of a draw is in its batch
-once, whatever the shape.
+once, whatever the shape, and as often as it was drawn is a weight.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,192 +14,61 @@ import numpy as np
 
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
+from tba_jax.flow.placing import Places, most_rows, place
 from tba_jax.flow.trajectory import Draw, Trajectory
 
-
-def longest(draws: Sequence[Draw]) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest response."""
-    return (
-        max(len(d.prompt.tokens) for d in draws),
-        max(len(y.response_tokens) for d in draws for y in d.trajectories),
-    )
-
-
-def pack_batch(
-    draws: Sequence[Draw],
-    padding: Padding,
-    policy_temperature: float | None = None,
-) -> Batch:
-    """Stack p draws of K responses into one padded batch, at the smallest buckets that hold them.
-
-    Args:
-        draws: p draws, all with the same number K of trajectories.
-        padding: the shapes to choose from.
-        policy_temperature: what the policy's logits are divided by; None: what each response was
-            drawn at.
-
-    Raises:
-        ValueError: when a prompt or response is longer than its largest bucket.
-    """
-    p, k = len(draws), len(draws[0].trajectories)
-    prompt_len, response_len = padding.lengths(*longest(draws))
-    tokens = np.full((p, k, prompt_len + response_len), padding.pad_id, np.int32)
-    prompt_lengths = np.zeros((p, k), np.int32)
-    response_lengths = np.zeros((p, k), np.int32)
-    rewards = np.zeros((p, k), np.float32)
-    reference_logprob = np.zeros((p, k), np.float32)
-    behavior = np.zeros((p, k, response_len), np.float32)
-    versions = np.zeros((p, k), np.int32)
-    for i, draw in enumerate(draws):
-        prompt_tokens = left_pad([draw.prompt.tokens], prompt_len, padding.pad_id)[0]
-        for j, y in enumerate(draw.trajectories):
-            n = len(y.response_tokens)
-            tokens[i, j, :prompt_len] = prompt_tokens
-            tokens[i, j, prompt_len : prompt_len + n] = y.response_tokens
-            prompt_lengths[i, j] = len(draw.prompt.tokens)
-            response_lengths[i, j] = n
-            rewards[i, j] = y.reward
-            reference_logprob[i, j] = y.reference_logprob
-            behavior[i, j, :n] = y.behavior_token_logprobs
-            versions[i, j] = _version(y, policy_temperature)
-    is_action = None
-    if _has_environment(draws):
-        is_action = np.zeros(behavior.shape, bool)
-        for i, j in np.ndindex(p, k):
-            y = draws[i].trajectories[j]
-            is_action[i, j, : len(y.response_tokens)] = _is_action(y)
-    return Batch(
-        tokens,
-        prompt_lengths,
-        response_lengths,
-        rewards,
-        reference_logprob,
-        behavior,
-        versions,
-        is_action,
-    )
-
-
-def _has_environment(draws: Sequence[Draw]) -> bool:
-    """Whether some token was written by an environment; without one no mask is carried.
-
-    Decided batch by batch: hosts that share batches will have to agree on it.
-    """
-    return any(y.is_action is not None for d in draws for y in d.trajectories)
-
-
-def _is_action(y: Trajectory) -> np.ndarray | bool:
-    return True if y.is_action is None else y.is_action
-
-
-def row_buckets(max_rows: int, multiple: int) -> tuple[int, ...]:
-    """Numbers of packed rows to compile for, ascending: steps of about an eighth, up to `max_rows`.
-
-    Args:
-        max_rows: at least this many rows fit the largest; one per response always suffices.
-        multiple: each is a multiple of this (devices, micro-batches).
-
-    Example: row_buckets(16, 2) == (2, 4, 6, 8, 10, 12, 14, 16).
-    """
-    most = -(-max_rows // multiple)
-    buckets = [1]
-    while buckets[-1] < most:
-        buckets.append(min(most, max(buckets[-1] + 1, buckets[-1] * 9 // 8)))
-    return tuple(n * multiple for n in buckets)
-
-
-def _version(y: Trajectory, policy_temperature: float | None) -> int:
-    is_own = policy_temperature is None or y.sampling_temperature == policy_temperature
-    return y.version_min if is_own else -1
-
-
-def pack_rows(
-    draws: Sequence[Draw],
-    *,
-    row_length: int,
-    row_buckets: Sequence[int],
-    pad_id: int,
-    policy_temperature: float | None = None,
-) -> PackedBatch:
-    """Put p draws of K responses into as few rows as first-fit decreasing finds.
-
-    Args:
-        draws: p draws, all with the same number K of trajectories.
-        row_length: tokens of a row.
-        row_buckets: ascending numbers of rows; the smallest that holds them is filled up with
-            rows of padding.
-        pad_id: token id written at padding.
-        policy_temperature: as in `pack_batch`.
-
-    Raises:
-        ValueError: a prompt with its response is longer than a row, or there are too many rows.
-    """
-    p, k = len(draws), len(draws[0].trajectories)
-    sequences = [(d.prompt.tokens, y) for d in draws for y in d.trajectories]
-    lengths = [len(x) + len(y.response_tokens) for x, y in sequences]
-    if max(lengths) > row_length:
-        raise ValueError(
-            f"a prompt with its response has {max(lengths)} tokens and does not fit a row of "
-            f"{row_length}; raise config.batch.packed_length"
-        )
-    used: list[int] = []
-    places = {}
-    for i in sorted(range(p * k), key=lambda i: -lengths[i]):  # stable: equal lengths keep order
-        row = next((r for r, n in enumerate(used) if n + lengths[i] <= row_length), len(used))
-        if row == len(used):
-            used.append(0)
-        places[i] = row, used[row]
-        used[row] += lengths[i]
-    shape = bucket_length(len(used), row_buckets), row_length
-    tokens = np.full(shape, pad_id, np.int32)
-    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    behavior = np.zeros(shape, np.float32)
-    is_action = np.zeros(shape, bool) if _has_environment(draws) else None
-    for i, (row, start) in places.items():
-        x, y = sequences[i]
-        middle, end = start + len(x), start + lengths[i]
-        tokens[row, start:middle] = x
-        tokens[row, middle:end] = y.response_tokens
-        segments[row, start:end] = i + 1
-        positions[row, start:end] = np.arange(lengths[i])
-        behavior[row, middle:end] = y.behavior_token_logprobs
-        if is_action is not None:
-            is_action[row, middle:end] = _is_action(y)
-
-    def of_each(values: Sequence[float], dtype: Any) -> np.ndarray:
-        return np.array(values, dtype).reshape(p, k)
-
-    return PackedBatch(
-        tokens,
-        segments,
-        positions,
-        behavior,
-        prompt_lengths=of_each([len(x) for x, _ in sequences], np.int32),
-        response_lengths=of_each([len(y.response_tokens) for _, y in sequences], np.int32),
-        rewards=of_each([y.reward for _, y in sequences], np.float32),
-        reference_logprob=of_each([y.reference_logprob for _, y in sequences], np.float32),
-        versions=of_each([_version(y, policy_temperature) for _, y in sequences], np.int32),
-        is_action=is_action,
-    )
+# Padded rows: with three lengths of prompts and responses these are enough programs.
+_PADDED_BUCKETS = 4
+# Packed rows have one length.
+_PACKED_BUCKETS = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How draws become a batch.
+    """How this host's draws become its rows of a batch.
+
+    In micro-batches their number is always the same, as those of padding are not worked on; else
+    it is one of a few. Row q of micro-batch b of `num` is row q * num + b: a micro-batch takes
+    rows from all over the batch, so that rows divided over devices stay where they are.
 
     Attributes:
-        group_size: K of every draw.
-        padding: the shapes of padded batches.
-        policy_temperature: as in `pack_batch`.
+        num_prompts: p of this host.
+        group_size: K, the sum of the weights of a draw.
+        padding: the shapes of padded rows.
+        policy_temperature: what the policy's logits are divided by. A response drawn at another
+            temperature has no version of the policy.
         row_length: tokens of rows that hold several responses; 0: one response a row.
-        row_buckets: numbers of such rows that are compiled for.
+        row_multiple: the number of rows is a multiple (devices that divide them).
+        micro_batch_rows: rows whose gradients are made at a time, a multiple too; 0: all.
+        is_whole: all rows of a draw are in one micro-batch.
+        has_prompts: prompts alone are part of the batch.
+        first_slot: slots of the hosts before this one.
     """
 
+    num_prompts: int
     group_size: int
     padding: Padding
     policy_temperature: float
     row_length: int = 0
-    row_buckets: tuple[int, ...] = ()
+    row_multiple: int = 1
+    micro_batch_rows: int = 0
+    is_whole: bool = False
+    has_prompts: bool = False
+    first_slot: int = 0
+
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Numbers of rows that are compiled for, ascending."""
+        multiple = self.micro_batch_rows or self.row_multiple
+        most = most_rows(
+            self.num_prompts,
+            self.group_size,
+            micro_batch_rows=multiple,
+            is_whole=self.is_whole,
+        )
+        if self.micro_batch_rows:
+            return (most,)
+        return row_buckets(most, multiple, _PACKED_BUCKETS if self.row_length else _PADDED_BUCKETS)
 
     def batch(
         self, draws: Sequence[Draw], agree: Callable[[Sequence[int]], Sequence[int]]
@@ -206,18 +76,176 @@ class Packing:
         """This host's rows.
 
         Args:
-            draws: p draws of K responses.
-            agree: the largest of every host's lengths; not asked for packed rows.
+            draws: p draws.
+            agree: the largest of every host's lengths and numbers of rows.
+
+        Raises:
+            ValueError: a prompt or response is longer than its largest bucket, or both than a row.
         """
-        if self.row_length:
-            return pack_rows(
-                draws,
-                row_length=self.row_length,
-                row_buckets=self.row_buckets,
-                pad_id=self.padding.pad_id,
-                policy_temperature=self.policy_temperature,
-            )
-        prompt, response = agree(longest(draws))
+        places = self._places(draws)
+        prompt, response, num_rows = agree((*_longest(draws), places.num_rows))
         prompt, response = self.padding.lengths(prompt, response)
-        padding = Padding((prompt,), (response,), self.padding.pad_id)
-        return pack_batch(draws, padding, self.policy_temperature)
+        num_rows = bucket_length(num_rows, self.row_buckets)
+        ends = None if self.row_length else prompt
+        length = self.row_length or prompt + response
+        rows = _Rows.filled(
+            draws, places, self.group_size, (num_rows, length), self.padding.pad_id, ends
+        )
+        rows = rows.interleaved(num_rows // (self.micro_batch_rows or num_rows))
+        slots = np.where(rows.slots > 0, rows.slots + self.first_slot, 0).astype(np.int32)
+        of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
+        if self.has_prompts:
+            prompts = [d.prompt.tokens for d in draws]
+            of_slots["prompts"] = left_pad(prompts, prompt, self.padding.pad_id)
+        if self.row_length:
+            return PackedBatch(
+                rows.tokens,
+                slots,
+                rows.positions,
+                rows.behavior,
+                is_action=rows.is_action,
+                **of_slots,
+            )
+        return Batch(
+            rows.tokens,
+            slots.max(axis=1),
+            rows.behavior[:, prompt:],
+            is_action=None if rows.is_action is None else rows.is_action[:, prompt:],
+            **of_slots,
+        )
+
+    def _places(self, draws: Sequence[Draw]) -> Places:
+        """Where the sequences lie, before micro-batches are spread over the batch.
+
+        Raises:
+            ValueError: one is longer than a row.
+        """
+        lengths = [
+            [len(d.prompt.tokens) + len(y.response_tokens) for y in d.trajectories] for d in draws
+        ]
+        longest = max(map(max, lengths))
+        if self.row_length and longest > self.row_length:
+            raise ValueError(
+                f"a prompt with its response has {longest} tokens and does not fit a row of "
+                f"{self.row_length}; raise config.batch.packed_length"
+            )
+        if not self.row_length:
+            lengths = [[1] * len(group) for group in lengths]
+        return place(
+            lengths,
+            row_length=self.row_length or 1,
+            micro_batch_rows=self.micro_batch_rows if self.is_whole else 0,
+        )
+
+
+def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
+    """Numbers of rows to compile for, ascending: up to `num` that halve from `most` down.
+
+    Args:
+        most: rows that always suffice.
+        multiple: each is a multiple of this, rounded up.
+        num: how many at most.
+
+    Example: row_buckets(256, 8, 4) == (32, 64, 128, 256).
+    """
+    return tuple(sorted({math.ceil(most / 2**i / multiple) * multiple for i in range(num)}))
+
+
+def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
+    """Tokens of the longest prompt and of the longest response."""
+    return (
+        max(len(d.prompt.tokens) for d in draws),
+        max(len(y.response_tokens) for d in draws for y in d.trajectories),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Rows [n s] that hold whole sequences; slots and positions are 0 at padding."""
+
+    tokens: np.ndarray
+    slots: np.ndarray
+    positions: np.ndarray
+    behavior: np.ndarray
+    is_action: np.ndarray | None
+
+    @classmethod
+    def filled(
+        cls,
+        draws: Sequence[Draw],
+        places: Places,
+        group_size: int,
+        shape: tuple[int, int],
+        pad_id: int,
+        prompt_end: int | None,
+    ) -> "_Rows":
+        """All sequences in their places; with `prompt_end`, so that all prompts end there.
+
+        Without a token that an environment wrote no mask is carried. That is decided batch by
+        batch: hosts that share batches will have to agree on it.
+        """
+        has_environment = any(y.is_action is not None for d in draws for y in d.trajectories)
+        rows = cls(
+            np.full(shape, pad_id, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.int32),
+            np.zeros(shape, np.float32),
+            np.zeros(shape, bool) if has_environment else None,
+        )
+        sequences = (
+            (i * group_size + j + 1, d.prompt.tokens, y)
+            for i, d in enumerate(draws)
+            for j, y in enumerate(d.trajectories)
+        )
+        for (slot, x, y), row, start in zip(
+            sequences, places.rows.tolist(), places.starts.tolist(), strict=True
+        ):
+            first = start if prompt_end is None else prompt_end - len(x)
+            middle, end = first + len(x), first + len(x) + len(y.response_tokens)
+            rows.tokens[row, first:middle] = x
+            rows.tokens[row, middle:end] = y.response_tokens
+            rows.slots[row, first:end] = slot
+            rows.positions[row, first:end] = np.arange(end - first)
+            rows.behavior[row, middle:end] = y.behavior_token_logprobs
+            if rows.is_action is not None:
+                rows.is_action[row, middle:end] = True if y.is_action is None else y.is_action
+        return rows
+
+    def interleaved(self, num: int) -> "_Rows":
+        """Row q of micro-batch b of `num`, b * m + q here, as row q * num + b."""
+
+        def spread(x: np.ndarray | None) -> Any:
+            if x is None or num == 1:
+                return x
+            return x.reshape(num, -1, x.shape[1]).swapaxes(0, 1).reshape(x.shape)
+
+        return _Rows(*(spread(getattr(self, f.name)) for f in dataclasses.fields(self)))
+
+
+def _of_slots(
+    draws: Sequence[Draw], group_size: int, policy_temperature: float
+) -> dict[str, np.ndarray]:
+    """What batches keep of each response, [p k] by name; 0 at places that are empty."""
+
+    def version(y: Trajectory) -> int:
+        return y.version_min if y.sampling_temperature == policy_temperature else -1
+
+    shape = len(draws), group_size
+    dtypes = {
+        "prompt_lengths": np.int32,
+        "response_lengths": np.int32,
+        "rewards": np.float32,
+        "reference_logprob": np.float32,
+        "versions": np.int32,
+        "weights": np.float32,
+    }
+    found = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+    for i, d in enumerate(draws):
+        for j, (y, weight) in enumerate(zip(d.trajectories, d.weights, strict=True)):
+            found["prompt_lengths"][i, j] = len(d.prompt.tokens)
+            found["response_lengths"][i, j] = len(y.response_tokens)
+            found["rewards"][i, j] = y.reward
+            found["reference_logprob"][i, j] = y.reference_logprob
+            found["versions"][i, j] = version(y)
+            found["weights"][i, j] = weight
+    return found

@@ -184,7 +184,7 @@ def _trainer_programs(
         modeling.policy_config(config, model_config),
         optimizer,
         schedule,
-        training.make_step_settings(config, Ids().eos_ids),
+        training.make_step_settings(config, Ids().eos_ids, _num_hosts(placement)),
         training.make_step_shardings(config, model_config, mesh),
     )
     batch = abstract_batch(config, placement)
@@ -192,10 +192,12 @@ def _trainer_programs(
     frozen = _frozen(config, model_config, placement)
     if isinstance(batch, PackedBatch):
         words = f"{sizes.prompts * sizes.group} responses in {batch.tokens.shape} packed tokens"
-        variants = len(training.packed_row_buckets(config))
+        lengths = 1
     else:
-        words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[2]} tokens"
-        variants = config.batch.num_length_buckets**2
+        words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[1]} tokens"
+        lengths = config.batch.num_length_buckets**2
+    num_hosts, micro = _num_hosts(placement), config.batch.micro_batch_rows
+    buckets = training.make_packing(config, 0, num_hosts=num_hosts).row_buckets
     return [
         Planned(
             name="train_step",
@@ -203,7 +205,9 @@ def _trainer_programs(
             sizes=words,
             lower=lambda: train_step.lower(state, batch, *frozen),
             resident=state_bytes_by_kind(state) | _frozen_bytes(frozen),
-            variants=variants,
+            variants=lengths * len(buckets),
+            # Micro-batches, where all responses are distinct.
+            unknown_trips=batch.tokens.shape[0] // micro if micro else 1,
         ),
         Planned(
             name="publish",
@@ -335,8 +339,10 @@ def _scoring(
 
 def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     """The largest batch as ShapeDtypeStructs, divided over the trainer's mesh."""
-    sizes = sizes_of(config)
+    sizes, num_hosts = sizes_of(config), _num_hosts(placement)
     p, k = sizes.prompts, sizes.group
+    packing = training.make_packing(config, 0, num_hosts=num_hosts)
+    n = packing.row_buckets[-1] * num_hosts
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding)
@@ -347,21 +353,29 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         "rewards": array((p, k), jnp.float32),
         "reference_logprob": array((p, k), jnp.float32),
         "versions": array((p, k)),
+        "weights": array((p, k), jnp.float32),
+        "prompts": array((p, sizes.prompt)) if packing.has_prompts else None,
     }
     if config.batch.packed_length:
-        rows = (training.packed_row_buckets(config)[-1], config.batch.packed_length)
+        rows = (n, config.batch.packed_length)
         return PackedBatch(
             tokens=array(rows),
-            segments=array(rows),
+            slots=array(rows),
             positions=array(rows),
             behavior_token_logprobs=array(rows, jnp.float32),
             **of_responses,
         )
     return Batch(
-        tokens=array((p, k, sizes.prompt + sizes.response)),
-        behavior_token_logprobs=array((p, k, sizes.response), jnp.float32),
+        tokens=array((n, sizes.prompt + sizes.response)),
+        slots=array((n,)),
+        behavior_token_logprobs=array((n, sizes.response), jnp.float32),
         **of_responses,
     )
+
+
+def _num_hosts(placement: Placement) -> int:
+    """Processes that share the trainer's batch."""
+    return len({d.process_index for d in placement.trainer_mesh.devices.flat})
 
 
 def _publication(

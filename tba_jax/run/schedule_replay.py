@@ -67,7 +67,7 @@ def drive_schedule(
             values = trainer.step()
             if values is None:
                 raise ReplayError(f"step {event['step']}: the buffer holds too little to draw from")
-            _compare(trainer.last_event, event, ("step", "trajectory_ids", "bucket"))
+            _compare(trainer.last_event, event, ("step", "trajectory_ids", "weights", "bucket"))
             if after_step(run, values, summarise_rounds(reports)):
                 reports = []
 

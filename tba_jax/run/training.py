@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tba_jax.config.schema import Config
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing, row_buckets
+from tba_jax.flow.packing import Packing
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.replay.buffer import ReplayBuffer
@@ -31,8 +31,15 @@ from tba_jax.train.trainer import Trainer
 from tba_jax.weights.transport import Transport
 
 
-def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings:
+def make_step_settings(
+    config: Config, eos_ids: tuple[int, ...], num_hosts: int = 1
+) -> StepSettings:
     """The settings of the training step.
+
+    Args:
+        config: of the run.
+        eos_ids: of the tokenizer.
+        num_hosts: processes that share a batch.
 
     Raises:
         ConfigError: the objective reads more of the reference than its placement gives.
@@ -65,6 +72,7 @@ def make_step_settings(config: Config, eos_ids: tuple[int, ...]) -> StepSettings
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
         micro_batch_rows=config.batch.micro_batch_rows,
+        is_whole=groups_stay_whole(config, num_hosts),
         remat=config.model.remat,
     )
 
@@ -76,22 +84,32 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
-def make_packing(config: Config, pad_id: int) -> Packing:
-    """How the trainer's draws become a batch."""
+def groups_stay_whole(config: Config, num_hosts: int) -> bool:
+    """Whether a host's rows of a micro-batch hold whole groups, so that rows are scored once."""
+    return config.batch.micro_batch_rows // num_hosts >= config.objective.group_size
+
+
+def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int = 0) -> Packing:
+    """How a host's draws become its rows of a batch.
+
+    Args:
+        config: of the run.
+        pad_id: of the tokenizer.
+        num_hosts: processes that share a batch.
+        host: which of them.
+    """
+    num_prompts, group_size = config.batch.num_prompts // num_hosts, config.objective.group_size
     return Packing(
-        config.objective.group_size,
-        make_padding(config, pad_id),
-        config.search.sampling_temperature,
-        config.batch.packed_length,
-        packed_row_buckets(config),
-    )
-
-
-def packed_row_buckets(config: Config) -> tuple[int, ...]:
-    """Numbers of packed rows that the train step is compiled for, ascending."""
-    return row_buckets(
-        config.batch.num_prompts * config.objective.group_size,
-        config.batch.micro_batch_rows or config.mesh.data * config.mesh.fsdp,
+        num_prompts=num_prompts,
+        group_size=group_size,
+        padding=make_padding(config, pad_id),
+        policy_temperature=config.search.sampling_temperature,
+        row_length=config.batch.packed_length,
+        row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts),
+        micro_batch_rows=config.batch.micro_batch_rows // num_hosts,
+        is_whole=groups_stay_whole(config, num_hosts),
+        has_prompts="log_z" in make_objective(config.objective).heads,
+        first_slot=host * num_prompts * group_size,
     )
 
 
@@ -182,10 +200,11 @@ def build_trainer(
     config, policy = shared.config, shared.policy
     shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
     optimizer, schedule = make_optimizer_from(config)
-    settings = make_step_settings(config, shared.tokenizer.eos_ids)
+    num_hosts = shared.cluster.num_processes
+    settings = make_step_settings(config, shared.tokenizer.eos_ids, num_hosts)
     step = make_train_step(policy, optimizer, schedule, settings, shardings)
     step = shared.sites.trainer.in_turn(step)
-    place = _batch_placer(shardings, shared.cluster.num_processes)
+    place = _batch_placer(shardings, num_hosts)
     frozen = () if base is None else (base,)
     return Trainer(
         state=state,
@@ -203,7 +222,9 @@ def build_trainer(
             sync_period=config.sync_period,
             checkpoint_period=config.checkpoint.period,
         ),
-        packing=make_packing(config, shared.tokenizer.pad_id),
+        packing=make_packing(
+            config, shared.tokenizer.pad_id, num_hosts=num_hosts, host=shared.cluster.process_id
+        ),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         log_event=log_event,
         clock=shared.clock,

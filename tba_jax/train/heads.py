@@ -34,10 +34,9 @@ def init_head(hidden_size: int) -> LogZHead:
 def log_z(
     head: LogZHead,
     params: Any,
-    tokens: Int[Array, "p k s"],
-    prompt_lengths: Int[Array, "p k"],
+    prompts: Int[Array, "p s"],
+    prompt_lengths: Int[Array, " p"],
     *,
-    response_bucket: int,
     config: TransformerConfig,
     compute_dtype: Any,
     remat: Remat,
@@ -50,9 +49,8 @@ def log_z(
     Args:
         head: the head's parameters.
         params: the policy's.
-        tokens: as `Batch.tokens`; the prompt of a group's first row is read.
+        prompts: left-padded, as `Batch.prompts`.
         prompt_lengths: tokens of each prompt.
-        response_bucket: how many of the last positions are response, static.
         config: model shape.
         compute_dtype: matmul inputs of the model; the head is float32.
         remat: as in `transformer.apply`.
@@ -61,9 +59,8 @@ def log_z(
     References:
         TBA, arXiv:2503.18929, appendix B.3.
     """
-    prompts = tokens[:, 0, : tokens.shape[-1] - response_bucket]
     size = prompts.shape[1]
-    first = (size - prompt_lengths[:, 0])[:, None]
+    first = (size - prompt_lengths)[:, None]
     index = jnp.arange(size)[None]
     mask = index >= first
     positions = jnp.maximum(index - first, 0)

@@ -6,36 +6,79 @@ not know what a row holds, which objective it is, or what is done with a gradien
 owns: how rows are cut into micro-batches changes neither result beyond rounding.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from tba_jax.train.rows import Responses, Rows, Tokens
+from tba_jax.train.rows import Rows, Tokens
 
-LossOf = Callable[[Float[Array, "m t"], Tokens, Responses], Float[Array, ""]]
+LossOf = Callable[[Float[Array, "m t"], Tokens], Float[Array, ""]]
 """(the policy's token log-probs, what else is known of these rows) -> their part of the loss."""
 
 
-def num_micro_batches(rows: Rows, wanted: int) -> int:
-    """Micro-batches of `wanted` rows each; of all rows, one, where it is 0.
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How rows are cut into micro-batches.
+
+    Row q of micro-batch b is row q * num + b, so that rows divided over devices stay where they
+    are if those of a micro-batch divide over them too.
+
+    Attributes:
+        num: micro-batches, static.
+        is_whole: all rows of a group are in one of them.
+        used: those before the first that holds nothing but padding; the others are not worked on.
+    """
+
+    num: int
+    is_whole: bool
+    used: Int[Array, ""]
+
+    def take(self, tree: Any, index: Int[Array, ""]) -> Any:
+        """The rows of a micro-batch."""
+
+        def take(x: Array) -> Array:
+            x = x.reshape(-1, self.num, *x.shape[1:])
+            return jax.lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
+
+        return jax.tree.map(take, tree)
+
+    def put(
+        self, x: Float[Array, "n t"], index: Int[Array, ""], rows: Float[Array, "m t"]
+    ) -> Float[Array, "n t"]:
+        """`x` with these rows for the micro-batch's."""
+        parts = x.reshape(-1, self.num, *x.shape[1:])
+        parts = jax.lax.dynamic_update_index_in_dim(parts, rows, index, axis=1)
+        return parts.reshape(x.shape)
+
+
+def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
+    """Micro-batches of `size` rows each; of all rows, one, where it is 0.
+
+    Args:
+        rows: the batch.
+        size: rows of a micro-batch.
+        is_whole: all rows of a group are in one of them.
 
     Raises:
         ValueError: they do not divide the rows.
     """
-    num_rows = rows.tokens.counted.shape[0]
-    if wanted and num_rows % wanted:
+    num_rows = rows.tokens.slots.shape[0]
+    if size and num_rows % size:
         raise ValueError(
-            f"a batch of {num_rows} rows cannot be cut into micro-batches of {wanted}; make "
+            f"a batch of {num_rows} rows cannot be cut into micro-batches of {size}; make "
             "config.batch.micro_batch_rows a divisor of the rows of a batch"
         )
-    return num_rows // wanted if wanted else 1
+    num = num_rows // size if size else 1
+    holds = jnp.any(rows.tokens.slots.reshape(-1, num, rows.tokens.slots.shape[1]) > 0, (0, 2))
+    return Cut(num, is_whole, jnp.max(jnp.where(holds, jnp.arange(1, num + 1), 0)))
 
 
 def gradients(
-    rows: Rows, params: Any, loss_of: LossOf, responses: Responses, num: int, num_parts: int = 1
+    rows: Rows, params: Any, loss_of: LossOf, cut: Cut
 ) -> tuple[Float[Array, "n t"], Any]:
     """(token log-probs of all rows, gradients of the loss by the parameters).
 
@@ -43,9 +86,7 @@ def gradients(
         rows: the batch.
         params: of the policy.
         loss_of: the loss of whole groups; over disjoint groups it adds up to the batch's.
-        responses: of the batch.
-        num: micro-batches.
-        num_parts: into how many parts devices divide the rows.
+        cut: into micro-batches.
     """
     # Gradient of the loss by each token's log-prob.
     weigh = jax.grad(loss_of)
@@ -53,57 +94,42 @@ def gradients(
     def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
         return jax.vjp(lambda p: rows.score(p, inputs), params)
 
-    if num == 1:
+    if cut.num == 1:
         token_logprobs, pull = pull_of(rows.inputs)
-        return token_logprobs, pull(weigh(token_logprobs, rows.tokens, responses))[0]
+        return token_logprobs, pull(weigh(token_logprobs, rows.tokens))[0]
 
     def add(total: Any, pull: Callable[[Array], tuple[Any]], weights: Array) -> Any:
         return jax.tree.map(lambda x, y: x + y.astype(jnp.float32), total, pull(weights)[0])
 
-    num_rows, size = rows.tokens.counted.shape[0], rows.rows_per_prompt
     first = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    if size and num_rows // num % (size * num_parts) == 0:
+    if cut.is_whole:
 
-        def one_pass(total: Any, xs: Any) -> tuple[Any, Array]:
-            (inputs, tokens), responses = xs
-            token_logprobs, pull = pull_of(inputs)
-            return add(total, pull, weigh(token_logprobs, tokens, responses)), token_logprobs
+        def one_pass(i: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+            total, scored = carry
+            token_logprobs, pull = pull_of(cut.take(rows.inputs, i))
+            weights = weigh(token_logprobs, cut.take(rows.tokens, i))
+            return add(total, pull, weights), cut.put(scored, i, token_logprobs)
 
-        xs = _cut((rows.inputs, rows.tokens), num, size), _cut(responses, num, 1)
-        total, scored = jax.lax.scan(one_pass, first, xs)
-        token_logprobs = _joined(scored, size)
+        nothing = jnp.zeros_like(rows.tokens.behavior)
+        total, scored = jax.lax.fori_loop(0, cut.used, one_pass, (first, nothing))
     else:
+        scored = score_all(rows, params, cut)
+        weights = weigh(scored, rows.tokens)
 
-        def second_pass(total: Any, xs: Any) -> tuple[Any, None]:
-            inputs, weights = xs
-            _, pull = pull_of(inputs)
-            return add(total, pull, weights), None
+        def second_pass(i: Array, total: Any) -> Any:
+            _, pull = pull_of(cut.take(rows.inputs, i))
+            return add(total, pull, cut.take(weights, i))
 
-        token_logprobs = score_all(rows, params, num)
-        weights = weigh(token_logprobs, rows.tokens, responses)
-        total, _ = jax.lax.scan(second_pass, first, _cut((rows.inputs, weights), num, 1))
-    return token_logprobs, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
+        total = jax.lax.fori_loop(0, cut.used, second_pass, first)
+    return scored, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
 
 
-def score_all(rows: Rows, params: Any, num: int) -> Float[Array, "n t"]:
-    """Token log-probs of all rows, by as many micro-batches."""
-    if num == 1:
+def score_all(rows: Rows, params: Any, cut: Cut) -> Float[Array, "n t"]:
+    """Token log-probs of all rows, micro-batch by micro-batch; 0 where none was worked on."""
+    if cut.num == 1:
         return rows.score(params, rows.inputs)
-    scored = jax.lax.map(lambda inputs: rows.score(params, inputs), _cut(rows.inputs, num, 1))
-    return _joined(scored, 1)
 
+    def score(i: Array, scored: Array) -> Array:
+        return cut.put(scored, i, rows.score(params, cut.take(rows.inputs, i)))
 
-def _cut(tree: Any, num: int, size: int) -> Any:
-    """[n ...] as [num n/num ...]: micro-batch i has unit i of every `num` units of `size` rows."""
-
-    def cut(x: Array) -> Array:
-        x = x.reshape(-1, num, size, *x.shape[1:])
-        return jnp.swapaxes(x, 0, 1).reshape(num, -1, *x.shape[3:])
-
-    return jax.tree.map(cut, tree)
-
-
-def _joined(x: Float[Array, "num m t"], size: int) -> Float[Array, "n t"]:
-    """The inverse of `_cut`."""
-    num, _, t = x.shape
-    return jnp.swapaxes(x.reshape(num, -1, size, t), 0, 1).reshape(-1, t)
+    return jax.lax.fori_loop(0, cut.used, score, jnp.zeros_like(rows.tokens.behavior))

@@ -25,16 +25,34 @@ class OffPolicyStats(NamedTuple):
 
 
 def off_policy_stats(
-    policy_logprob: Float[Array, "p k"], behavior_logprob: Float[Array, "p k"]
+    policy_logprob: Float[Array, "p k"],
+    behavior_logprob: Float[Array, "p k"],
+    weight: Float[Array, "p k"],
 ) -> OffPolicyStats:
     """Diagnostics of the ratio policy / behavior. TB itself needs no ratio (paper section 3.3).
 
-    ess_fraction = (sum w)^2 / (n sum w^2), w = exp(log ratio), computed in log space.
+    ess_fraction = (sum v)^2 / (n sum v^2), v = exp(log ratio), computed in log space; sums are over
+    the n responses that were drawn, each as often as its weight says.
     """
-    log_ratio = (policy_logprob - behavior_logprob).reshape(-1)
-    log_ess = 2 * jax.nn.logsumexp(log_ratio) - jax.nn.logsumexp(2 * log_ratio)
-    p05, p50, p95 = jnp.quantile(log_ratio, jnp.array([0.05, 0.5, 0.95]))
-    return OffPolicyStats(jnp.exp(log_ess) / log_ratio.size, p05, p50, p95)
+    log_ratio, weight = (policy_logprob - behavior_logprob).reshape(-1), weight.reshape(-1)
+    log_ess = 2 * jax.nn.logsumexp(log_ratio, b=weight) - jax.nn.logsumexp(2 * log_ratio, b=weight)
+    p05, p50, p95 = weighted_quantile(log_ratio, weight, jnp.array([0.05, 0.5, 0.95]))
+    return OffPolicyStats(jnp.exp(log_ess) / jnp.sum(weight), p05, p50, p95)
+
+
+def weighted_quantile(
+    x: Float[Array, " n"], weight: Float[Array, " n"], q: Float[Array, " q"]
+) -> Float[Array, " q"]:
+    """`jnp.quantile` of x with each value repeated as its weight, a whole number, says."""
+    order = jnp.argsort(x)
+    values, ends = x[order], jnp.cumsum(weight[order])
+    place = q * (ends[-1] - 1)
+
+    def at(index: Float[Array, " q"]) -> Float[Array, " q"]:
+        return values[jnp.searchsorted(ends, index, side="right")]
+
+    low = jnp.floor(place)
+    return at(low) + (place - low) * (at(jnp.ceil(place)) - at(low))
 
 
 def largest_gap(

@@ -5,6 +5,7 @@ It knows how batches are laid out and the one definition of log-probs, not what 
 invariant it owns: what an objective is shown of the responses does not depend on the layout.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,32 +26,34 @@ class Tokens(NamedTuple):
     """What is known of every token, as rows [n t]; 0 and False outside responses.
 
     Attributes:
+        slots: int32, the response of each token, [n 1] where a row is one response; 0 at padding.
         counted: bool, the tokens that count in log pi(y|x).
         behavior: log-probs of the sampler.
+        begins: bool, the first token of each response; None where a row is one response.
         reference: log-probs of the reference, where the trainer scores it.
     """
 
+    slots: Array
     counted: Array
     behavior: Array
+    begins: Array | None = None
     reference: Array | None = None
 
 
 class Responses(NamedTuple):
-    """What is known of every response, [p k] each.
+    """What is known of every response of a batch, [p k] each; 0 at empty places.
 
     Attributes:
         reference_logprob: summed over the tokens that count.
         reward: raw.
         weight: how often it was drawn.
         length: its tokens.
-        log_z: [p 1], learned log Z, if there is one.
     """
 
     reference_logprob: Array
     reward: Array
     weight: Array
     length: Array
-    log_z: Array | None = None
 
 
 class Rows(NamedTuple):
@@ -61,50 +64,76 @@ class Rows(NamedTuple):
         score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
         tokens: of all rows.
         is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
-        sums: [n t] -> [p k], sum over each response.
-        by_response: [n t] -> [p k t], the tokens of each response from its first on.
-        rows_per_prompt: K where the rows of a prompt lie side by side, and `sums` and `by_response`
-            then take the rows of any prompts; 0 where they do not.
+        responses: of all rows.
     """
 
     inputs: Any
     score: Callable[[Any, Any], Float[Array, "m t"]]
     tokens: Tokens
     is_current: Array
-    sums: Callable[[Array], Float[Array, "p k"]]
-    by_response: Callable[[Array], Array]
-    rows_per_prompt: int
+    responses: Responses
 
-    def totals(self, responses: Responses) -> Totals:
+    def sums(self, values: Float[Array, "n t"]) -> Float[Array, "p k"]:
+        """Sum over each response."""
+        return _sums(values, self.tokens, self.responses.weight.shape)
+
+    def totals(self) -> Totals:
         """Of the whole batch."""
+        weight = self.responses.weight
         counted = self.sums(self.tokens.counted.astype(jnp.float32))
-        prompts = jnp.float32(responses.weight.shape[0])
-        return Totals(prompts, jnp.sum(responses.weight), jnp.sum(counted * responses.weight))
+        prompts = jnp.float32(weight.shape[0])
+        return Totals(prompts, jnp.sum(weight), jnp.sum(counted * weight))
 
-    def group_data(
-        self, policy: Float[Array, "n t"], tokens: Tokens, responses: Responses, totals: Totals
-    ) -> GroupData:
-        """What an objective sees of these rows.
+    def group_data(self, policy: Float[Array, "m t"], tokens: Tokens, totals: Totals) -> GroupData:
+        """What an objective sees of some rows: responses in other rows are 0 and have no weight.
 
         Args:
             policy: the policy's log-prob of every token.
-            tokens, responses: of the same rows: all, or those of some prompts.
+            tokens: of the same rows, all or those of some groups.
             totals: of the whole batch.
         """
-        reference, log_z = tokens.reference, responses.log_z
+        shape = self.responses.weight.shape
+        is_here = _sums((tokens.slots > 0).astype(jnp.int32), tokens, shape) > 0
+        by_response = functools.partial(_by_response, tokens=tokens, length=self.responses.length)
+        here = jax.tree.map(lambda x: jnp.where(is_here, x, jnp.zeros_like(x)), self.responses)
+        reference = tokens.reference
         return GroupData(
-            policy_logprob=self.sums(policy * tokens.counted),
-            policy_token_logprobs=self.by_response(policy),
-            behavior_token_logprobs=self.by_response(tokens.behavior),
-            reference_logprob=responses.reference_logprob,
-            reference_token_logprobs=None if reference is None else self.by_response(reference),
-            mask=self.by_response(tokens.counted),
-            reward=responses.reward,
-            weight=responses.weight,
-            length=responses.length,
-            log_z=None if log_z is None else log_z[:, 0],
+            policy_logprob=_sums(policy * tokens.counted, tokens, shape),
+            policy_token_logprobs=by_response(policy),
+            behavior_token_logprobs=by_response(tokens.behavior),
+            reference_logprob=here.reference_logprob,
+            reference_token_logprobs=None if reference is None else by_response(reference),
+            mask=by_response(tokens.counted.astype(jnp.float32)) > 0,
+            reward=here.reward,
+            weight=here.weight,
+            length=here.length,
+            log_z=None,
             totals=totals,
         )
+
+
+def _sums(values: Float[Array, "m t"], tokens: Tokens, shape: tuple[int, int]) -> Array:
+    """[p k], sum over each response of these rows; 0 where it is in others."""
+    p, k = shape
+    if tokens.slots.shape[1] == 1:
+        values = jnp.sum(values, axis=1, keepdims=True)
+    sums = jax.ops.segment_sum(values.reshape(-1), tokens.slots.reshape(-1), p * k + 1)
+    return sums[1:].reshape(shape)
+
+
+def _by_response(values: Array, *, tokens: Tokens, length: Array) -> Array:
+    """[m t] -> [p k t], the tokens of each response of these rows from its first on."""
+    t = values.shape[1]
+    if tokens.begins is None:
+        found = jax.ops.segment_sum(values, tokens.slots[:, 0], length.size + 1)
+        return found[1:].reshape(*length.shape, t)
+    place = jnp.arange(values.size, dtype=jnp.int32).reshape(values.shape)
+    # One more, so that 0 says that a response is in other rows.
+    first = _sums(jnp.where(tokens.begins, place + 1, 0), tokens, length.shape)[..., None]
+    index = jnp.arange(t)[None, None]
+    found = jnp.take(values.reshape(-1), first - 1 + index, mode="clip")
+    inside = (first > 0) & (index < length[..., None])
+    return jnp.where(inside, found, jnp.zeros_like(found))
 
 
 def make_rows(
@@ -137,41 +166,54 @@ def whole(base: Any, params: Any) -> Any:
     return params if base is None else lora.combine(base, params)
 
 
-def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> Rows:
-    p, k, t = batch.behavior_token_logprobs.shape
-    is_action = batch.is_action
-    mask = response_mask(batch.tokens[..., -t:], batch.response_lengths, scoring, is_action)
+def _responses(batch: Batch | PackedBatch) -> Responses:
+    return Responses(batch.reference_logprob, batch.rewards, batch.weights, batch.response_lengths)
 
-    def flat(x: Array) -> Array:
-        return x.reshape(p * k, *x.shape[2:])
+
+def _of_rows(values: Array, slots: Array) -> Array:
+    """[p k] at the slots; 0 at padding."""
+    found = values.reshape(-1)[jnp.maximum(slots - 1, 0)]
+    return jnp.where(slots > 0, found, jnp.zeros_like(found))
+
+
+def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> Rows:
+    t = batch.behavior_token_logprobs.shape[1]
+    slots, is_action = batch.slots, batch.is_action
+    prompt_lengths = _of_rows(batch.prompt_lengths, slots)
+    response_lengths = _of_rows(batch.response_lengths, slots)
+    is_current = (slots > 0) & (_of_rows(batch.versions, slots) == step)
+
+    def alone(*arrays: Array) -> tuple[Array, ...]:
+        # To the log-probs every row is a prompt of its own.
+        return tuple(x[:, None] for x in arrays)
+
+    mask = response_mask(
+        *alone(batch.tokens[:, -t:], response_lengths),
+        scoring,
+        None if is_action is None else is_action[:, None],
+    )
 
     def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m t"]:
-        # To the log-probs every row is a prompt of its own.
-        one_each = (x[:, None] for x in inputs[:3])
-        values = token_logprobs(params, *one_each, response_bucket=t, **options)[:, 0]
+        values = token_logprobs(params, *alone(*inputs[:3]), response_bucket=t, **options)[:, 0]
         return values if is_action is None else jnp.where(inputs[3], values, 0.0)
 
     return Rows(
         inputs=(
-            flat(batch.tokens),
-            flat(batch.prompt_lengths),
-            flat(batch.response_lengths),
-            *(() if is_action is None else (flat(is_action),)),
+            batch.tokens,
+            prompt_lengths,
+            response_lengths,
+            *(() if is_action is None else (is_action,)),
         ),
         score=score,
-        tokens=Tokens(flat(mask), flat(batch.behavior_token_logprobs)),
-        is_current=flat(batch.versions == step)[:, None],
-        sums=lambda values: jnp.sum(values, axis=-1).reshape(-1, k),
-        by_response=lambda values: values.reshape(-1, k, t),
-        rows_per_prompt=k,
+        tokens=Tokens(slots[:, None], mask[:, 0], batch.behavior_token_logprobs),
+        is_current=is_current[:, None],
+        responses=_responses(batch),
     )
 
 
 def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any) -> Rows:
-    shape, t = batch.rewards.shape, batch.tokens.shape[1]
-    sequence = jnp.maximum(batch.segments - 1, 0)
-    prompt_lengths = batch.prompt_lengths.reshape(-1)[sequence]
-    is_response = (batch.segments > 0) & (batch.positions >= prompt_lengths)
+    prompt_lengths = _of_rows(batch.prompt_lengths, batch.slots)
+    is_response = (batch.slots > 0) & (batch.positions >= prompt_lengths)
     is_scored = is_response if batch.is_action is None else is_response & batch.is_action
     counted = is_scored
     if scoring.mask_eos:
@@ -181,27 +223,15 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
         *rows, is_scored = inputs
         return jnp.where(is_scored, packed_token_logprobs(params, *rows, **options), 0.0)
 
-    def sums(values: Array) -> Float[Array, "p k"]:
-        of_sequences = jax.ops.segment_sum(
-            values.reshape(-1), batch.segments.reshape(-1), num_segments=batch.rewards.size + 1
-        )
-        return of_sequences[1:].reshape(shape)
-
-    def by_response(values: Array) -> Array:
-        place = jnp.arange(batch.tokens.size).reshape(batch.tokens.shape)
-        is_first = is_response & (batch.positions == prompt_lengths)
-        first = sums(jnp.where(is_first, place, 0))[..., None]
-        index = jnp.arange(t)[None, None]
-        found = jnp.take(values.reshape(-1), first + index, mode="clip")
-        inside = index < batch.response_lengths[..., None]
-        return jnp.where(inside, found, jnp.zeros_like(found))
-
     return Rows(
-        inputs=(batch.tokens, batch.segments, batch.positions, is_scored),
+        inputs=(batch.tokens, batch.slots, batch.positions, is_scored),
         score=score,
-        tokens=Tokens(counted, batch.behavior_token_logprobs),
-        is_current=is_response & (batch.versions == step).reshape(-1)[sequence],
-        sums=sums,
-        by_response=by_response,
-        rows_per_prompt=0,
+        tokens=Tokens(
+            batch.slots,
+            counted,
+            batch.behavior_token_logprobs,
+            begins=is_response & (batch.positions == prompt_lengths),
+        ),
+        is_current=is_response & (_of_rows(batch.versions, batch.slots) == step),
+        responses=_responses(batch),
     )

@@ -8,7 +8,6 @@ whether they are padded or packed, changes neither gradient nor metrics beyond r
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,16 +16,15 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from tba_jax.devices.sharding import BATCH_AXES
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig
 from tba_jax.train.heads import log_z
-from tba_jax.train.micro_batches import gradients, num_micro_batches, score_all
+from tba_jax.train.micro_batches import Cut, cut_rows, gradients, score_all
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.off_policy import largest_gap, off_policy_stats
-from tba_jax.train.rows import Responses, Rows, Tokens, make_rows, whole
+from tba_jax.train.rows import Rows, Tokens, make_rows, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.target import Target, tempered_target
 
@@ -42,6 +40,7 @@ class StepSettings:
         log_z_rate: learning rate of a learned log Z over the policy's.
         reference_reset_period: steps between reference := policy; 0: never.
         micro_batch_rows: rows whose gradients are made at a time; 0: all.
+        is_whole: all rows of a group are in one micro-batch.
         remat: as in `transformer.apply`.
     """
 
@@ -51,6 +50,7 @@ class StepSettings:
     log_z_rate: float = 1.0
     reference_reset_period: int = 0
     micro_batch_rows: int = 0
+    is_whole: bool = False
     remat: Remat = "none"
 
 
@@ -64,12 +64,13 @@ def make_train_step(
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
-    many rows. Where these hold whole groups, as many for each device, each row is scored once.
-    Where a group is spread over several, all rows are scored without gradient first: the gradient
-    by each token's log-prob (for TB its centred residual) needs the whole group, and once it is
-    known the rows are independent. A row is then scored twice; the gradient is the same. A
-    micro-batch takes rows from all over the batch, evenly spaced, so that rows divided over
-    devices stay where they are if the rows of a micro-batch divide over them too.
+    many rows; those that hold nothing but padding are not worked on. Where these hold whole groups
+    (`Packing` puts rows so), each row is scored once. Where a group is spread over several, all
+    rows are scored without gradient first: the gradient by each token's log-prob (for TB its
+    centred residual) needs the whole group, and once it is known the rows are independent. A row
+    is then scored twice; the gradient is the same. A micro-batch takes rows from all over the
+    batch, evenly spaced, so that rows divided over devices stay where they are if the rows of a
+    micro-batch divide over them too.
 
     A step whose loss or gradient is not finite changes nothing but its counters.
 
@@ -85,35 +86,31 @@ def make_train_step(
         rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
-    parts = 1 if shardings is None else math.prod(shardings.batch.mesh.shape[a] for a in BATCH_AXES)
 
     def train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         rows = make_rows(batch, state.step, config, settings.scoring, settings.remat, compute, base)
-        num = num_micro_batches(rows, settings.micro_batch_rows)
+        cut = cut_rows(rows, settings.micro_batch_rows, is_whole=settings.is_whole)
         beta = settings.target.beta.at(state.step)
         temperatures = settings.target.temperatures(state.step)
-        rows, reference_logprob = _with_reference(rows, state, batch, num)
-        rows, responses = _towards(rows, batch, reference_logprob, temperatures)
-        pull_log_z = None
-        if state.log_z_head is not None and not isinstance(batch, PackedBatch):
-            estimate, pull_log_z = _log_z(state, batch, settings, config, compute, base)
-            responses = responses._replace(log_z=estimate[:, None])
-        totals = rows.totals(responses)
+        rows = _with_reference(rows, state, cut)
+        reference_logprob = rows.responses.reference_logprob
+        rows = _towards(rows, temperatures)
+        log_z, pull_log_z = None, None
+        if state.log_z_head is not None:
+            log_z, pull_log_z = _log_z(state, batch, settings, config, compute, base)
+        totals = rows.totals()
 
-        def loss_of(policy: Array, tokens: Tokens, responses: Responses) -> Loss:
-            return settings.objective(rows.group_data(policy, tokens, responses, totals), beta)
+        def loss_of(policy: Array, tokens: Tokens, log_z: Array | None = log_z) -> Loss:
+            data = rows.group_data(policy, tokens, totals)
+            return settings.objective(data._replace(log_z=log_z), beta)
 
-        policy, grads = gradients(
-            rows, state.params, lambda *xs: loss_of(*xs).loss, responses, num, parts
-        )
-        loss = loss_of(policy, rows.tokens, responses)
+        policy, grads = gradients(rows, state.params, lambda *xs: loss_of(*xs).loss, cut)
+        loss = loss_of(policy, rows.tokens)
         if pull_log_z is not None:
-            by_log_z = jax.grad(
-                lambda z: loss_of(policy, rows.tokens, responses._replace(log_z=z)).loss
-            )(responses.log_z)
-            through_states, of_head = pull_log_z(by_log_z[:, 0])
+            by_log_z = jax.grad(lambda z: loss_of(policy, rows.tokens, z).loss)(log_z)
+            through_states, of_head = pull_log_z(by_log_z)
             grads = jax.tree.map(jnp.add, grads, through_states), of_head
         new_state, grad_norm = _updated(state, loss.loss, grads, optimizer, settings)
         metrics = {
@@ -125,6 +122,7 @@ def make_train_step(
             "beta": beta,
             **temperatures,
             **_batch_metrics(batch, rows, policy, reference_logprob),
+            "padding_share": _padding_share(batch, cut),
             "skipped_steps": new_state.skipped_steps,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
@@ -147,51 +145,51 @@ def _jitted(
     )
 
 
-def _with_reference(
-    rows: Rows, state: TrainState, batch: Batch | PackedBatch, num: int
-) -> tuple[Rows, Float[Array, "p k"]]:
-    """(rows, log pi_ref(y|x)): scored here where the state has a reference, else as stored."""
+def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
+    """With log pi_ref(y|x) scored here where the state has a reference, else as stored."""
     if state.reference_params is None:
-        return rows, batch.reference_logprob
-    scored = score_all(rows, state.reference_params, num)
-    rows = rows._replace(tokens=rows.tokens._replace(reference=scored))
-    return rows, rows.sums(scored * rows.tokens.counted)
-
-
-def _towards(
-    rows: Rows,
-    batch: Batch | PackedBatch,
-    reference_logprob: Float[Array, "p k"],
-    temperatures: dict[str, Float[Array, ""]],
-) -> tuple[Rows, Responses]:
-    """Rows and responses as the objective is shown them: with the tempered target."""
-    reward, reference = batch.rewards, rows.tokens.reference
-    if temperatures:
-        if reference is not None:
-            reference, _ = tempered_target(reference, reward, **temperatures)
-        reference_logprob, reward = tempered_target(reference_logprob, reward, **temperatures)
-    responses = Responses(
-        reference_logprob, reward, jnp.ones_like(batch.rewards), batch.response_lengths
+        return rows
+    scored = score_all(rows, state.reference_params, cut)
+    return rows._replace(
+        tokens=rows.tokens._replace(reference=scored),
+        responses=rows.responses._replace(
+            reference_logprob=rows.sums(scored * rows.tokens.counted)
+        ),
     )
-    return rows._replace(tokens=rows.tokens._replace(reference=reference)), responses
+
+
+def _towards(rows: Rows, temperatures: dict[str, Float[Array, ""]]) -> Rows:
+    """As the objective is shown them: with the tempered target."""
+    if not temperatures:
+        return rows
+    reward, reference = rows.responses.reward, rows.tokens.reference
+    if reference is not None:
+        reference, _ = tempered_target(reference, reward, **temperatures)
+    reference_logprob, reward = tempered_target(
+        rows.responses.reference_logprob, reward, **temperatures
+    )
+    return rows._replace(
+        tokens=rows.tokens._replace(reference=reference),
+        responses=rows.responses._replace(reference_logprob=reference_logprob, reward=reward),
+    )
 
 
 def _log_z(
     state: TrainState,
-    batch: Batch,
+    batch: Batch | PackedBatch,
     settings: StepSettings,
     config: TransformerConfig,
     sharding: ComputeSharding | None,
     base: Any,
 ) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
     """(learned log Z of every prompt, its pull-back to parameters and head)."""
+    assert batch.prompts is not None, "a batch without prompts has no learned log Z"
     return jax.vjp(
         lambda params, head: log_z(
             head,
             whole(base, params),
-            batch.tokens,
-            batch.prompt_lengths,
-            response_bucket=batch.behavior_token_logprobs.shape[-1],
+            batch.prompts,
+            batch.prompt_lengths[:, 0],
             config=config,
             compute_dtype=jnp.dtype(settings.scoring.compute_dtype),
             remat=settings.remat,
@@ -250,17 +248,37 @@ def _batch_metrics(
     policy: Float[Array, "n t"],
     reference_logprob: Float[Array, "p k"],
 ) -> dict[str, Array]:
-    """What a batch and the policy's log-probs of it say, whatever is minimised."""
-    behavior = rows.tokens.behavior
-    off_policy = off_policy_stats(rows.sums(policy), rows.sums(behavior))
-    num_tokens = jnp.sum(batch.response_lengths)
+    """What a batch and the policy's log-probs of it say, whatever is minimised.
+
+    A response counts as often as it was drawn, but for the number of rows.
+    """
+    behavior, weight = rows.tokens.behavior, batch.weights
+    drawn = jnp.sum(weight)
+
+    def mean(x: Float[Array, "p k"]) -> Float[Array, ""]:
+        return jnp.sum(x * weight) / drawn
+
+    num_tokens = jnp.sum(batch.response_lengths * weight)
+    group_mean = jnp.sum(batch.rewards * weight, 1) / jnp.sum(weight, 1)
+    centred = batch.rewards - group_mean[:, None]
+    group_variance = jnp.sum(jnp.square(centred) * weight, 1) / jnp.sum(weight, 1)
+    off_policy = off_policy_stats(rows.sums(policy), rows.sums(behavior), weight)
+    num_rows = jnp.sum(weight > 0).astype(jnp.float32)
     return {
-        "reward_mean": jnp.mean(batch.rewards),
-        "reward_std": jnp.mean(jnp.std(batch.rewards, axis=1)),
-        "kl_reference": jnp.mean(rows.sums(policy * rows.tokens.counted) - reference_logprob),
-        "nll_per_token": -jnp.sum(policy) / num_tokens,
-        "response_length_mean": jnp.mean(batch.response_lengths.astype(jnp.float32)),
+        "reward_mean": mean(batch.rewards),
+        "reward_std": jnp.mean(jnp.sqrt(group_variance)),
+        "kl_reference": mean(rows.sums(policy * rows.tokens.counted) - reference_logprob),
+        "nll_per_token": -jnp.sum(rows.sums(policy) * weight) / num_tokens,
+        "response_length_mean": num_tokens / drawn,
         "response_tokens": num_tokens,
+        "rows": num_rows,
+        "rows_share": num_rows / weight.size,
         **off_policy._asdict(),
         "sampler_gap": largest_gap(policy, behavior, rows.is_current),
     }
+
+
+def _padding_share(batch: Batch | PackedBatch, cut: Cut) -> Float[Array, ""]:
+    """Of the tokens that are worked on, the part that is padding."""
+    worked = cut.used * (batch.tokens.size // cut.num) if cut.num > 1 else batch.tokens.size
+    return 1 - jnp.sum(batch.prompt_lengths + batch.response_lengths) / worked

@@ -190,7 +190,7 @@ class Trainer:
                 num_short=self.plan.num_short if self._planner.host == 0 else 0,
             )
         assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
-        return [_one_row_each(draw) for draw in draws]
+        return draws
 
     def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
         """One optimiser step, or None when some host's buffer has nothing to train on yet.
@@ -243,6 +243,7 @@ class Trainer:
                 "end_s": end,
                 "wait_s": waited,
                 "trajectory_ids": [list(d.trajectory_ids) for d in draws],
+                "weights": [list(d.weights) for d in draws],
                 "bucket": _bucket(batch),
             }
         )
@@ -252,19 +253,20 @@ class Trainer:
                 "train/draw_s": drawn_s,
                 "train/step_s": end - start,
                 "train/tokens_per_s": values["train/response_tokens"] / max(end - start, 1e-9),
-                "train/padding_share": 1 - _real_share(batch),
                 **self._staleness_metrics(draws, step),
             }
         )
         return values
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
-        staleness = np.array([step - y.version_min for d in draws for y in d.trajectories])
+        staleness = np.repeat(
+            [step - y.version_min for d in draws for y in d.trajectories],
+            [weight for d in draws for weight in d.weights],
+        )
         values, counts = np.unique(staleness, return_counts=True)
         known = self.counters.staleness_counts
         for value, count in zip(values.tolist(), counts.tolist(), strict=True):
             known[value] = known.get(value, 0) + count
-        total = sum(len(d.trajectories) for d in draws)
         return {
             "buffer/staleness_mean": float(staleness.mean()),
             "buffer/staleness_max": int(staleness.max()),
@@ -272,27 +274,14 @@ class Trainer:
                 [int(v), int(c)] for v, c in zip(values, counts, strict=True)
             ],
             "buffer/fresh_fraction": float(np.mean([d.is_fresh for d in draws])),
-            "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / total,
+            "buffer/repeat_fraction": sum(d.num_repeats for d in draws) / len(staleness),
         }
 
 
-def _one_row_each(draw: Draw) -> Draw:
-    """The same draw, a row for each of its K responses."""
-    rows = np.repeat(np.arange(len(draw.weights)), draw.weights).tolist()
-    return draw._replace(
-        trajectories=tuple(draw.trajectories[i] for i in rows),
-        weights=(1,) * len(rows),
-        trajectory_ids=tuple(draw.trajectory_ids[i] for i in rows),
-    )
-
-
 def _bucket(batch: Batch | PackedBatch) -> list[int]:
-    """Which compiled shape it took: [prompt, response] tokens, or [rows, tokens] of packed ones."""
+    """Which compiled shape it took: [rows, prompt, response] tokens, of packed [rows, tokens]."""
+    rows, length = batch.tokens.shape
     if isinstance(batch, PackedBatch):
-        return list(batch.tokens.shape)
-    response = batch.behavior_token_logprobs.shape[-1]
-    return [batch.tokens.shape[-1] - response, response]
-
-
-def _real_share(batch: Batch | PackedBatch) -> float:
-    return float((batch.prompt_lengths + batch.response_lengths).sum() / batch.tokens.size)
+        return [rows, length]
+    response = batch.behavior_token_logprobs.shape[1]
+    return [rows, length - response, response]

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tba_jax.flow.packing import pack_batch, pack_rows, row_buckets
+from tba_jax.flow.packing import Packing, row_buckets
 from tba_jax.flow.padding import Padding, bucket_length, left_pad, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
@@ -51,18 +51,83 @@ def two_draws():
     ]
 
 
-def test_pack_batch_places_every_value():
-    batch = pack_batch(two_draws(), Padding((4, 8), (4,), 0))
+def pack(draws, *, prompts=(4,), group_size=2, pad_id=0, response=4, **options):
+    padding = Padding(prompts, (response,), pad_id)
+    return Packing(len(draws), group_size, padding, 1.0, **options).batch(draws, tuple)
+
+
+def test_a_padded_batch_places_every_value():
+    batch = pack(two_draws(), prompts=(4, 8))
     assert batch.tokens.tolist() == [
-        [[0, 1, 2, 3, 7, 8, 0, 0], [0, 1, 2, 3, 9, 0, 0, 0]],
-        [[0, 0, 1, 2, 4, 0, 0, 0], [0, 0, 1, 2, 5, 6, 7, 0]],
+        [0, 1, 2, 3, 7, 8, 0, 0],
+        [0, 1, 2, 3, 9, 0, 0, 0],
+        [0, 0, 1, 2, 4, 0, 0, 0],
+        [0, 0, 1, 2, 5, 6, 7, 0],
     ]
+    assert batch.slots.tolist() == [1, 2, 3, 4]
     assert batch.prompt_lengths.tolist() == [[3, 3], [2, 2]]
     assert batch.response_lengths.tolist() == [[2, 1], [1, 3]]
     assert batch.rewards.tolist() == [[1.0, 0.0], [0.0, 0.0]]
     assert batch.versions.tolist() == [[0, 0], [3, 0]]
-    assert batch.behavior_token_logprobs[1, 1].tolist() == [-1.0, -2.0, -3.0, 0.0]
+    assert batch.behavior_token_logprobs[3].tolist() == [-1.0, -2.0, -3.0, 0.0]
     assert batch.reference_logprob.tolist() == [[-2.5, -2.5], [-2.5, -2.5]]
+    assert batch.weights.tolist() == [[1, 1], [1, 1]] and batch.prompts is None
+
+
+def weighted_draws():
+    """Four responses of which one was drawn three times, and one that was all that was drawn."""
+    first, second = two_draws()
+    one = first.trajectories[:1]
+    return [
+        first._replace(trajectories=one, weights=(4,), trajectory_ids=(0,)),
+        second._replace(weights=(3, 1)),
+    ]
+
+
+def test_a_distinct_response_is_one_row_with_a_weight():
+    batch = pack(weighted_draws(), group_size=4, has_prompts=True, first_slot=8)
+    assert batch.weights.tolist() == [[4, 0, 0, 0], [3, 1, 0, 0]]
+    assert batch.response_lengths.tolist() == [[2, 0, 0, 0], [1, 3, 0, 0]]
+    # Of the slots 9 to 16, and the smallest number of rows that holds three.
+    assert batch.slots.tolist() == [9, 13, 14, 0] and batch.tokens.shape == (4, 8)
+    assert (batch.tokens[3] == 0).all() and batch.rewards.tolist()[0] == [1.0, 0, 0, 0]
+    assert batch.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2]]
+    rows = pack(weighted_draws(), group_size=4, row_length=12, first_slot=8)
+    assert rows.slots.tolist() == [[9] * 5 + [14] * 5 + [0] * 2, [13] * 3 + [0] * 9]
+
+
+def test_rows_of_a_micro_batch_are_spread_over_the_batch():
+    draws = weighted_draws()
+    draws += [draws[0], draws[1]]
+    # Micro-batches of four rows; groups of 1, 2, 1 and 2 rows: 1 and 3 are the largest.
+    batch = pack(draws, group_size=4, micro_batch_rows=4, is_whole=True)
+    whole = batch.slots.reshape(4, 4).T.tolist()
+    assert whole == [[5, 6, 13, 14], [1, 9, 0, 0], [0] * 4, [0] * 4]
+    batch = pack(draws, group_size=4, micro_batch_rows=2)
+    assert batch.slots.reshape(2, 8).T.tolist() == [[1, 5], [6, 9], [13, 14], *[[0, 0]] * 5]
+    # Sequences of 5, 3 and 5 tokens: rows of 8 hold two of them.
+    batch = pack(draws, group_size=4, row_length=8, micro_batch_rows=4, is_whole=True)
+    whole = batch.slots.reshape(4, 4, 8).swapaxes(0, 1)
+    assert [sorted({*x.ravel().tolist()} - {0}) for x in whole] == [
+        [1, 5, 6, 9, 13, 14],
+        [],
+        [],
+        [],
+    ]
+
+
+def test_hosts_take_the_number_of_rows_that_all_need():
+    draws = weighted_draws()
+    asked: list = []
+
+    def agree(lengths):
+        asked.append(tuple(lengths))
+        return 4, 4, 6
+
+    packing = Packing(2, 4, Padding((2, 4), (4,), 0), 1.0)
+    assert packing.row_buckets == (1, 2, 4, 8)
+    assert packing.batch(draws, agree).tokens.shape == (8, 8)
+    assert asked == [(3, 3, 3)]
 
 
 def test_buckets():
@@ -81,16 +146,16 @@ def test_left_pad_of_an_empty_row():
     ]
 
 
-def test_pack_rows_places_every_value():
+def test_a_packed_batch_places_every_value():
     # Sequences of 5, 4, 3 and 5 tokens: the two of five fill rows with neither of the others.
-    batch = pack_rows(two_draws(), row_length=8, row_buckets=(2, 4), pad_id=9)
+    batch = pack(two_draws(), row_length=8, pad_id=9)
     assert batch.tokens.tolist() == [
         [1, 2, 3, 7, 8, 1, 2, 4],
         [1, 2, 5, 6, 7, 9, 9, 9],
         [1, 2, 3, 9, 9, 9, 9, 9],
         [9, 9, 9, 9, 9, 9, 9, 9],
     ]
-    assert batch.segments.tolist() == [
+    assert batch.slots.tolist() == [
         [1, 1, 1, 1, 1, 3, 3, 3],
         [4, 4, 4, 4, 4, 0, 0, 0],
         [2, 2, 2, 2, 0, 0, 0, 0],
@@ -108,27 +173,28 @@ def test_pack_rows_places_every_value():
         [0, 0, 0, -1, 0, 0, 0, 0],
         [0] * 8,
     ]
-    padded = pack_batch(two_draws(), Padding((4,), (4,), 0))
-    for name in ("prompt_lengths", "response_lengths", "rewards", "reference_logprob", "versions"):
+    padded = pack(two_draws())
+    of_responses = set(batch._fields) & set(padded._fields) - {"tokens", "slots", "is_action"}
+    for name in of_responses - {"behavior_token_logprobs", "prompts"}:
         np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
         assert getattr(batch, name).dtype == getattr(padded, name).dtype
 
 
 def test_marks_of_an_environment_lie_where_its_tokens_do():
     draws = two_draws()
-    padding = Padding((4,), (4,), 0)
-    rows = {"row_length": 8, "row_buckets": (3,), "pad_id": 0}
     # Where the policy wrote everything no mask is carried: the compiled step is the same.
-    assert pack_batch(draws, padding).is_action is None
-    assert pack_rows(draws, **rows).is_action is None
+    assert pack(draws).is_action is None
+    assert pack(draws, row_length=8).is_action is None
     first, last = draws[1].trajectories
     last = dataclasses.replace(last, is_action=np.array([True, False, True]))
     draws[1] = draws[1]._replace(trajectories=(first, last))
-    assert pack_batch(draws, padding).is_action.astype(int).tolist() == [
-        [[1, 1, 0, 0], [1, 0, 0, 0]],
-        [[1, 0, 0, 0], [1, 0, 1, 0]],
+    assert pack(draws).is_action.astype(int).tolist() == [
+        [1, 1, 0, 0],
+        [1, 0, 0, 0],
+        [1, 0, 0, 0],
+        [1, 0, 1, 0],
     ]
-    assert pack_rows(draws, **rows).is_action.astype(int).tolist() == [
+    assert pack(draws, row_length=8).is_action[:3].astype(int).tolist() == [
         [0, 0, 0, 1, 1, 0, 0, 1],
         [0, 0, 1, 0, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0, 0, 0],
@@ -149,27 +215,31 @@ def test_packed_rows_hold_all_tokens_with_little_padding():
         )
         for prompt in prompts
     ]
-    batch = pack_rows(draws, row_length=128, row_buckets=row_buckets(128, 4), pad_id=0)
+    sizes = {"prompts": (20,), "response": 99, "group_size": 8}
+    batch = pack(draws, row_length=128, micro_batch_rows=4, **sizes)
     tokens = (batch.prompt_lengths + batch.response_lengths).sum()
-    assert (batch.segments > 0).sum() == tokens
-    assert np.bincount(batch.segments.ravel())[1:].tolist() == (
+    assert (batch.slots > 0).sum() == tokens
+    assert np.bincount(batch.slots.ravel())[1:].tolist() == (
         (batch.prompt_lengths + batch.response_lengths).ravel().tolist()
     )
-    # Up to an eighth by the number of rows, and what first-fit decreasing leaves.
-    assert tokens / batch.tokens.size > 0.8
+    # Rows of padding are in micro-batches of their own, but for the last; first fit leaves little.
+    used = (batch.slots.reshape(4, -1, 128) > 0).any((0, 2))
+    assert tokens / (used.sum() * 4 * 128) > 0.9
     # Lengths are uniform, so every other token of padded rows is padding.
-    padded = pack_batch(draws, Padding((20,), (99,), 0))
+    padded = pack(draws, **sizes)
     assert tokens / padded.tokens.size < 0.65
 
 
 def test_row_buckets():
-    assert row_buckets(16, 2) == (2, 4, 6, 8, 10, 12, 14, 16)
-    assert row_buckets(5, 3) == (3, 6)
-    buckets = row_buckets(512, 1)
-    assert buckets[-1] == 512 and len(buckets) < 50
-    assert all(b <= max(a + 1, a * 9 / 8) for a, b in zip(buckets, buckets[1:], strict=False))
+    assert row_buckets(256, 8, 4) == (32, 64, 128, 256)
+    assert row_buckets(28, 8, 4) == (8, 16, 32)
+    padding = Padding((4,), (4,), 0)
+    assert Packing(7, 20, padding, 1.0, row_length=8).row_buckets == (5, 9, 18, 35, 70, 140)
+    # In micro-batches one number, where each of them leaves four rows that hold no group of 20.
+    cut = Packing(7, 20, padding, 1.0, micro_batch_rows=24, is_whole=True)
+    assert cut.row_buckets == (7 * 24,)
 
 
 def test_packing_refuses_what_does_not_fit():
     with pytest.raises(ValueError, match="has 5 tokens and does not fit a row of 4"):
-        pack_rows(two_draws(), row_length=4, row_buckets=(4,), pad_id=0)
+        pack(two_draws(), row_length=4)

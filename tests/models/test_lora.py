@@ -132,7 +132,7 @@ def test_the_gradient_is_that_of_the_merged_matrices_by_the_chain_rule():
     step = make_train_step(POLICY, optimizer, SCHEDULE, settings)
     start = jax.device_get(adapters)
     state = init_state(adapters, optimizer, keep_reference=False)
-    state, metrics = step(state, make_batch(), base)
+    state, metrics = step(state, make_batch(micro_batch_rows=8), base)
     # Sums of 96 float32 log-probs.
     np.testing.assert_allclose(metrics["train/loss"], wanted["train/loss"], rtol=1e-4)
     for name, spec_a, spec_b in (("up", "ldf,lrf->ldr", "ldr,ldf->lrf"), ("o", *O_SPECS)):

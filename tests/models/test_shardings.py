@@ -16,8 +16,6 @@ from fake_batches import (
     SCHEDULE,
     make_batch,
     make_mesh,
-    one_prompt_each,
-    packed,
     sharded,
 )
 from fake_models import random_params, tiny_config
@@ -75,21 +73,23 @@ def test_the_step_on_every_mesh_equals_that_of_one_device(shape):
 
 # K = 4, over two parts of the batch: groups, one group over both parts, parts of groups, packed.
 @pytest.mark.parametrize(
-    ("micro_batch_rows", "is_packed"),
+    ("micro_batch_rows", "row_length"),
     [
-        pytest.param(8, False, marks=pytest.mark.slow),
-        pytest.param(4, False, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        (4, True),
+        pytest.param(8, 0, marks=pytest.mark.slow),
+        (4, 0),
+        pytest.param(2, 0, marks=pytest.mark.slow),
+        (4, 18),
+        pytest.param(2, 18, marks=pytest.mark.slow),
     ],
 )
-def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, is_packed):
-    batch = one_prompt_each(make_batch(p=4))
+def test_micro_batches_on_a_mesh_equal_the_whole_step(micro_batch_rows, row_length):
+    batch = make_batch(p=4)
     state = init_state(random_params(DIVISIBLE), OPTIMIZER, keep_reference=False)
     wanted, _ = make_train_step(DIVISIBLE, OPTIMIZER, SCHEDULE, REMAT)(state, batch)
-    settings = replace(REMAT, micro_batch_rows=micro_batch_rows)
-    shardings, state, step = sharded((1, 2, 2), settings)
-    rows = jax.device_put(packed(batch) if is_packed else batch, shardings.batch)
+    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows >= 4}
+    shardings, state, step = sharded((1, 2, 2), replace(REMAT, **cut))
+    rows = make_batch(p=4, row_length=row_length, **cut)
+    rows = jax.device_put(rows, shardings.batch)
     program = step.lower(state, rows).compile()
     got, _ = program(state, rows)
     jax.tree.map(

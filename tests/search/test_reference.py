@@ -26,6 +26,7 @@ def searcher_mesh(first, num):
 
 def test_a_reference_on_a_mesh_equals_one_device():
     batch = make_batch()
+    tokens = batch.tokens.reshape(4, 4, -1)
     scores = []
     for num in (1, 2):
         mesh = searcher_mesh(2, num)
@@ -35,7 +36,7 @@ def test_a_reference_on_a_mesh_equals_one_device():
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))
         assert len(params["embed"].addressable_shards) == num
         score = Reference(program, params)
-        scores.append(score(batch.tokens, batch.prompt_lengths, batch.response_lengths, 6))
+        scores.append(score(tokens, batch.prompt_lengths, batch.response_lengths, 6))
     # Float32 sums of up to six log-probs of order 5, in another order.
     np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5)
 

@@ -24,9 +24,8 @@ def estimate(head, params, batch):
     return log_z(
         head,
         params,
-        batch.tokens,
-        batch.prompt_lengths,
-        response_bucket=batch.behavior_token_logprobs.shape[-1],
+        batch.prompts,
+        batch.prompt_lengths[:, 0],
         config=CONFIG,
         compute_dtype=jnp.float32,
         remat="none",
@@ -39,21 +38,18 @@ def random_head():
 
 def test_a_new_head_says_zero():
     head = init_head(CONFIG.hidden_size)
-    np.testing.assert_array_equal(estimate(head, random_params(CONFIG), make_batch()), 0.0)
+    batch = make_batch(has_prompts=True)
+    np.testing.assert_array_equal(estimate(head, random_params(CONFIG), batch), 0.0)
 
 
 def test_neither_responses_nor_padding_change_the_estimate():
-    batch, params, head = make_batch(), random_params(CONFIG), random_head()
+    batch, params, head = make_batch(has_prompts=True), random_params(CONFIG), random_head()
     expected = estimate(head, params, batch)
     assert np.ptp(expected) > 0.01  # four prompts, four numbers
-    tokens = np.array(batch.tokens)
-    tokens[..., 4:] = 3
-    other = batch._replace(tokens=tokens)
-    np.testing.assert_array_equal(estimate(head, params, other), expected)
-    padded = np.concatenate([np.full((4, 4, 3), 7, np.int32), batch.tokens], axis=-1)
+    padded = np.concatenate([np.full((4, 3), 7, np.int32), batch.prompts], axis=-1)
     # float32 sums over a longer row
     np.testing.assert_allclose(
-        estimate(head, params, batch._replace(tokens=padded)), expected, atol=1e-5
+        estimate(head, params, batch._replace(prompts=padded)), expected, atol=1e-5
     )
 
 
@@ -70,7 +66,7 @@ def learned_step():
 @pytest.mark.slow
 def test_with_the_policy_fixed_the_head_learns_what_vargrad_computes():
     # The best constant of a least-squares loss is the mean, which is the VarGrad estimate.
-    batch = make_batch(p=1)
+    batch = make_batch(p=1, has_prompts=True)
     optimizer, step = learned_step()
     state = init_state(
         random_params(CONFIG), optimizer, keep_reference=False, log_z_size=CONFIG.hidden_size
@@ -85,7 +81,7 @@ def test_with_the_policy_fixed_the_head_learns_what_vargrad_computes():
 
 
 def test_the_head_and_the_policy_both_move():
-    batch = make_batch()
+    batch = make_batch(has_prompts=True)
     schedule = optax.constant_schedule(0.1)
     step = make_train_step(CONFIG, optax.sgd(schedule), schedule, SETTINGS)
     state = init_state(

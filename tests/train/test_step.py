@@ -14,10 +14,10 @@ from fake_batches import (
     SCORING,
     SETTINGS,
     broken,
+    lay_out,
     make_batch,
+    make_draws,
     named,
-    one_prompt_each,
-    packed,
     slow,
 )
 from fake_models import random_params, tiny_config
@@ -63,7 +63,7 @@ def assert_close_metrics(got, expected):
         np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-# K = 4: whole groups, parts of groups, single rows, parts of several groups.
+# K = 4: whole groups, parts of groups, single rows, a group and space for half of one.
 @pytest.mark.parametrize(
     ("objective", "micro_batch_rows"),
     [
@@ -78,24 +78,27 @@ def assert_close_metrics(got, expected):
     ],
 )
 def test_accumulated_step_equals_the_whole_one(objective, micro_batch_rows):
-    batch = make_batch(p=6 if micro_batch_rows == 6 else 4)
+    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows >= 4}
     settings = replace(SETTINGS, objective=named(objective))
-    expected, expected_metrics = run_step(batch, settings)
-    got, metrics = run_step(batch, replace(settings, micro_batch_rows=micro_batch_rows))
+    expected, expected_metrics = run_step(make_batch(), settings)
+    got, metrics = run_step(make_batch(**cut), replace(settings, **cut))
     assert_close_states(got, expected)
+    if micro_batch_rows == 6:  # a third of each is padding
+        share = 1 - (1 - expected_metrics["train/padding_share"]) * 4 / 6
+        expected_metrics = {**expected_metrics, "train/padding_share": share}
     assert_close_metrics(metrics, expected_metrics)
 
 
 @pytest.mark.parametrize("micro_batch_rows", [2, slow(8)])
 def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
-    def two_steps(settings):
-        optimizer, step = sgd_step(settings)
+    def two_steps(**cut):
+        optimizer, step = sgd_step(replace(SETTINGS, **cut))
         state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
-        state, _ = step(state, make_batch())
-        return step(state, make_batch(seed=1))
+        state, _ = step(state, make_batch(**cut))
+        return step(state, make_batch(seed=1, **cut))
 
-    expected, expected_metrics = two_steps(SETTINGS)
-    got, metrics = two_steps(replace(SETTINGS, micro_batch_rows=micro_batch_rows))
+    expected, expected_metrics = two_steps()
+    got, metrics = two_steps(micro_batch_rows=micro_batch_rows, is_whole=micro_batch_rows >= 4)
     assert abs(float(expected_metrics["train/kl_reference"])) > 1e-4
     assert_close_states(got, expected)
     assert_close_metrics(metrics, expected_metrics)
@@ -107,17 +110,15 @@ def test_rows_that_micro_batches_do_not_divide_are_refused():
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
-    batch = make_batch(p=2)
+    draws = make_draws(p=2)
     params = random_params(CONFIG)
     before = jax.device_get(params)
 
-    def change(rows):
-        state, _ = run_step(
-            jax.tree.map(lambda x: x[rows], batch), params=jax.tree.map(jnp.copy, params)
-        )
+    def change(draws):
+        state, _ = run_step(lay_out(draws), params=jax.tree.map(jnp.copy, params))
         return jax.tree.map(lambda a, b: a - b, jax.device_get(state.params), before)
 
-    both, first, second = change([0, 1]), change([0]), change([1])
+    both, first, second = change(draws), change(draws[:1]), change(draws[1:])
     jax.tree.map(
         lambda a, b, c: np.testing.assert_allclose(a, (b + c) / 2, atol=1e-5), both, first, second
     )
@@ -144,7 +145,7 @@ def test_mask_eos_changes_only_responses_with_an_eos():
     with_eos = np.array(batch.tokens)
     for i in range(4):
         for j in range(4):
-            with_eos[i, j, 4 + batch.response_lengths[i, j] - 1] = 2
+            with_eos[4 * i + j, 4 + batch.response_lengths[i, j] - 1] = 2
     masked = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True))
     plain = run_step(batch)[1]["train/loss"]
     assert run_step(batch, masked)[1]["train/loss"] == plain
@@ -174,37 +175,47 @@ def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
 
 def test_tokens_of_an_environment_are_in_no_sum():
     # The same tokens left out: as those that end a response, and as those it did not write.
-    batch = one_prompt_each(make_batch())
+    draws = make_draws()
+    batch = lay_out(draws)
     ends = replace(SETTINGS, scoring=replace(SCORING, mask_eos=True, eos_ids=(3, 7)))
     expected, expected_metrics = run_step(batch, ends)
     _, plain = run_step(batch)
     assert float(plain["train/loss"]) != float(expected_metrics["train/loss"])
-    is_action = ~np.isin(batch.tokens[..., 4:], (3, 7))
-    behavior = np.where(is_action, batch.behavior_token_logprobs, 0.0).astype(np.float32)
-    marked = batch._replace(is_action=is_action, behavior_token_logprobs=behavior)
-    got, metrics = run_step(marked)
+    marked = [d._replace(trajectories=tuple(map(marked_by_hand, d.trajectories))) for d in draws]
+    got, metrics = run_step(lay_out(marked))
     assert_close_states(got, expected)
     for name in ("train/loss", "train/grad_norm", "train/kl_reference"):
         np.testing.assert_allclose(metrics[name], expected_metrics[name], rtol=1e-5)
-    in_rows, in_rows_metrics = run_step(packed(marked))
+    in_rows, in_rows_metrics = run_step(lay_out(marked, row_length=18))
     assert_close_states(in_rows, expected)
-    assert_close_metrics(in_rows_metrics, metrics)
+    assert_close_metrics_of_layouts(in_rows_metrics, metrics)
 
 
-# All at once; three and four micro-batches, some groups in several, which are scored twice.
+def marked_by_hand(y):
+    is_action = ~np.isin(y.response_tokens, (3, 7))
+    behavior = np.where(is_action, y.behavior_token_logprobs, np.float32(0.0))
+    return replace(y, is_action=is_action, behavior_token_logprobs=behavior)
+
+
+def assert_close_metrics_of_layouts(got, expected):
+    name = "train/padding_share"
+    assert_close_metrics({**got, name: 0.0}, {**expected, name: 0.0})
+
+
+# All at once; micro-batches of which some are padding, with groups in several, and with whole ones.
 @pytest.mark.parametrize(
     ("objective", "micro_batch_rows"), [("tb", 4), slow("tb", 0), slow("tb", 3), slow("rloo", 4)]
 )
 def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
-    batch = one_prompt_each(make_batch())
-    rows = packed(batch)
-    assert rows.tokens.size < batch.tokens.size * 1.5 and (rows.segments[-1] == 0).all()
+    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows == 4}
+    rows = make_batch(row_length=18, **cut)
+    assert (rows.slots[-1] == 0).all()
     scoring = replace(SCORING, mask_eos=True, eos_ids=(3, 7))
     settings = replace(SETTINGS, objective=named(objective), scoring=scoring)
-    expected, expected_metrics = run_step(batch, settings)
-    got, metrics = run_step(rows, replace(settings, micro_batch_rows=micro_batch_rows))
+    expected, expected_metrics = run_step(make_batch(), settings)
+    got, metrics = run_step(rows, replace(settings, **cut))
     assert_close_states(got, expected)
-    assert_close_metrics(metrics, expected_metrics)
+    assert_close_metrics_of_layouts(metrics, expected_metrics)
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters():

@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_batches import CONFIG, SCORING, SETTINGS, make_batch, one_prompt_each, packed
+from fake_batches import (
+    CONFIG,
+    SCORING,
+    SETTINGS,
+    keep_gradient,
+    lay_out,
+    make_batch,
+    make_draws,
+    repeated,
+)
 from fake_models import random_params
 
 from tba_jax.models.logprobs import response_mask, token_logprobs
@@ -18,6 +27,8 @@ from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 
 CLIP, BETA = 0.2, 0.1
+# K = 6.
+WEIGHTS = ((1, 2, 1, 2), (3, 1, 1, 1), (2, 2, 1, 1), (1, 1, 1, 3))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +39,9 @@ class Grpo(Objective):
     needs_token_reference = True
 
     def __call__(self, data, beta):
-        reward = data.reward
-        advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-4)
+        centred = data.reward - data.mean_over_group(data.reward)[:, None]
+        std = jnp.sqrt(data.mean_over_group(jnp.square(centred)))[:, None]
+        advantage = centred / (std + 1e-4)
         gain = clipped(data.policy_token_logprobs - data.behavior_token_logprobs, advantage)
         gap = data.reference_token_logprobs - data.policy_token_logprobs
         kl = jnp.exp(gap) - gap - 1
@@ -41,66 +53,72 @@ def clipped(log_ratio, advantage):
     return jnp.minimum(ratio * advantage, jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * advantage)
 
 
-def keep_gradient():
-    """An optimiser that moves nothing and whose state is the gradient."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), grads),
-    )
-
-
 def score(params, batch):
     lengths = batch.prompt_lengths, batch.response_lengths
+    tokens = batch.tokens.reshape(*batch.rewards.shape, -1)
     return token_logprobs(
-        params, batch.tokens, *lengths, response_bucket=6, config=CONFIG, scoring=SCORING
+        params, tokens, *lengths, response_bucket=6, config=CONFIG, scoring=SCORING
     )
 
 
 @functools.cache
 def problem():
-    """(parameters, those of the reference, a batch drawn by something near the policy)."""
+    """(parameters, those of the reference, draws by something near the policy)."""
     params, reference = random_params(CONFIG, 0), random_params(CONFIG, 1)
-    batch = one_prompt_each(make_batch())
-    # Short prompts too, so that packed rows are of unequal lengths.
+    draws, batch = make_draws(), make_batch()
     rng = np.random.default_rng(5)
-    noise = rng.normal(0, 0.3, batch.behavior_token_logprobs.shape)
     drawn = np.asarray(score(params, batch))
-    behavior = np.where(drawn != 0, drawn + noise, 0).astype(np.float32)
+    behavior = (drawn + rng.normal(0, 0.3, drawn.shape)).astype(np.float32)
     assert len(np.unique(batch.response_lengths)) > 3
-    return params, reference, batch._replace(behavior_token_logprobs=behavior)
+
+    def drawn_so(i, j, y):
+        logprobs = behavior[i, j, : len(y.response_tokens)]
+        return dataclasses.replace(y, behavior_token_logprobs=logprobs)
+
+    draws = [
+        d._replace(
+            trajectories=tuple(drawn_so(i, j, y) for j, y in enumerate(d.trajectories)),
+            weights=WEIGHTS[i],
+        )
+        for i, d in enumerate(draws)
+    ]
+    return params, reference, draws
 
 
 @functools.cache
 def expected():
-    """Gradient of the loss as written down for a whole padded batch."""
-    params, reference, batch = problem()
-    mask = response_mask(batch.tokens[..., -6:], batch.response_lengths, SCORING)
+    """Gradient of the loss as written down for a whole padded batch of repeated rows."""
+    params, reference, draws = problem()
+    batch = lay_out(repeated(draws))
+    tokens = batch.tokens.reshape(4, 6, -1)
+    mask = response_mask(tokens[..., -6:], batch.response_lengths, SCORING)
+    behavior = batch.behavior_token_logprobs.reshape(4, 6, -1)
     reward = batch.rewards
     advantage = (reward - reward.mean(1, keepdims=True)) / (reward.std(1, keepdims=True) + 1e-4)
     theirs = score(reference, batch)
 
     def loss(params):
         ours = score(params, batch)
-        gain = clipped(ours - batch.behavior_token_logprobs, advantage)
+        gain = clipped(ours - behavior, advantage)
         kl = jnp.exp(theirs - ours) - (theirs - ours) - 1
         return -jnp.sum((gain - BETA * kl) * mask) / mask.sum()
 
     return jax.jit(jax.value_and_grad(loss))(params)
 
 
-# Whole; micro-batches of whole groups; groups spread over several; packed, whole and in parts.
+# Whole; micro-batches of whole groups; groups spread over several; the same of packed rows.
 @pytest.mark.parametrize(
-    ("is_packed", "micro_batch_rows"),
-    [(False, 0), (False, 8), (False, 2), (True, 0), (True, 4)],
+    ("row_length", "micro_batch_rows"), [(0, 0), (0, 6), (0, 2), (18, 0), (18, 6), (18, 2)]
 )
-def test_every_cut_has_the_gradient_of_the_whole_batch(is_packed, micro_batch_rows):
-    params, reference, batch = problem()
+def test_every_cut_has_the_gradient_of_the_whole_batch(row_length, micro_batch_rows):
+    params, reference, draws = problem()
     optimizer = keep_gradient()
-    settings = dataclasses.replace(SETTINGS, objective=Grpo(), micro_batch_rows=micro_batch_rows)
+    cut = {"micro_batch_rows": micro_batch_rows, "is_whole": micro_batch_rows == 6}
+    settings = dataclasses.replace(SETTINGS, objective=Grpo(), **cut)
     step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.0), settings)
     state = init_state(jax.tree.map(jnp.copy, params), optimizer, keep_reference=True)
     state = state._replace(reference_params=jax.tree.map(jnp.copy, reference))
-    state, metrics = step(state, packed(batch) if is_packed else batch)
+    state, metrics = step(state, lay_out(draws, row_length=row_length, **cut))
     loss, gradient = expected()
     np.testing.assert_allclose(metrics["train/loss"], loss, rtol=1e-5)
     assert {"train/kl_tokens", "train/kl_reference"} <= metrics.keys()

@@ -16,7 +16,7 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.train.trainer import NonFiniteError, Trainer
 
-PADDED = Packing(2, Padding((4,), (8,), 0), policy_temperature=1.0, row_buckets=(1, 2))
+PADDED = Packing(1, 2, Padding((4,), (8,), 0), policy_temperature=1.0)
 
 
 def make_draws():
@@ -96,12 +96,23 @@ def test_one_nonfinite_step_is_fatal_where_none_is_allowed():
 
 def test_batches_are_packed_if_rows_have_a_length():
     seen: list = []
-    values = make_trainer([True], seen).step()
-    assert isinstance(seen[0], Batch) and seen[0].tokens.shape == (1, 2, 12)
-    # Sequences of 3 and 8 tokens.
-    assert values["train/padding_share"] == pytest.approx(1 - 11 / 24)
+    trainer = make_trainer([True], seen)
+    trainer.step()
+    assert isinstance(seen[0], Batch) and seen[0].tokens.shape == (2, 12)
+    assert trainer.last_event["bucket"] == [2, 4, 8]
     trainer = make_trainer([True], seen, packing=replace(PADDED, row_length=16))
-    values = trainer.step()
+    trainer.step()
     assert isinstance(seen[1], PackedBatch) and seen[1].tokens.shape == (1, 16)
-    assert values["train/padding_share"] == pytest.approx(1 - 11 / 16)
     assert trainer.last_event["bucket"] == [1, 16]
+
+
+def test_staleness_counts_a_response_as_often_as_it_was_drawn():
+    draw = make_draws()[0]
+    young, old = draw.trajectories[0], replace(draw.trajectories[1], version_min=-3)
+    drawn = [draw._replace(trajectories=(young, old), weights=(1, 3), num_repeats=2)]
+    buffer = SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_, **__: drawn)
+    trainer = make_trainer([True], [], buffer=buffer, packing=replace(PADDED, group_size=4))
+    values = trainer.step()
+    assert values["buffer/staleness_histogram"] == [[0, 1], [3, 3]]
+    assert values["buffer/staleness_mean"] == 9 / 4 and values["buffer/repeat_fraction"] == 0.5
+    assert trainer.counters.staleness_counts == {0: 1, 3: 3}

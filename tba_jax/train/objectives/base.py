@@ -2,8 +2,9 @@
 """What an objective is: a value that makes a loss of groups of responses.
 
 Arrays in, a scalar and metrics out. An objective does not know where log-probs come from, how rows
-are padded or packed, or that a batch is worked on in parts. Two invariants stand here: nothing is
-averaged across prompts before log Z is taken, and every mean is over the whole batch.
+are padded or packed, or that a batch is worked on in parts. Three invariants stand here: nothing is
+averaged across prompts before log Z is taken, every mean is over the whole batch, and a response
+with a weight counts as so many responses.
 """
 
 import abc
@@ -30,9 +31,13 @@ class Totals(NamedTuple):
 
 
 class GroupData(NamedTuple):
-    """K responses to each of p prompts: a batch, or the whole groups of a part of it.
+    """Up to K distinct responses to each of p prompts: a batch, or whole groups, a part of it.
 
-    Token arrays are 0 at padding. Gradients flow through both forms of the policy's log-probs.
+    A response counts `weight` times, K in all for a prompt: a loss is what it would be of K rows
+    with repeats. Places of no response, and all of prompts in other parts, are 0 and have no
+    weight; a prompt without weights must give a loss of 0 and finite gradients, which the means
+    here see to. Token arrays are 0 at padding. Gradients flow through both forms of the policy's
+    log-probs.
 
     Attributes:
         policy_logprob: [p k], log pi(y|x), summed over the tokens that count.
@@ -42,7 +47,7 @@ class GroupData(NamedTuple):
         reference_token_logprobs: [p k t]; None unless the trainer scores the reference.
         mask: [p k t], the tokens that count.
         reward: [p k], raw, not divided by beta.
-        weight: [p k], how often each response was drawn.
+        weight: [p k], how often each response was drawn; 0: there is none.
         length: [p k], tokens of each response.
         log_z: [p], learned; None without that head.
         totals: of the whole batch.
@@ -60,9 +65,18 @@ class GroupData(NamedTuple):
     log_z: Float[Array, " p"] | None
     totals: Totals
 
+    @property
+    def num_drawn(self) -> Float[Array, " p"]:
+        """K of each prompt, the sum of its weights; 0 for one of another part."""
+        return jnp.sum(self.weight, axis=1)
+
+    def mean_over_group(self, x: Float[Array, "p k"]) -> Float[Array, " p"]:
+        """The mean of each group, each response with its weight; 0 for one of another part."""
+        return jnp.sum(x * self.weight, axis=1) / jnp.maximum(self.num_drawn, 1)
+
     def mean_over_prompts(self, x: Float[Array, " p"]) -> Float[Array, ""]:
         """The part of the whole batch's mean that is of these prompts; parts add up."""
-        return jnp.sum(x) / self.totals.prompts
+        return jnp.sum(jnp.where(self.num_drawn > 0, x, 0)) / self.totals.prompts
 
     def mean_over_responses(self, x: Float[Array, "p k"]) -> Float[Array, ""]:
         """The same over responses, each with its weight."""
@@ -126,11 +140,17 @@ def summed(
     reference_logprob: Float[Array, "p k"],
     reward: Float[Array, "p k"],
     log_z: Float[Array, " p"] | None = None,
+    weight: Float[Array, "p k"] | None = None,
 ) -> GroupData:
-    """A batch of which only sums are known: responses of one token, drawn by the policy itself."""
+    """A batch of which only sums are known: responses of one token, drawn by the policy itself.
+
+    Args:
+        policy_logprob, reference_logprob, reward, log_z: as in `GroupData`.
+        weight: the same; None: each was drawn once.
+    """
     p, k = reward.shape
-    ones = jnp.ones((p, k), policy_logprob.dtype)
-    counts = [jnp.asarray(n, ones.dtype) for n in (p, p * k, p * k)]
+    weight = jnp.ones((p, k), policy_logprob.dtype) if weight is None else weight
+    num = jnp.sum(weight)
     return GroupData(
         policy_logprob=policy_logprob,
         policy_token_logprobs=policy_logprob[..., None],
@@ -139,10 +159,10 @@ def summed(
         reference_token_logprobs=reference_logprob[..., None],
         mask=jnp.ones((p, k, 1), bool),
         reward=reward,
-        weight=ones,
+        weight=weight,
         length=jnp.ones((p, k), jnp.int32),
         log_z=log_z,
-        totals=Totals(*counts),
+        totals=Totals(jnp.asarray(p, weight.dtype), num, num),
     )
 
 
@@ -175,16 +195,16 @@ def tb_residual(
     return policy_logprob - reference_logprob - reward / beta
 
 
-def vargrad_log_z(residual: Float[Array, "p k"]) -> Float[Array, " p"]:
+def vargrad_log_z(data: GroupData, residual: Float[Array, "p k"]) -> Float[Array, " p"]:
     """VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
 
-    log_z(x) = -(1/K) sum_j residual(x, y_j), gradient stopped. Stopping the gradient changes
-    nothing as the centred residuals of a group sum to zero; it states the intent.
+    log_z(x) = -(1/K) sum_j weight_j residual(x, y_j), gradient stopped. Stopping the gradient
+    changes nothing as the centred residuals of a group sum to zero; it states the intent.
 
     References:
         TBA, arXiv:2503.18929, eq. 4; log-partition-variance form, arXiv:2302.05446.
     """
-    return jax.lax.stop_gradient(-residual.mean(axis=1))
+    return jax.lax.stop_gradient(-data.mean_over_group(residual))
 
 
 def balance_metrics(

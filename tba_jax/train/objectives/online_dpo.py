@@ -39,12 +39,14 @@ class OnlineDpo(Objective):
         reference_logprob = jax.lax.stop_gradient(data.reference_logprob)
         residual = tb_residual(policy_logprob, reference_logprob, reward, beta=beta)
         log_ratio = policy_logprob - reference_logprob
-        best, worst = jnp.argmax(reward, axis=1), jnp.argmin(reward, axis=1)
+        is_drawn = data.weight > 0
+        best = jnp.argmax(jnp.where(is_drawn, reward, -jnp.inf), axis=1)
+        worst = jnp.argmin(jnp.where(is_drawn, reward, jnp.inf), axis=1)
         rows = jnp.arange(reward.shape[0])
         margin = beta * (log_ratio[rows, best] - log_ratio[rows, worst])
         is_pair = reward[rows, best] > reward[rows, worst]
         loss = -data.mean_over_prompts(jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0))
-        return Loss(loss, balance_metrics(data, residual, vargrad_log_z(residual)))
+        return Loss(loss, balance_metrics(data, residual, vargrad_log_z(data, residual)))
 
 
 OBJECTIVE = OnlineDpo

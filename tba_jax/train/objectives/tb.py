@@ -22,10 +22,12 @@ from tba_jax.train.objectives.base import (
 class TrajectoryBalance(Objective):
     """Trajectory-balance loss, in VarGrad form unless log Z is learned; responses of any sampler.
 
-    paper:      (1 / (p K)) sum_ij (log_z_i + residual_ij)^2          (no factor 1/2)
+    paper:      (1 / (p K)) sum_ij w_ij (log_z_i + residual_ij)^2     (no factor 1/2)
     advantage:  beta / 2 times that, whose gradient is exactly
-                -(1 / (p K)) sum_ij A_ij grad log pi(y_ij|x_i) with
+                -(1 / (p K)) sum_ij w_ij A_ij grad log pi(y_ij|x_i) with
                 A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
+
+    for weights w_ij, how often each response was drawn, K in all for a prompt; means are with them.
 
     `advantage` keeps the gradient in units of the reward, so that gradient clipping means the same
     at every beta and a moving beta is not a hidden learning-rate schedule.
@@ -51,7 +53,7 @@ class TrajectoryBalance(Objective):
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         reference_logprob = jax.lax.stop_gradient(data.reference_logprob)
         residual = tb_residual(data.policy_logprob, reference_logprob, data.reward, beta=beta)
-        log_z = vargrad_log_z(residual) if data.log_z is None else data.log_z
+        log_z = vargrad_log_z(data, residual) if data.log_z is None else data.log_z
         mean_square = data.mean_over_responses(jnp.square(residual + log_z[:, None]))
         loss = mean_square * (beta / 2) if self.scale == "advantage" else mean_square
         return Loss(loss, balance_metrics(data, residual, log_z))

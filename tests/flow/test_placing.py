@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences in rows, and groups in micro-batches of rows."""
+
+import numpy as np
+import pytest
+
+from tba_jax.flow.placing import most_rows, place
+
+
+def test_first_fit_takes_the_largest_first():
+    places = place([[5, 4], [3, 5]], row_length=8)
+    assert places.rows.tolist() == [0, 2, 0, 1]
+    assert places.starts.tolist() == [0, 0, 5, 0]
+    assert places.num_rows == 3
+
+
+def test_equal_sequences_keep_their_order():
+    places = place([[1, 1], [1]], row_length=1)
+    assert places.rows.tolist() == [0, 1, 2] and places.num_rows == 3
+
+
+def test_a_group_that_does_not_fit_is_whole_in_the_next_micro_batch():
+    places = place([[1, 1], [1, 1, 1], [1]], row_length=1, micro_batch_rows=4)
+    assert places.rows.tolist() == [4, 5, 0, 1, 2, 3] and places.num_rows == 8
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_nothing_is_cut_or_overlaps_and_the_bound_holds(is_packed):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        p, k = rng.integers(1, 9), rng.integers(1, 7)
+        m, length = int(rng.integers(k, 4 * k + 1)), int(rng.integers(4, 20)) if is_packed else 1
+        lengths = [rng.integers(1, length + 1, rng.integers(1, k + 1)).tolist() for _ in range(p)]
+        whole = bool(rng.integers(2))
+        places = place(lengths, row_length=length, micro_batch_rows=m if whole else 0)
+        taken = np.zeros((places.num_rows, length), int)
+        sizes = np.concatenate(lengths)
+        for row, start, size in zip(places.rows, places.starts, sizes, strict=True):
+            assert start + size <= length
+            taken[row, start : start + size] += 1
+        assert taken.max() == 1 and taken.sum() == sizes.sum()
+        assert places.num_rows <= most_rows(p, k, micro_batch_rows=m, is_whole=whole)
+        if whole:
+            group = np.repeat(np.arange(p), list(map(len, lengths)))
+            for i in range(p):
+                assert len(np.unique(places.rows[group == i] // m)) == 1
+
+
+def test_full_groups_may_need_all_of_the_rows():
+    # Two groups of three to micro-batches of eight, with two rows to spare in each.
+    places = place([[1] * 3] * 5, row_length=1, micro_batch_rows=8)
+    assert places.num_rows == most_rows(5, 3, micro_batch_rows=8, is_whole=True) == 24
+    assert most_rows(5, 3, micro_batch_rows=4, is_whole=False) == 16
