@@ -32,6 +32,7 @@ def validate(config: Config) -> None:
     _groups(config)
     _rows(config)
     _packed_rows(config)
+    _rounding(config)
     _driver(config)
     if MODES[config.placement].spans_hosts:
         _pod(config)
@@ -221,6 +222,19 @@ def _rows(config: Config) -> None:
         f"a row must hold a prompt with its response, up to {longest} tokens "
         "(task.max_prompt_tokens + search.max_new_tokens)",
         f"Set --config.batch.packed_length={longest} or more.",
+    )
+
+
+def _rounding(config: Config) -> None:
+    """Something must be stored in few bits to be rounded."""
+    what = "adapters are float32" if config.lora.rank else "model.param_dtype is float32"
+    need(
+        config.optimizer.rounding == "nearest"
+        or (config.model.param_dtype == "bfloat16" and not config.lora.rank),
+        "optimizer.rounding",
+        config.optimizer.rounding,
+        f"only what is trained in bfloat16 is rounded, and {what}",
+        "Set --config.optimizer.rounding=nearest.",
     )
 
 

@@ -8,7 +8,10 @@ arithmetic (default)
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, table 2 and appendix B.1 with the values
     of the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes on
-    4 x A100. Not run by us.
+    4 x A100. Not run by us. Its parameters and moments are bfloat16, as the paper's, where updates
+    of 1e-5 are lost in most weights (docs/results/low_precision.md). Recommended instead:
+    --config.model.param_dtype=float32 (12 bytes a parameter with its moments, not 6), or where
+    memory is short --config.optimizer.rounding=stochastic (6 bytes).
 math
     TBA' on MATH with Qwen2.5-7B, section 6 and table 4. Not run by us.
 
@@ -53,7 +56,8 @@ PRESETS = {
         "task": {"name": "gsm8k", "max_prompt_tokens": 512, "num_eval_prompts": 0},
         "model": {
             "path": "realtreetune/rho-1b-sft-GSM8K",
-            # The official run keeps model and AdamW in pure bfloat16.
+            # The official run keeps model and AdamW in pure bfloat16; the head of this file says
+            # what is better.
             "param_dtype": "bfloat16",
             "compute_dtype": "bfloat16",
             "rollout_dtype": "bfloat16",

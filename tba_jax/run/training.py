@@ -74,6 +74,7 @@ def make_step_settings(
         micro_batch_rows=config.batch.micro_batch_rows,
         is_whole=groups_stay_whole(config, num_hosts),
         remat=config.model.remat,
+        rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
     )
 
 

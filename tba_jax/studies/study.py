@@ -92,6 +92,20 @@ STUDIES: dict[str, Study] = {
             "sync, lag 16": (*_SHORT, *_SYNC, "search.exact_lag=16"),
         },
     ),
+    # The same updates of parameters and moments kept in float32 or bfloat16, searchers' in float32.
+    "low_precision": Study(
+        "math",
+        {
+            "float32": (*_SHORT, *_SYNC),
+            "bfloat16, nearest": (*_SHORT, *_SYNC, "model.param_dtype=bfloat16"),
+            "bfloat16, stochastic": (
+                *_SHORT,
+                *_SYNC,
+                "model.param_dtype=bfloat16",
+                "optimizer.rounding=stochastic",
+            ),
+        },
+    ),
     # Data one publication old of 1 to 8 searchers, each a round of 64 attacks per step, against one
     # actor in turn with the trainer, with and without replay. The searchers are virtual: the
     # synchronous driver does their rounds in turn, so that the figures are about the data, not

@@ -123,6 +123,11 @@ class OptimizerSettings(Section):
     eps: float = field(1e-8, "AdamW: added to the root of the squared gradient's mean", above=0)
     weight_decay: float = field(0.0, "on matrices, not on norms and biases", at_least=0.0)
     clip_norm: float = field(1.0, "global gradient norm; 0: no clipping", at_least=0.0)
+    rounding: Literal["nearest", "stochastic"] = field(
+        "nearest",
+        "of what is trained and kept in bfloat16; stochastic: computed in float32, rounded up or "
+        "down at random, so that small updates count",
+    )
     max_nonfinite_steps: int = field(3, "skipped steps in a row that end the run", at_least=1)
 
     def check(self) -> None:

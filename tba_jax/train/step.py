@@ -24,6 +24,7 @@ from tba_jax.train.heads import log_z
 from tba_jax.train.micro_batches import Cut, cut_rows, gradients, score_all
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.off_policy import largest_gap, off_policy_stats
+from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens, make_rows, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.target import Target, tempered_target
@@ -42,6 +43,8 @@ class StepSettings:
         micro_batch_rows: rows whose gradients are made at a time; 0: all.
         is_whole: all rows of a group are in one micro-batch.
         remat: as in `transformer.apply`.
+        rounding_seed: of the stochastic rounding of what is stored in bfloat16; None: what is
+            stored there is computed there, to the nearest.
     """
 
     objective: Objective
@@ -52,6 +55,7 @@ class StepSettings:
     micro_batch_rows: int = 0
     is_whole: bool = False
     remat: Remat = "none"
+    rounding_seed: int | None = None
 
 
 def make_train_step(
@@ -210,18 +214,23 @@ def _updated(
     """(state after the optimiser's step, norm of the gradient)."""
     grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
     is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    old = trainable(state.params, state.log_z_head)
+    stored = trainable(state.params, state.log_z_head), state.opt_state
+    seed = settings.rounding_seed
+    old, old_opt_state, grads = (*stored, grads) if seed is None else widened((*stored, grads))
     updates: Any
-    updates, opt_state = optimizer.update(grads, state.opt_state, old)
+    updates, opt_state = optimizer.update(grads, old_opt_state, old)
     if state.log_z_head is not None:
         # The update of every optimiser here is proportional to the learning rate.
         updates = updates[0], jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
     trained: Any = optax.apply_updates(old, updates)
+    if seed is not None:
+        key = rounding_key(seed, state.step)
+        trained, opt_state = rounded_like((trained, opt_state), stored, key)
     # Chosen leaf by leaf: a branch would keep the old state from being updated in place.
     trained, opt_state = jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old),
         (trained, opt_state),
-        (old, state.opt_state),
+        stored,
     )
     params, head = (trained, None) if state.log_z_head is None else trained
     step = state.step + 1

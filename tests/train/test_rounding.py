@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stochastic rounding: by itself, and as what moves parameters that are stored in bfloat16."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fake_batches import CONFIG, DIVISIBLE, SETTINGS, broken, make_batch, make_mesh, one_prompt_each
+from fake_models import random_params
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import make_config
+from tba_jax.run.training import make_step_settings
+from tba_jax.settings import ConfigError
+from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.objectives.tb import TrajectoryBalance
+from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded, widened
+from tba_jax.train.state import init_state, step_shardings
+from tba_jax.train.step import make_train_step
+
+KEY = rounding_key(0, jnp.int32(0))
+STOCHASTIC = replace(SETTINGS, rounding_seed=3)
+RATE = 1e-5
+
+
+def rounded(x, n):
+    """float64 [n ...]: n stochastic roundings of float32 x."""
+    bits = jax.random.bits(KEY, (n, *x.shape), jnp.uint16)
+    return np.asarray(stochastically_rounded(jnp.broadcast_to(x, bits.shape), bits), np.float64)
+
+
+def test_a_number_becomes_one_of_its_neighbours_and_itself_on_the_mean():
+    """Each mean is of 4,000 draws, within five standard errors: 12 cases, false alarm 1e-5."""
+    x = np.array([0.02, -0.02, 1.001, -3.999, 1e-30, 0.0078, 3e-38, 1e30, 0.3, -0.7, 65000.1, 7])
+    x = jnp.asarray(x, jnp.float32)
+    draws = rounded(x, 4000)
+    for i, number in enumerate(np.asarray(x, np.float64)):
+        found = np.unique(draws[:, i])
+        assert len(found) <= 2 and found[0] <= number <= found[-1]
+        gap = found[-1] - found[0]
+        assert gap <= 2**-7 * abs(number) or abs(number) < 1e-37
+        assert abs(draws[:, i].mean() - number) <= 5 * gap / 2 / np.sqrt(4000)
+
+
+def test_what_bfloat16_holds_stays_and_what_is_not_finite_too():
+    exact = jnp.asarray([0.0, -0.0, 1.0, -1.5, 2.0**-130, 3.0e38], jnp.bfloat16)
+    draws = rounded(exact.astype(jnp.float32), 50)
+    np.testing.assert_array_equal(draws, np.broadcast_to(np.asarray(exact, np.float64), (50, 6)))
+    assert np.signbit(draws[:, 1]).all()
+    wild = jnp.asarray(np.array([np.inf, -np.inf, np.nan], np.float32))
+    draws = rounded(wild, 50)
+    assert (draws[:, 0] == np.inf).all() and (draws[:, 1] == -np.inf).all()
+    assert np.isnan(draws[:, 2]).all()
+
+
+def test_draws_follow_seed_step_and_place_and_not_the_devices():
+    tree = {"a": jnp.full((64, 64), 0.3), "b": jnp.full((64, 64), 0.3), "c": jnp.full(8, 0.3)}
+    stored = {name: x.astype(jnp.bfloat16) for name, x in tree.items()} | {"c": tree["c"]}
+    program = jax.jit(lambda tree, key: rounded_like(tree, stored, key))
+    one = program(tree, KEY)
+    assert one["c"].dtype == jnp.float32 and one["a"].dtype == jnp.bfloat16
+    assert not np.array_equal(one["a"], one["b"])
+    for other in (rounding_key(1, jnp.int32(0)), rounding_key(0, jnp.int32(1))):
+        assert not np.array_equal(program(tree, other)["a"], one["a"])
+    for shape, spec in (((1, 8, 1), (None, "fsdp")), ((1, 2, 4), ("fsdp", "model"))):
+        mesh = make_mesh(shape)
+        where = NamedSharding(mesh, PartitionSpec(*spec)), NamedSharding(mesh, PartitionSpec())
+        divided = {"a": where[0], "b": where[0], "c": where[1]}
+        again = jax.jit(
+            lambda tree, key: rounded_like(tree, stored, key),
+            in_shardings=(divided, where[1]),
+            out_shardings=divided,
+        )(tree, KEY)
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(one))
+
+
+@functools.cache
+def consistent(**changes):
+    """AdamW shown the same gradient at every step, of another size for every weight."""
+
+    def direction(params):
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.key(5), len(leaves))
+        drawn = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+        return jax.tree.unflatten(structure, drawn)
+
+    def fixed(updates, params):
+        return jax.tree.map(lambda u, d: d.astype(u.dtype), updates, direction(params))
+
+    settings = OptimizerSettings(learning_rate=RATE, clip_norm=0.0, **changes)
+    return optax.chain(
+        optax.stateless(fixed), make_optimizer(settings, optax.constant_schedule(RATE))
+    )
+
+
+def narrow_params(config, dtype=jnp.bfloat16):
+    """Parameters that bfloat16 holds, in any dtype; matrices of the size of a real model's."""
+
+    def narrow(x):
+        x = 0.02 * x / x.std() if x.std() > 0 else x
+        return x.astype(jnp.bfloat16).astype(dtype)
+
+    return jax.tree.map(narrow, random_params(config))
+
+
+@functools.cache
+def step_of(settings, optimizer):
+    return make_train_step(CONFIG, optimizer, optax.constant_schedule(RATE), settings)
+
+
+def fifty_steps(dtype, settings, optimizer):
+    """(parameters before, after) as float64 vectors; norms, which are exact ones, left out."""
+    step = step_of(settings, optimizer)
+    state = init_state(narrow_params(CONFIG, dtype), optimizer, keep_reference=False)
+    start = jax.device_get(state.params)
+    batch = make_batch()
+    for _ in range(50):
+        state, _ = step(state, batch)
+    assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(dtype)}
+    is_matrix = [np.asarray(x, np.float64).std() > 0 for x in jax.tree.leaves(start)]
+
+    def vector(tree):
+        leaves = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)]
+        return np.concatenate([x for x, kept in zip(leaves, is_matrix, strict=True) if kept])
+
+    return vector(start), vector(jax.device_get(state.params))
+
+
+@pytest.mark.parametrize("name", ["adamw", pytest.param("adafactor", marks=pytest.mark.slow)])
+def test_fifty_consistent_steps_move_weights_as_far_as_in_float32(name):
+    optimizer = consistent(name=name)
+    start, exact = fifty_steps(jnp.float32, SETTINGS, optimizer)
+    _, nearest = fifty_steps(jnp.bfloat16, SETTINGS, optimizer)
+    _, stochastic = fifty_steps(jnp.bfloat16, STOCHASTIC, optimizer)
+    n = len(start)
+    assert n > 3000
+    assert (exact != start).mean() > 0.99
+    assert (nearest != start).mean() < 0.25  # 0.1 to 0.2 of them, the smallest
+    assert (stochastic != start).mean() > 0.7
+    moved, wanted = stochastic - start, exact - start
+    # Along the direction that all were asked to go. A step's rounding has a variance of at most a
+    # quarter of the gap between neighbours, squared: 1/128 of a weight.
+    progress = (moved @ wanted) / (wanted @ wanted)
+    largest = 50 * ((start / 128) ** 2 / 4) @ wanted**2
+    error = np.sqrt(largest) / (wanted @ wanted)
+    assert abs(progress - 1) < 4 * error < 0.2
+    assert (nearest - start) @ wanted / (wanted @ wanted) < 0.5
+
+
+def test_a_step_that_is_not_finite_leaves_bfloat16_parameters_as_they_are():
+    optimizer = consistent(name="adamw")
+    step = step_of(STOCHASTIC, optimizer)
+    state = init_state(narrow_params(CONFIG), optimizer, keep_reference=False)
+    state, _ = step(state, make_batch())
+    before = jax.device_get((state.params, state.opt_state))
+    state, _ = step(state, broken(make_batch()))
+    assert int(state.skipped_steps) == 1
+    jax.tree.map(
+        np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), before
+    )
+
+
+def test_a_learned_log_z_stays_float32_and_exact():
+    """Its updates are those of a run whose parameters are float32 copies of the same numbers."""
+    objective = TrajectoryBalance("paper", "learned")
+    optimizer = make_optimizer(OptimizerSettings(clip_norm=0.0), optax.constant_schedule(0.1))
+    heads = []
+    for dtype, seed in ((jnp.bfloat16, 3), (jnp.float32, None)):
+        params = narrow_params(CONFIG, dtype)
+        settings = replace(SETTINGS, objective=objective, rounding_seed=seed)
+        step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.1), settings)
+        state = init_state(params, optimizer, keep_reference=False, log_z_size=CONFIG.hidden_size)
+        state, _ = step(state, one_prompt_each(make_batch()))
+        heads.append(jax.device_get(state.log_z_head))
+    for got, want in zip(*heads, strict=True):
+        assert got.dtype == np.float32 and np.abs(want).max() > 0
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-6)
+
+
+def test_a_divided_step_rounds_as_one_device_does():
+    """Gradients of a mesh differ by rounding, so a draw may fall to the other side now and then."""
+    settings = replace(STOCHASTIC, remat="layers")
+    optimizer = make_optimizer(OptimizerSettings(learning_rate=1e-3), optax.constant_schedule(1e-3))
+    results = []
+    for shape in ((1, 1, 1), (2, 2, 2)):
+        shardings = step_shardings(DIVISIBLE, optimizer, make_mesh(shape), keep_reference=False)
+        params = jax.device_put(narrow_params(DIVISIBLE), shardings.state.params)
+        state = jax.device_put(init_state(params, optimizer, keep_reference=False), shardings.state)
+        step = make_train_step(
+            DIVISIBLE, optimizer, optax.constant_schedule(1e-3), settings, shardings
+        )
+        results.append(jax.device_get(step(state, make_batch())[0].params))
+    start = jax.tree.leaves(
+        jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_params(DIVISIBLE))
+    )
+    one, eight = (jax.tree.leaves(tree) for tree in results)
+    differ = np.concatenate([(a != b).ravel() for a, b in zip(one, eight, strict=True)])
+    moved = np.concatenate([(a != b).ravel() for a, b in zip(one, start, strict=True)])
+    assert moved.mean() > 0.3 and differ.mean() < 0.01
+
+
+def test_the_config_says_how_and_refuses_what_has_nothing_to_round():
+    fields = {"optimizer.rounding": "stochastic", "seed": 11}
+    bfloat16 = {**fields, "model.param_dtype": "bfloat16"}
+    validate(make_config(bfloat16))
+    assert make_step_settings(make_config(bfloat16), (2,)).rounding_seed == 11
+    assert make_step_settings(make_config({"seed": 11}), (2,)).rounding_seed is None
+    with pytest.raises(ConfigError, match="rounded, and model.param_dtype is float32"):
+        validate(make_config(fields))
+    with pytest.raises(ConfigError, match="rounded, and adapters are float32"):
+        validate(make_config({**bfloat16, "lora.rank": 4}))
+
+
+def test_widening_is_exact_and_touches_bfloat16_alone():
+    tree = {"a": jnp.asarray([0.3], jnp.bfloat16), "b": jnp.int32(3), "c": jnp.float32(0.1)}
+    wide = widened(tree)
+    assert [x.dtype for x in jax.tree.leaves(wide)] == [jnp.float32, jnp.int32, jnp.float32]
+    np.testing.assert_array_equal(wide["a"], np.asarray(tree["a"], np.float32))
