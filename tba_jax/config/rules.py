@@ -6,7 +6,7 @@ It reads a config and touches no device and no file of the run.
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
-from tba_jax.rewards.kinds import kind_of
+from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import need
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.objectives.registry import free_of_behavior, make_objective
@@ -159,16 +159,9 @@ def _start_data(config: Config) -> None:
 
 
 def _task(config: Config) -> None:
-    """What the task needs; something rewards, and only one thing."""
+    """What the task needs; something rewards, and what is summed has its weights."""
     name, entry = config.task.name, entry_of(config.task.name)
-    function, model = config.task.reward, config.reward.model_path
-    need(
-        not (function and model),
-        "task.reward",
-        function,
-        f"config.reward.model_path = {model!r} names another reward",
-        "Leave one of them empty, for example --config.reward.model_path=''.",
-    )
+    _reward_weights(config)
     need(
         not entry.has_one_prompt or config.search.ownership == "any",
         "search.ownership",
@@ -176,7 +169,28 @@ def _task(config: Config) -> None:
         f"task {name} has a single prompt, which every searcher must draw",
         "Set --config.search.ownership=any.",
     )
-    kind_of(config, function or entry.task.reward, name).check(config)
+    kind_of(config, config.task.reward, entry.task.reward, name).check(config)
+
+
+def _reward_weights(config: Config) -> None:
+    """As many weights as rewards that are summed."""
+    reward, weights = config.task.reward, config.task.reward_weights
+    has_model = bool(reward and config.reward.model_path)
+    is_learned = reward in KINDS
+    num = len(reward.split(",")) if reward and not is_learned else 0
+    named = f"names {num} functions" if num else "names no function"
+    rule = f"task.reward {named}, and each needs a weight"
+    if has_model:
+        num += 1 + is_learned
+        rule = f"task.reward and reward.model_path are {num} rewards, and each needs a weight"
+    need(
+        len(weights) in (0, num),
+        "task.reward_weights",
+        weights,
+        rule,
+        "Give one number for each, for example --config.task.reward_weights=1.0,0.5; a reward "
+        "model's is the last.",
+    )
 
 
 def _rows(config: Config) -> None:

@@ -47,9 +47,8 @@ _EMBED_ROWS, _EMBED_TOKENS = 64, 128
 def judge_paths(config: Config) -> dict[str, str]:
     """Role -> model folder or hub id, of every such model that the config names."""
     task = entry_of(config.task.name)
-    reward = config.task.reward or task.task.reward
     named = {
-        **kind_of(config, reward, config.task.name).models(config),
+        **kind_of(config, config.task.reward, task.task.reward, config.task.name).models(config),
         "gold reward model": config.eval.gold_model,
         "sentence embedder": config.eval.embedding_path if "attacks" in task.metrics else "",
     }

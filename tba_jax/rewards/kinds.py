@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
+from tba_jax.rewards.functions import part_names, split_functions
 from tba_jax.settings import need
 
 if TYPE_CHECKING:
@@ -50,11 +51,13 @@ class Use(NamedTuple):
     """What a source is for.
 
     Attributes:
-        functions: text functions as `task.reward` names them, for the kind that runs them.
-        weights: one for each of them; empty: 1 for each.
+        functions: text functions as `task.reward` names them, for the kind that runs them; or the
+            name of a kind.
+        weights: one for each function, and for a reward model beside them; empty: 1 for each.
         columns: of the data, for them.
         tokenizer: of the responses.
         sites: of the searchers, where models lie.
+        is_part: another source is added to this one, and scores what no function applies to.
     """
 
     functions: str
@@ -62,6 +65,7 @@ class Use(NamedTuple):
     columns: Sequence[str]
     tokenizer: "Tokenizer"
     sites: "Sequence[Site]"
+    is_part: bool = False
 
 
 class RewardKind(NamedTuple):
@@ -78,27 +82,55 @@ class RewardKind(NamedTuple):
     models: Callable[[Sections], Mapping[str, str]] = lambda settings: {}
 
 
-def kind_of(settings: Sections, reward: str, task: str) -> RewardKind:
-    """The kind that a config asks for.
+def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
+    """The kind that a config asks for: what it names, and a reward model beside it.
 
     Args:
         settings: of the run.
-        reward: `task.reward`, or else the task's own: text functions or the name of a kind.
+        named: `task.reward`: text functions, the name of a kind, or "".
+        own: the task's own, which counts where neither that nor a reward model is named.
         task: the task's name, for the message.
 
     Raises:
         ConfigError: nothing rewards.
     """
     if settings.reward.model_path:
-        return REWARD_MODEL
+        return _beside_model(KINDS.get(named, FUNCTIONS)) if named else REWARD_MODEL
     need(
-        bool(reward),
+        bool(named or own),
         "task.reward",
-        reward,
+        named,
         f"task {task} has no reward of its own, and reward.model_path names no reward model",
         "For example --config.task.reward=my_rewards.py:length_reward.",
     )
-    return KINDS.get(reward, FUNCTIONS)
+    return KINDS.get(named or own, FUNCTIONS)
+
+
+def _beside_model(kind: RewardKind) -> RewardKind:
+    """The weighted sum of a source and a reward model."""
+
+    def make(settings: Sections, use: Use) -> "RewardSource":
+        from tba_jax.rewards.weighted_sum import Summand, WeightedSum
+
+        names = part_names(split_functions(use.functions)) if kind is FUNCTIONS else ()
+        *own, of_model = use.weights or [1.0] * (max(1, len(names)) + 1)
+        # Several functions are summed where they run, and name their parts there.
+        is_sum = len(names) > 1
+        first = kind.make(settings, use._replace(weights=own if is_sum else (), is_part=True))
+        name = "" if is_sum else names[0] if names else use.functions
+        model = "reward_model" if "reward_model" not in names else "reward.model_path"
+        return WeightedSum(
+            [
+                Summand(first, 1.0 if is_sum else own[0], name),
+                Summand(REWARD_MODEL.make(settings, use), of_model, model),
+            ]
+        )
+
+    def check(settings: Sections) -> None:
+        kind.check(settings)
+        REWARD_MODEL.check(settings)
+
+    return RewardKind(make, check, lambda s: {**kind.models(s), **REWARD_MODEL.models(s)})
 
 
 def _make_functions(settings: Sections, use: Use) -> "RewardSource":
@@ -111,6 +143,7 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
         max_failure_rate=settings.reward.max_failure_rate,
         weights=use.weights,
         columns=tuple(use.columns),
+        is_part=use.is_part,
     )
 
 

@@ -195,6 +195,7 @@ class RewardPool:
             stuck in C code needs another 3 s to be killed. A process that ends itself with status
             0 in the middle of an item looks like one that hangs.
         max_failure_rate: share of one call's items that may fail before `score` raises.
+        is_part: its reward is one of several: items that no function applies to are no failures.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class RewardPool:
         max_failure_rate: float,
         weights: Sequence[float] = (),
         columns: Collection[str] | None = None,
+        is_part: bool = False,
     ) -> None:
         self.function = function
         self._functions = split_functions(function)
@@ -219,6 +221,7 @@ class RewardPool:
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._max_failure_rate = max_failure_rate
+        self._harmless = (None, "reward_none") if is_part else (None,)
         self._lock = threading.Lock()
         self._closed = False
         self._ready = False
@@ -303,7 +306,7 @@ class RewardPool:
             while pending:
                 self._collect(call, pending)
                 failures = call.failures()
-                num_failed = n - failures.count(None)
+                num_failed = n - sum(map(failures.count, self._harmless))
                 if num_failed > self._max_failure_rate * n:
                     counts = {r: failures.count(r) for r in REASONS if r in failures}
                     raise RewardFailure(

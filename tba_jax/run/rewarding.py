@@ -83,7 +83,7 @@ def make_rewards(
         ValueError: the reward function or model cannot be used, or there is none.
     """
     reward = config.task.reward or task.reward
-    kind = kind_of(config, reward, task.name)
+    kind = kind_of(config, config.task.reward, task.reward, task.name)
     use = _use(task, policy_tokenizer, sites, reward, config.task.reward_weights)
     return kind.make(config, use)
 

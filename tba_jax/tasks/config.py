@@ -31,10 +31,13 @@ class TaskSettings(Section):
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, or several with commas between: "
-        f"their weighted sum; or a learned reward: {', '.join(KINDS)}; empty: the task's own",
+        f"their weighted sum; or a learned reward: {', '.join(KINDS)}; with reward.model_path that "
+        "is added; empty: the task's own",
     )
     reward_weights: tuple[float, ...] = field(
-        (), "one per function of task.reward; empty: 1 for each"
+        (),
+        "one per function of task.reward, then one for reward.model_path where both are set; "
+        "empty: 1 for each",
     )
     max_prompt_tokens: int = field(
         32, "limit of a prompt; what happens to longer ones: task.long_prompts", at_least=1
@@ -61,13 +64,6 @@ class TaskSettings(Section):
             "must read package.module:function or path/to/file.py:function, several with commas; "
             f"or be one of {', '.join(KINDS)}",
             "For example --config.task.reward=my_rewards:length_reward.",
-        )
-        need(
-            len(self.reward_weights) in (0, len(functions)),
-            "task.reward_weights",
-            self.reward_weights,
-            f"task.reward names {len(functions)} functions, and each needs a weight",
-            "Give one number per function, for example --config.task.reward_weights=1.0,0.5.",
         )
 
     def _check_name(self) -> None:

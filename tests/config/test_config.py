@@ -221,8 +221,12 @@ def test_no_field_is_dead():
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
-            {"reward.model_path": "m", "task.reward": "a:b"},
-            "task.reward = 'a:b': config.reward.model_path = 'm' names another reward",
+            {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
+            "task.reward and reward.model_path are 2 rewards, and each needs a weight",
+        ),
+        (
+            {"reward.model_path": "m", "task.reward_weights": (1.0,)},
+            "task.reward names no function, and each needs a weight",
         ),
         ({"eval.gold_reward": "a:b", "eval.gold_model": "m"}, "names another reward"),
         ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),

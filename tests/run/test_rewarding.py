@@ -15,6 +15,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.planning.judges import judge_paths
 from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
+from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.rewarding import make_gold, make_rewards, make_task
 from tba_jax.settings import ConfigError, need
 
@@ -72,6 +73,49 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     copy = set_up.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
+
+
+def test_functions_and_a_reward_model_are_summed_by_weight(tokenizer):
+    config, task = of_task("tldr_toy", reward="tba_jax.rewards.digests:gold_reward")
+    alone = make_rewards(config, task, tokenizer, SITES)
+    config = replace(config, {"reward.model_path": REWARD_MODEL, "reward.offset": 0.25})
+    model = make_rewards(replace(config, {"task.reward": ""}), task, tokenizer, SITES)
+    parts = [score(source, tokenizer, "abc") for source in (alone, model)]
+    assert parts[0] == pytest.approx(1 - 3 * 0.06)
+    alone.close()
+    twice = "tba_jax.rewards.digests:gold_reward,tba_jax.rewards.digests:gold_reward"
+    for named, weights, wanted in (
+        ("tba_jax.rewards.digests:gold_reward", (), [1, 1]),
+        ("tba_jax.rewards.digests:gold_reward", (2.0, 0.5), [2, 0.5]),
+        (twice, (2.0, 3.0, -1.0), [5, -1]),
+    ):
+        given = replace(config, {"task.reward": named, "task.reward_weights": weights})
+        validate(given)
+        source = make_rewards(given, task, tokenizer, SITES)
+        with contextlib.closing(source):
+            source.check()
+            assert score(source, tokenizer, "abc") == pytest.approx(np.dot(wanted, parts), abs=1e-5)
+            assert score(source.on(SITES[3]), tokenizer, "abc") == pytest.approx(
+                np.dot(wanted, parts), abs=1e-5
+            )
+    assert judge_paths(given)["reward model"] == REWARD_MODEL
+
+
+def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
+    class Constant:
+        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+            return ScoreResult([2.0] * len(completions), [None] * len(completions), "")
+
+    fake = RewardKind(lambda settings, use: Constant(), models=lambda settings: {"judge": "m"})
+    monkeypatch.setitem(kinds.KINDS, "fake", fake)
+    config, task = of_task("tldr_toy", reward="fake")
+    config = replace(config, {"reward.model_path": REWARD_MODEL})
+    model = make_rewards(replace(config, {"task.reward": ""}), task, tokenizer, SITES)
+    config = replace(config, {"task.reward_weights": (10.0, 3.0)})
+    validate(config)
+    got = score(make_rewards(config, task, tokenizer, SITES), tokenizer, "abc")
+    assert got == pytest.approx(20 + 3 * score(model, tokenizer, "abc"), abs=1e-4)
+    assert {"judge": "m", "reward model": REWARD_MODEL}.items() <= judge_paths(config).items()
 
 
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
