@@ -214,6 +214,7 @@ def make_decoder(
             config.task.max_prompt_tokens, config.batch.num_length_buckets
         ),
         max_length=longest,
+        chunk_steps=config.search.chunk_steps,
         cache_dtype=config.search.cache_dtype or None,
         site=site,
     )

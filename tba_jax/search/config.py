@@ -22,6 +22,12 @@ class SearchSettings(Section):
         1, "devices of each searcher, which divide its weights and cache", at_least=1
     )
     num_slots: int = field(0, "unfinished responses at a time; 0: all of a round", at_least=0)
+    chunk_steps: int = field(
+        8,
+        "decode steps between two looks of the host; a slot idles for half as many when its "
+        "response ends, and each look costs a round trip to the device",
+        at_least=1,
+    )
     cache_dtype: Literal["", "float32", "bfloat16"] = field(
         "", "of cached keys and values; empty: model.rollout_dtype"
     )

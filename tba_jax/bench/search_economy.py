@@ -1,0 +1,366 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What becomes of what searchers generate: the real admission, outboxes and buffer on a fake clock.
+
+    python -m tba_jax.bench.search_economy [--steps=300] [--json]
+
+Only decoding and training are pretended: a session has slots whose responses end after lengths
+drawn from a lognormal distribution times the difficulty of the prompt (e between easiest and
+hardest), and a step of the trainer takes one unit of time. Tickets, admission, commits, merges and
+draws are those of a run. For each case it prints the share of groups that were trained on, the mean
+rank of their lengths among all (0.5 is unbiased), the share of slot steps that drew a token, how
+many slots of a batch were fresh, and how stale.
+"""
+
+import argparse
+import dataclasses
+import heapq
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.bench.reporting import run_command
+from tba_jax.decoding.requests import Response, Statistics
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.outbox import Outbox
+from tba_jax.rewards.grader import Grades
+from tba_jax.search.config import SearchSettings
+from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.searcher import Searcher, SearchParts
+from tba_jax.weights.transport import Published
+
+PROMPTS, SAMPLES, SLOTS, CHUNK = 32, 8, 32, 8
+MEAN_LENGTH, SIGMA = 128.0, 0.6  # tokens; spread of the lognormal distribution
+IDLE = 0.01  # a searcher without work looks again after this share of a step
+
+
+class Case(NamedTuple):
+    """One situation.
+
+    Attributes:
+        searchers: how many.
+        supply: what they can draw, over what the trainer takes.
+        bound: replay.max_staleness in steps.
+        recency_prob: m.
+        waits: pace=trainer; else short slots are filled by drawing the newest groups again.
+    """
+
+    searchers: int
+    supply: float
+    bound: int
+    recency_prob: float = 1.0
+    waits: bool = True
+
+
+CASES = (
+    *(Case(n, 1.0, bound) for n in (4, 16, 32, 64) for bound in (2, 16)),
+    *(Case(n, 2.0, 4) for n in (4, 16)),
+    Case(32, 2.0, 8),
+    Case(64, 2.0, 16),
+    *(Case(8, supply, 8, 0.95, waits=False) for supply in (1.0, 0.75, 0.5)),
+)
+
+
+class Clock:
+    """Time in steps of the trainer."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Prompts:
+    """Numbered prompts, without end; their difficulty follows from their number."""
+
+    def __init__(self, searcher: int, num_searchers: int) -> None:
+        self._first, self._stride, self._count = searcher, num_searchers, 0
+
+    def take(self, num_prompts: int) -> list[Prompt]:
+        """The next of this searcher."""
+        counts = range(self._count, self._count + num_prompts)
+        self._count += num_prompts
+        ids = [self._first + self._stride * i for i in counts]
+        return [Prompt(i, "", np.array([i], np.int32), {}) for i in ids]
+
+    def state(self) -> dict[str, Any]:
+        """How many were taken."""
+        return {"count": self._count}
+
+    def restore(self, state: Any) -> None:
+        """Go on from there."""
+        self._count = state["count"]
+
+
+def difficulty(prompt_id: int) -> float:
+    """From 1 to e, evenly on a logarithmic scale."""
+    return math.exp(np.random.default_rng(prompt_id).random())
+
+
+class Slots:
+    """A decode session that draws nothing: slots, and the tokens that their responses still take.
+
+    The first token of a response is its number in the run, so that it can be told apart.
+    """
+
+    def __init__(self, version: int, serial: list[int], seed: int) -> None:
+        self.version, self.num_slots = version, SLOTS
+        self.statistics = Statistics()
+        self.steps = 0  # of the last chunk
+        self._serial = serial
+        self._rng = np.random.default_rng([seed, 7])
+        self._queue: list[tuple[int, int, int]] = []
+        self._length = np.zeros(SLOTS, np.int64)
+        self._left = np.zeros(SLOTS, np.int64)
+        self._owner: list[tuple[int, int, int] | None] = [None] * SLOTS
+        self._requests = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing queued and nothing unfinished."""
+        return not self._queue and not self._left.any()
+
+    @property
+    def room(self) -> int:
+        """Free slots that nothing queued will take."""
+        return int((self._left == 0).sum()) - len(self._queue)
+
+    def submit(self, prompt_id: int) -> int:
+        """Queue the samples of a prompt."""
+        mean = MEAN_LENGTH * difficulty(prompt_id) / (math.e - 1)
+        lengths = self._rng.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, SAMPLES)
+        request, self._requests = self._requests, self._requests + 1
+        self._queue += [(request, j, max(1, round(x))) for j, x in enumerate(lengths)]
+        return request
+
+    def swap(self, params: None, version: int) -> None:
+        """Go on with newer weights."""
+        self.version = version
+
+    def step(self) -> list[Response]:
+        """One chunk."""
+        for slot in np.flatnonzero(self._left == 0).tolist():
+            if not self._queue:
+                break
+            request, sample, length = self._queue.pop(0)
+            self._owner[slot] = request, sample, self.version
+            self._length[slot] = self._left[slot] = length
+        drawn = np.minimum(self._left, CHUNK)
+        self._left -= drawn
+        self.steps = int(drawn.max())
+        self.statistics.tokens += int(drawn.sum())
+        self.statistics.slot_steps += self.steps * SLOTS
+        ended = []
+        for slot in np.flatnonzero((self._left == 0) & (drawn > 0)).tolist():
+            owner = self._owner[slot]
+            assert owner is not None
+            request, sample, version = owner
+            self._serial[0] += 1
+            tokens = np.full(self._length[slot], self._serial[0], np.int32)
+            logprobs = np.zeros(len(tokens), np.float32)
+            ended.append(Response(request, sample, tokens, logprobs, True, version, self.version))
+        return ended
+
+
+class SlotSampler:
+    """Opens such sessions."""
+
+    settings = SearchSettings(samples_per_prompt=SAMPLES, prompts_per_round=SLOTS // SAMPLES)
+
+    def __init__(self, serial: list[int], seed: int) -> None:
+        self._serial, self._seed = serial, seed
+
+    def open(self, published: Published) -> Any:
+        """An empty one."""
+        self.session = Slots(published.version, self._serial, self._seed)
+        return self.session
+
+    def submit(self, session: Any, prompt: np.ndarray, number: int) -> tuple[int, np.ndarray]:
+        """The samples of a prompt."""
+        return session.submit(int(prompt[0])), np.ones(SAMPLES)
+
+
+class NoRewards:
+    """A reward of 0 for everything."""
+
+    def grade(self, prompts: Any, responses: Any, has_eos: Any) -> Grades:
+        """n grades."""
+        n = len(responses)
+        return Grades([""] * n, [0.0] * n, [None] * n, {}, [False] * n)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What happened in one case, by the numbers of responses."""
+
+    staleness: list[int] = dataclasses.field(default_factory=list)
+    trained: set[int] = dataclasses.field(default_factory=set)
+    trained_groups: set[int] = dataclasses.field(default_factory=set)
+    lengths: dict[int, int] = dataclasses.field(default_factory=dict)
+    num_groups: int = 0
+    fresh_slots: int = 0
+    slots: int = 0
+    wait: float = 0.0
+
+
+class World:
+    """A case as it runs."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case = case
+        self.clock, self.counts = Clock(), Counts()
+        self.step = 0
+        self.settings = ReplaySettings(
+            recency_prob=case.recency_prob,
+            max_staleness=case.bound,
+            pace="trainer" if case.waits else "off",
+            **({"recycle_fresh": not case.waits} if hasattr(ReplaySettings(), "recycle_fresh") else {}),
+        )
+        self.buffer = ReplayBuffer(self.settings, seed)
+        serial = [0]
+        self.outboxes = [Outbox(2**30) for _ in range(case.searchers)]
+        self.admission = Admission(
+            Demand(PROMPTS, case.recency_prob, case.bound, 1), range(case.searchers)
+        )
+        self.samplers = [SlotSampler(serial, seed * 1000 + i) for i in range(case.searchers)]
+        self.searches = [self._search(i) for i in range(case.searchers)]
+        # With all slots in use, all searchers draw `supply` times what a step takes.
+        demand = PROMPTS * case.recency_prob * SAMPLES * MEAN_LENGTH
+        self.token_time = SLOTS * case.searchers / (demand * case.supply)
+
+    def _search(self, i: int) -> ContinuousSearch:
+        parts: Any = SearchParts(
+            index=i,
+            stream=Prompts(i, self.case.searchers),
+            weights=lambda: Published(self.step, None),
+            sampler=self.samplers[i],  # pyright: ignore[reportArgumentType]  # what is pretended
+            grader=NoRewards(),  # pyright: ignore[reportArgumentType]
+            reference=None,
+            padding=Padding((1,), (2**20,), 0),
+            outbox=self.outboxes[i],
+            clock=self.clock,
+        )
+        return ContinuousSearch(
+            Searcher(parts), self.admission, swaps_in_flight=True, log_event=lambda event: None
+        )
+
+    def run(self, num_steps: int) -> None:
+        """Until the trainer has made its steps."""
+        # (when, which searcher, whether a chunk of it is over then)
+        events = [(0.0, i, False) for i in range(len(self.searches))]
+        trainer_at, waiting_since = 0.0, 0.0
+        is_training = False
+        while self.step < num_steps:
+            if trainer_at <= events[0][0]:
+                self.clock.now = trainer_at
+                if is_training:
+                    self._end_step()
+                is_training = self._begin_step()
+                if is_training:
+                    self.counts.wait += self.clock.now - waiting_since
+                    trainer_at = waiting_since = self.clock.now + 1.0
+                else:
+                    trainer_at = self.clock.now + IDLE
+                continue
+            self.clock.now, i, has_ended = heapq.heappop(events)
+            search = self.searches[i]
+            if has_ended:
+                search.grade()
+            is_busy = search.step()
+            took = self.samplers[i].session.steps * self.token_time if is_busy else IDLE
+            heapq.heappush(events, (self.clock.now + took, i, is_busy))
+
+    def _begin_step(self) -> bool:
+        commits = [c for outbox in self.outboxes for c in outbox.take()]
+        if commits:
+            self.buffer.merge(commits, self.step)
+        for commit in commits:
+            (group,) = commit.groups
+            self.counts.num_groups += 1
+            for y in group.trajectories:
+                self.counts.lengths[int(y.response_tokens[0])] = len(y.response_tokens)
+        draws = self.buffer.sample(PROMPTS, SAMPLES, self.step)
+        self._tell(len(commits))
+        if draws is None:
+            return False
+        for draw in draws:
+            self.counts.slots += 1
+            ids = {int(y.response_tokens[0]) for y in draw.trajectories}
+            if draw.is_fresh:
+                self.counts.fresh_slots += 1
+                if not ids <= self.counts.trained:
+                    self.counts.trained |= ids
+                    self.counts.trained_groups.add(min(ids))
+                    oldest = min(y.version_min for y in draw.trajectories)
+                    self.counts.staleness.append(self.step - oldest)
+        return True
+
+    def _end_step(self) -> None:
+        self.step += 1
+        self.admission.note_step(1.0)
+        self._tell(0)
+
+    def _tell(self, num_merged: int) -> None:
+        self.admission.update(
+            step=self.step,
+            version=self.step,
+            num_merged=num_merged,
+            num_fresh=self.buffer.num_fresh_groups,
+        )
+
+    def result(self) -> dict[str, Any]:
+        """The figures of the case."""
+        counts = self.counts
+        lengths = np.array(sorted(counts.lengths.values()))
+        trained = np.array([counts.lengths[i] for i in counts.trained])
+        low = np.searchsorted(lengths, trained, "left")
+        high = np.searchsorted(lengths, trained, "right")
+        used = [search.slot_use() for search in self.searches]
+        latency = self.admission.latency()
+        return {
+            **self.case._asdict(),
+            "latency_steps": None if latency is None else latency.mean_steps,
+            "trained_share": len(counts.trained_groups) / max(1, counts.num_groups),
+            "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
+            "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
+            "effective_m": counts.fresh_slots / counts.slots,
+            "staleness_p95": float(np.quantile(counts.staleness, 0.95)),
+            "late_share": float(np.mean(np.array(counts.staleness) > self.case.bound)),
+            "wait_share": counts.wait / self.clock.now,
+        }
+
+
+def measure(num_steps: int, cases: Sequence[Case] = CASES) -> dict[str, Any]:
+    """The figures of every case."""
+    results = []
+    for case in cases:
+        world = World(case)
+        world.run(num_steps)
+        results.append(world.result())
+    return {"cases": results}
+
+
+def table(result: dict[str, Any]) -> Iterator[str]:
+    """The cases as lines to read."""
+    names = list(result["cases"][0])
+    yield "  ".join(names)
+    for row in result["cases"]:
+        values = (f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values())
+        yield "  ".join(v.rjust(len(n)) for n, v in zip(names, values, strict=True))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.search_economy")
+    parser.add_argument("--steps", type=int, default=300, help="optimiser steps of each case")
+    return run_command(parser, argv, lambda args: measure(args.steps), table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
