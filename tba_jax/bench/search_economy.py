@@ -58,11 +58,11 @@ class Case(NamedTuple):
     waits: bool = True
 
 
+# Responses take the longer the more searchers share the same work: about n / 4 steps on average.
 CASES = (
-    *(Case(n, 1.0, bound) for n in (4, 16, 32, 64) for bound in (2, 16)),
-    *(Case(n, 2.0, 4) for n in (4, 16)),
-    Case(32, 2.0, 8),
-    Case(64, 2.0, 16),
+    *(Case(n, 1.0, max(1, n // 8)) for n in (4, 16, 32, 64)),
+    *(Case(n, 1.0, n) for n in (4, 16, 32, 64)),
+    *(Case(n, 2.0, n) for n in (4, 16, 32, 64)),
     *(Case(8, supply, 8, 0.95, waits=False) for supply in (1.0, 0.75, 0.5)),
 )
 
@@ -220,7 +220,7 @@ class World:
             recency_prob=case.recency_prob,
             max_staleness=case.bound,
             pace="trainer" if case.waits else "off",
-            **({"recycle_fresh": not case.waits} if hasattr(ReplaySettings(), "recycle_fresh") else {}),
+            recycle_fresh=not case.waits,
         )
         self.buffer = ReplayBuffer(self.settings, seed)
         serial = [0]
@@ -285,8 +285,8 @@ class World:
             self.counts.num_groups += 1
             for y in group.trajectories:
                 self.counts.lengths[int(y.response_tokens[0])] = len(y.response_tokens)
-        draws = self.buffer.sample(PROMPTS, SAMPLES, self.step)
         self._tell(len(commits))
+        draws = self.buffer.sample(PROMPTS, SAMPLES, self.step)
         if draws is None:
             return False
         for draw in draws:
@@ -323,10 +323,13 @@ class World:
         high = np.searchsorted(lengths, trained, "right")
         used = [search.slot_use() for search in self.searches]
         latency = self.admission.latency()
+        waiting = self.buffer.num_fresh_groups
         return {
             **self.case._asdict(),
-            "latency_steps": None if latency is None else latency.mean_steps,
-            "trained_share": len(counts.trained_groups) / max(1, counts.num_groups),
+            "latency_steps": math.nan if latency is None else latency.mean_steps,
+            "latency_p95_steps": math.nan if latency is None else latency.p95_steps,
+            # Those that wait at the end, within the bound, would have been next.
+            "trained_share": len(counts.trained_groups) / max(1, counts.num_groups - waiting),
             "length_rank": float(((low + high) / 2 / len(lengths)).mean()),
             "slot_use": sum(t for t, _ in used) / max(1, sum(s for _, s in used)),
             "effective_m": counts.fresh_slots / counts.slots,

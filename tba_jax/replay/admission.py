@@ -58,8 +58,10 @@ class Admission:
     A group that is admitted at step t with weights of version v waits for those before it. The
     trainer takes m p of them in a step, so it is used within the bound if there are at most
     (v + bound + 1 - t) m p, itself included (the rule of AReaL, arXiv 2505.24298, with the share
-    that is replayed taken off). Where responses take longer than the bound, that many would leave
-    the trainer without data: as many as it takes meanwhile are admitted, and what is late is late.
+    that is replayed taken off). Once it is known how long responses take, no more are admitted than
+    keep the trainer fed, so that searchers with power to spare make data fresher and not older.
+    Where responses take longer than the bound, that many would leave the trainer without data: as
+    many as it takes meanwhile are admitted, and what is late is late.
 
     When there is less room than there are searchers that want some, those come first that were
     admitted the longest ago.
@@ -144,10 +146,13 @@ class Admission:
         if not demand.max_staleness:
             return math.inf
         rate = demand.share * demand.prompts
-        steps = self._version + demand.max_staleness + 1 - self._step
-        if self._latencies and self._step_s:
-            mean = sum(self._latencies) / len(self._latencies)
-            steps = max(steps, mean / self._step_s + demand.sync_period)
+        steps: float = self._version + demand.max_staleness + 1 - self._step
+        if len(self._latencies) >= demand.prompts and self._step_s:
+            mean = sum(self._latencies) / len(self._latencies) / self._step_s
+            slow = _quantile(sorted(self._latencies), 0.95) / self._step_s
+            # Not more than keeps the trainer fed, nor less than it takes while they are made.
+            steps = min(steps, slow + 1 + demand.sync_period)
+            steps = max(steps, mean + 1 + demand.sync_period)
         least = demand.prompts if self._step else max(demand.prompts, demand.initial)
         return max(least, math.ceil(rate * steps))
 
