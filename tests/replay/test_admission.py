@@ -71,7 +71,7 @@ def test_responses_slower_than_the_bound_do_not_starve_the_trainer():
 
 
 def test_what_is_fast_is_not_made_early():
-    """A bound of 20 steps, but half a step each: no more are under way than keep the trainer fed."""
+    """A bound of 20 steps, but half a step each: only what keeps the trainer fed is under way."""
     admission = make_admission(max_staleness=20)
     admission.note_step(1.0)
     assert admission.latency() is None and admission.limit == 4 * 21  # nothing measured
