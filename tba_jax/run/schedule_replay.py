@@ -52,7 +52,7 @@ def drive_schedule(
     trainer = run.trainer
     weights = _Weights(run, events)
     admission = make_admission(run)
-    again = [_Again(s, weights, events) for s in make_searches(run, admission)]
+    again = [SearcherReplay(s, weights.use, events) for s in make_searches(run, admission)]
     reports: list[RoundReport] = []
     for event in events:
         if interrupted() or trainer.step_index >= run.config.num_steps:
@@ -62,7 +62,7 @@ def drive_schedule(
         elif event["event"] == "round":
             again[event["searcher"]].do(event)
             reports += trainer.merge()
-            _compare(trainer.last_event, event, ("round", "prompt_ids", "rejected"))
+            _compare(trainer.last_event, event, ("round", "version", "prompt_ids", "rejected"))
         elif event["event"] == "step":
             values = trainer.step()
             if values is None:
@@ -109,27 +109,39 @@ class _Weights:
         return self._known[key] if self._left[key] else self._known.pop(key)
 
 
-class _Again:
-    """One searcher, doing again what the log says, as late as possible."""
+class SearcherReplay:
+    """One searcher, doing again what the log says, as late as possible.
+
+    Args:
+        search: of the searcher, at the beginning of the run.
+        use: (version, searcher) -> the weights of one of its events.
+        events: of all searchers, in order.
+    """
 
     def __init__(
-        self, search: ContinuousSearch, weights: _Weights, events: Sequence[Mapping[str, Any]]
+        self,
+        search: ContinuousSearch,
+        use: Callable[[int, int], Published],
+        events: Sequence[Mapping[str, Any]],
     ) -> None:
         self._search = search
-        self._weights = weights
+        self._use = use
         index = search.searcher.index
         self._chunks = collections.deque(
             e for e in events if e["event"] == "chunk" and e["searcher"] == index
         )
-        self._has_tickets = bool(self._chunks)
+        # A ticket that a process left uncommitted was admitted again by the next one; only what
+        # came of its last admission was committed.
+        self._last_admission = {n: e["chunk"] for e in self._chunks for n in e["tickets"]}
+        self._admission: dict[int, int] = {}
         self._tickets: dict[int, Ticket] = {}
         self._finished: dict[int, Finished] = {}
 
     def do(self, event: Mapping[str, Any]) -> None:
         """The round or ticket of this event, committed to the outbox."""
         searcher, number = self._search.searcher, event["round"]
-        published = self._weights.use(event["version"], searcher.index)
-        if searcher.num_given_rounds_left or not self._has_tickets:
+        published = self._use(event["version"], searcher.index)
+        if searcher.num_given_rounds_left or not self._last_admission:
             searcher.do_round(published)
             return
         while number not in self._finished:
@@ -146,17 +158,19 @@ class _Again:
             event = self._chunks.popleft()
             if event["begins"]:
                 self._search = self._search.renewed()
-            published = self._weights.use(event["version"], searcher.index)
+            published = self._use(event["version"], searcher.index)
             tickets = [self._ticket(number) for number in event["tickets"]]
+            self._admission.update(dict.fromkeys(event["tickets"], event["chunk"]))
         elif self._search.is_idle:
             raise ReplayError(f"round {wanted} of searcher {searcher.index} never ends")
         self._search.advance(published, tickets)
         for finished in self._search.take_finished(sys.maxsize):
-            self._finished[finished.ticket.number] = finished
+            number = finished.ticket.number
+            if self._admission[number] == self._last_admission[number]:
+                self._finished[number] = finished
 
     def _ticket(self, number: int) -> Ticket:
         """The prompt of this number; one that was cut off by the end of a process comes again."""
-        self._finished.pop(number, None)
         while number not in self._tickets:
             ticket = self._search.take()
             self._tickets[ticket.number] = ticket

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import ROOT, SYNC, lines, losses, run, start, wait_for
+from commands import ROOT, SYNC, children, kill_after, lines, losses, run, start, wait_for
 
 from tba_jax.run.checkpoint import load_host_states
 
@@ -87,19 +87,6 @@ def assert_complete(workdir, num_steps):
     assert len(rounds) == len(set(rounds)) and set(rounds) <= tickets
     assert tickets == set(range(len(tickets)))
     return report
-
-
-def children(pid):
-    """Process ids of a process's children."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in _children_of_task(task)]
-
-
-def _children_of_task(task):
-    try:
-        return (task / "children").read_text().split()
-    except OSError:
-        return []  # the thread ended meanwhile
 
 
 def reward_processes(pid):
@@ -315,20 +302,6 @@ def test_sigterm_in_the_middle_of_a_save(cache, tmp_path):
     assert not list(workdir.rglob("*orbax-checkpoint-tmp*"))
     versions = json.loads((workdir / "versions.json").read_text())["versions"]
     assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions
-
-
-def kill_after(process, workdir, reached, num_steps, rng):
-    """SIGKILL when the run is that many steps further than an earlier process got, about."""
-    wait_for(lambda: max(losses(workdir), default=0) >= reached + num_steps, process=process)
-    time.sleep(rng.random() * 0.1)
-    processes = children(process.pid)
-    process.kill()
-    process.communicate()
-    assert processes
-    end = time.monotonic() + 10
-    while any(os.path.exists(f"/proc/{pid}") for pid in processes):
-        assert time.monotonic() < end, "reward processes outlived their parent"
-        time.sleep(0.05)
 
 
 def kill_and_resume(workdir, overrides, *, kills, num_steps, cache):
