@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fake_batches import CONFIG, DIVISIBLE, SETTINGS, broken, make_batch, make_mesh, one_prompt_each
+from fake_batches import CONFIG, DIVISIBLE, SETTINGS, broken, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -176,7 +176,7 @@ def test_a_learned_log_z_stays_float32_and_exact():
         settings = replace(SETTINGS, objective=objective, rounding_seed=seed)
         step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.1), settings)
         state = init_state(params, optimizer, keep_reference=False, log_z_size=CONFIG.hidden_size)
-        state, _ = step(state, one_prompt_each(make_batch()))
+        state, _ = step(state, make_batch(has_prompts=True))
         heads.append(jax.device_get(state.log_z_head))
     for got, want in zip(*heads, strict=True):
         assert got.dtype == np.float32 and np.abs(want).max() > 0
