@@ -54,8 +54,8 @@ _DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position: in the prompt's l
 _NO_ID = -1  # id of a free row
 
 # Bookkeeping of one response beside its tokens and log-probs, so that num_bytes is about process
-# memory. Measured by tba_jax.bench.replay_buffer: table row, two bytes objects, index entry.
-RESPONSE_OVERHEAD_BYTES = 280
+# memory. Measured by tba_jax.bench.replay_buffer: table row, two bytes objects.
+RESPONSE_OVERHEAD_BYTES = 220
 
 OrderField = Literal["version_min", "reward"]
 

@@ -30,11 +30,12 @@ def exact_gradient():
 
 
 def drawn_answers(*, samples, group_size, **settings):
-    """[draws k]: answers of fresh groups, of samples that the policy itself drew."""
+    """[draws k] each: distinct answers of fresh groups of the policy's own samples, and weights."""
     rng = np.random.default_rng(0)
     policy = np.exp(LOGITS) / np.exp(LOGITS).sum()
     buffer = make_buffer(recency_prob=1.0, **settings)
-    answers = []
+    answers = np.zeros((NUM_DRAWS, group_size), int)
+    weights = np.zeros((NUM_DRAWS, group_size), np.float32)
     for step in range(NUM_DRAWS):
         found = rng.choice(3, samples, p=policy).tolist()
         commit = make_commit(
@@ -46,9 +47,10 @@ def drawn_answers(*, samples, group_size, **settings):
         buffer.merge([commit], step)
         (draw,) = buffer.sample(1, group_size, step)
         assert draw.is_fresh and draw.num_repeats == 0
-        rows = [int(y.response_tokens[0]) for y in draw.trajectories]
-        answers.append(np.repeat(rows, draw.weights))
-    return np.array(answers)
+        n = len(draw.weights)
+        answers[step, :n] = [y.response_tokens[0] for y in draw.trajectories]
+        weights[step, :n] = draw.weights
+    return answers, weights
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
@@ -58,17 +60,18 @@ def test_rloo_through_the_buffer_is_unbiased(samples, deduplicate):
 
     Each of three means is more than 5 standard errors off with probability 6e-7. The seed is fixed.
     """
-    answers = drawn_answers(samples=samples, group_size=4, deduplicate=deduplicate)
+    answers, weights = drawn_answers(samples=samples, group_size=4, deduplicate=deduplicate)
+    assert (weights.max() > 1) == deduplicate
 
-    def gradient(index):
+    def gradient(index, weight):
         def loss(logits):
             policy = jax.nn.log_softmax(logits)[index][None]
             rows = (jnp.asarray(table, jnp.float32)[index][None] for table in (REFERENCE, REWARD))
-            return Rloo()(summed(policy, *rows), BETA).loss
+            return Rloo()(summed(policy, *rows, weight=weight[None]), BETA).loss
 
         return jax.grad(loss)(jnp.asarray(LOGITS, jnp.float32))
 
-    gradients = np.asarray(jax.jit(jax.vmap(gradient))(answers), np.float64)
+    gradients = np.asarray(jax.jit(jax.vmap(gradient))(answers, weights), np.float64)
     error = gradients.std(axis=0, ddof=1) / np.sqrt(NUM_DRAWS)
     assert (error < 0.05 * np.abs(exact_gradient()).max()).all()
     assert (np.abs(gradients.mean(axis=0) - exact_gradient()) < 5 * error).all()

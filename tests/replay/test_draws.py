@@ -355,16 +355,18 @@ def test_never_drawn_copies_come_before_drawn_ones():
 
 
 def test_a_row_may_be_drawn_max_reuse_times_for_each_of_its_responses():
-    buffer = make_buffer(max_reuse=2, pace="trainer")
-    buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
-    used = Counter()
-    while buffer.num_trajectories:
-        (draw,) = buffer.sample(1, 2, 0)
-        assert draw.num_repeats == 0
-        used.update(weights_of(draw))
-    assert used == {5: 6, 6: 2}
-    assert buffer.ledger()["evicted_reuse"] == 4
-    buffer.check_ledger(0)
+    for seed in range(10):
+        buffer = make_buffer(max_reuse=2, pace="trainer", seed=seed)
+        buffer.merge([make_commit({1: [[5], [5], [5], [6]]})], 0)
+        used = Counter()
+        while buffer.num_trajectories:
+            (draw,) = buffer.sample(1, 2, 0)
+            used.update(weights_of(draw))
+        # Repeats for lack of data, in the last draws of some, are beyond that.
+        assert used[5] + used[6] == 8 + buffer.ledger()["repeats"]
+        assert min(used[5] - 6, used[6] - 2) >= 0
+        assert buffer.ledger()["evicted_reuse"] == 4
+        buffer.check_ledger(0)
 
 
 def test_repeats_for_lack_of_data_add_to_the_weights():

@@ -89,6 +89,15 @@ def test_what_is_late_can_be_dropped():
     buffer.check_ledger(0, 5)
 
 
+def test_what_is_left_of_a_group_waits_by_its_own_version():
+    buffer = make_buffer(recency_prob=1.0, max_staleness=2, late="drop")
+    for prompt_id, version in ((1, 1), (1, 3), (2, 2)):
+        responses = {prompt_id: distinct_responses(2, 10 * version)}
+        buffer.merge([make_commit(responses, version=version)], 3)
+    # Version 1 is dropped at step 4; version 3 of the same group comes after version 2.
+    assert [p for _ in range(2) for p in fresh_prompts(buffer.sample(1, 2, 4))] == [2, 1]
+
+
 def test_dropping_takes_what_was_never_drawn_and_leaves_the_rest_for_replay():
     for seed in range(10):
         buffer = make_buffer(recency_prob=0.0, max_staleness=2, late="drop", seed=seed)
@@ -167,8 +176,10 @@ def test_a_short_fresh_slot_draws_the_newest_merge_again():
 def test_a_waiting_trainer_recycles_nothing():
     buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, pace="trainer")
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
+    assert buffer.supply(1, 2, 0) == (True, 1)
     assert buffer.sample(1, 2, 0) is not None
     assert buffer.sample(1, 2, 0) is None
+    assert buffer.supply(1, 2, 0) == (True, 0)
 
 
 def test_a_task_of_one_prompt_recycles_it_in_every_slot():
