@@ -196,14 +196,6 @@ def _reward_weights(config: Config) -> None:
 def _rows(config: Config) -> None:
     """How the rows of a batch are made and cut."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
-    rows = config.batch.num_prompts * config.objective.group_size
-    need(
-        wanted <= rows,
-        "batch.micro_batch_rows",
-        wanted,
-        f"a batch has at most {rows} rows (batch.num_prompts * objective.group_size)",
-        "Set --config.batch.micro_batch_rows=0 for all rows at a time.",
-    )
     parts = config.mesh.data * config.mesh.fsdp
     prompts = config.batch.num_prompts
     need(

@@ -29,6 +29,7 @@ from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
+from tba_jax.run import training
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,7 +157,7 @@ def _sizes(
         "prompts_per_round": sizes.round_prompts,
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
-        "micro_batch_rows": config.batch.micro_batch_rows or rows,
+        "micro_batch_rows": training.micro_batch_rows(config) or rows,
         "micro_batch_options": layouts.micro_batch_options(
             config,
             choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],

@@ -196,7 +196,7 @@ def _trainer_programs(
     else:
         words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[1]} tokens"
         lengths = config.batch.num_length_buckets**2
-    num_hosts, micro = _num_hosts(placement), config.batch.micro_batch_rows
+    num_hosts, micro = _num_hosts(placement), training.micro_batch_rows(config)
     buckets = training.make_packing(config, 0, num_hosts=num_hosts).row_buckets
     return [
         Planned(

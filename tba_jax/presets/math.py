@@ -33,7 +33,8 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        "batch": {"num_prompts": 16, "num_length_buckets": 1},
+        # One train program for any number of distinct responses, of which there are about 50.
+        "batch": {"num_prompts": 16, "num_length_buckets": 1, "micro_batch_rows": 32},
         "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05},
         "optimizer": {"learning_rate": 1e-4, "schedule": "linear", "warmup_steps": 5},
         "search": {

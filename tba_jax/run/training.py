@@ -71,7 +71,7 @@ def make_step_settings(
         scoring=make_scoring(config, eos_ids),
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
-        micro_batch_rows=config.batch.micro_batch_rows,
+        micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config, num_hosts),
         remat=config.model.remat,
         rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
@@ -85,9 +85,15 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
     return optimizer, schedule
 
 
+def micro_batch_rows(config: Config) -> int:
+    """Rows of a micro-batch; 0, all at a time, where a batch has no more than were asked for."""
+    wanted = config.batch.micro_batch_rows
+    return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
+
+
 def groups_stay_whole(config: Config, num_hosts: int) -> bool:
     """Whether a host's rows of a micro-batch hold whole groups, so that rows are scored once."""
-    return config.batch.micro_batch_rows // num_hosts >= config.objective.group_size
+    return micro_batch_rows(config) // num_hosts >= config.objective.group_size
 
 
 def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int = 0) -> Packing:
@@ -107,7 +113,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
         row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts),
-        micro_batch_rows=config.batch.micro_batch_rows // num_hosts,
+        micro_batch_rows=micro_batch_rows(config) // num_hosts,
         is_whole=groups_stay_whole(config, num_hosts),
         has_prompts="log_z" in make_objective(config.objective).heads,
         first_slot=host * num_prompts * group_size,

@@ -130,10 +130,6 @@ def test_no_field_is_dead():
         ({"replay.recency_prob": 95.0}, r"must lie in \[0, 1\]"),
         ({"objective.group_size": 32}, "S must be at least K"),
         (
-            {"batch.micro_batch_rows": 257},
-            "micro_batch_rows = 257: a batch has at most 256 rows .* Set .*micro_batch_rows=0",
-        ),
-        (
             {"batch.packed_length": 79},
             "must hold a prompt with its response, up to 80 tokens .*packed_length=80 or more",
         ),
