@@ -47,8 +47,8 @@ def responses():
     mask = np.arange(t) < rng.integers(1, t + 1, shape)[..., None]
     mask &= WEIGHTS[..., None] > 0
     tokens = np.where(mask, rng.normal(-2, 1, (3, *shape, t)), 0)
-    # Some equal rewards, and in empty places none.
-    reward = np.where(WEIGHTS > 0, rng.integers(0, 3, shape) / 2, 0.0)
+    # Some equal rewards, and the 0 of empty places is smaller than any.
+    reward = np.where(WEIGHTS > 0, rng.integers(1, 4, shape) / 2, 0.0)
     return tokens, mask, reward, rng.normal(size=len(WEIGHTS))
 
 
@@ -113,17 +113,27 @@ def test_every_objective_counts_a_weight_as_so_many_responses(name):
         )
 
 
+def part(policy, log_z, num):
+    """The first `num` prompts of the batch; others are zeros without weights."""
+    data = group_data(policy, np.broadcast_to(np.arange(4), WEIGHTS.shape), WEIGHTS)
+    *arrays, _, totals = data
+    arrays = [x.at[num:].set(jnp.zeros_like(x[num:])) for x in map(jnp.asarray, arrays)]
+    return GroupData(*arrays, log_z, totals)
+
+
+def test_a_mean_over_prompts_leaves_out_those_of_other_parts():
+    with jax.enable_x64(True):
+        data = part(jnp.asarray(responses()[0][0]), None, 3)
+        assert data.mean_over_prompts(jnp.full(4, 2.0)) == 2 * 3 / 4
+        assert data.num_drawn.tolist() == [6, 6, 6, 0]
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_prompts_of_other_parts_add_nothing_to_a_loss(name):
-    """A part of a batch shows them as zeros without weights."""
     objective = OBJECTIVES[name]
 
     def loss(policy, log_z, num):
-        data = group_data(policy, np.broadcast_to(np.arange(4), WEIGHTS.shape), WEIGHTS)
-        data = data._replace(log_z=log_z)
-        data = [None if x is None else jnp.asarray(x) for x in data[:-1]]
-        data = [x.at[num:].set(jnp.zeros_like(x[num:])) for x in data[:-1]] + [data[-1]]
-        data = GroupData(*data, Totals(*map(jnp.float64, (4, 24, 70))))
+        data = part(policy, log_z, num)
         return objective(data if objective.heads else data._replace(log_z=None), 0.3).loss
 
     with jax.enable_x64(True):
