@@ -84,13 +84,13 @@ class Contents:
         """
         rows = self.store.use(slots, times)
         for slot, row, n in zip(slots.tolist(), rows, times.tolist(), strict=True):
-            if row[USES] >= row[COUNT]:
-                continue
-            first = min(n, row[COUNT] - row[USES])
-            self.ledger.counters["trained_unique"] += first
-            self.economy.trained[self.store.length(slot)] += first
-            is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
-            self.economy.trained_groups += is_first
+            unused = row[COUNT] - row[USES]
+            if unused > 0:
+                first = min(n, unused)
+                self.ledger.counters["trained_unique"] += first
+                self.economy.trained[self.store.length(slot)] += first
+                is_first = self.fresh.use(row[MERGED], row[PROMPT_ID], first)
+                self.economy.trained_groups += is_first
         return rows
 
     def evict_used_up(self, slots: Sequence[int]) -> None:
