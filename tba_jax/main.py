@@ -165,10 +165,12 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit(code: int) -> None:
-    """Leave, also while a searcher is in the middle of a round that nobody needs any more."""
+    """Leave, also while a thread is in the middle of something that nobody needs any more."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if any(t.daemon and t.name.startswith("searcher-") for t in threading.enumerate()):
+    if any(
+        t.daemon and t.name.startswith(("searcher-", "compiler")) for t in threading.enumerate()
+    ):
         os._exit(code)  # a thread in native code must not meet the end of the interpreter
     sys.exit(code)
 

@@ -3,9 +3,10 @@
 
 The chapters are `open_shared`, `open_start`, `build_searchers`, `build_evaluator`, `build_trainer`
 and `restore`; sections of the config end in them, as arguments of the parts. No thread is started
-except the reward processes' own.
+except the reward processes' own and the one that compiles what the run will call.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,14 +16,15 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.clock import RunClock
+from tba_jax.run.compiling import compile_ahead
 from tba_jax.run.evaluating import build_evaluator
 from tba_jax.run.host_state import HostState
 from tba_jax.run.repartition import repartition
-from tba_jax.run.run import Run, forget_after, open_logs
+from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.searching import build_searchers
 from tba_jax.run.shared import open_shared
 from tba_jax.run.start import open_start
-from tba_jax.run.training import build_trainer, make_buffer
+from tba_jax.run.training import build_trainer, make_buffer, make_step_program
 
 
 def build(
@@ -51,33 +53,40 @@ def build(
         CheckpointError: the newest checkpoint is not readable.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
-    start = open_start(shared, progress.phase)
-    search = build_searchers(
-        shared,
-        base=start.base,
-        references=start.references,
-        # All are taken before the first step, whatever became of the file since.
-        wants_given=start.step == 0,
-        note=progress.note,
-    )
-    evaluator = build_evaluator(
-        shared, search.decoders[shared.sites.evaluation], start.references, progress.note
-    )
-    logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
-    buffer = make_buffer(shared)
-    trainer = build_trainer(
-        shared,
-        state=start.state,
-        base=start.base,
-        buffer=buffer,
-        outboxes=search.outboxes,
-        transport=search.transport,
-        log_event=logs.schedule.append,
-    )
-    evaluations = EvaluationService(evaluator.run, clock)
-    run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs)
-    restore(run, start.host_states)
-    return run
+    step = make_step_program(shared)
+    ahead = compile_ahead(shared, step)
+    with contextlib.ExitStack() as undo:
+        undo.callback(ahead.close, COMPILED_S)
+        start = open_start(shared, progress.phase)
+        search = build_searchers(
+            shared,
+            base=start.base,
+            references=start.references,
+            # All are taken before the first step, whatever became of the file since.
+            wants_given=start.step == 0,
+            note=progress.note,
+        )
+        evaluator = build_evaluator(
+            shared, search.decoders[shared.sites.evaluation], start.references, progress.note
+        )
+        logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
+        buffer = make_buffer(shared)
+        trainer = build_trainer(
+            shared,
+            step=step,
+            ahead=ahead,
+            state=start.state,
+            base=start.base,
+            buffer=buffer,
+            outboxes=search.outboxes,
+            transport=search.transport,
+            log_event=logs.schedule.append,
+        )
+        evaluations = EvaluationService(evaluator.run, clock)
+        run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead)
+        restore(run, start.host_states)
+        undo.pop_all()
+        return run
 
 
 def restore(run: Run, saved: Sequence[HostState]) -> None:

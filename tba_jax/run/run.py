@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
+from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
@@ -23,6 +24,10 @@ from tba_jax.run.host_state import HostState
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
+
+# A program that nobody needs any more gets this long to be compiled: a thread in native code must
+# not meet the end of the interpreter.
+COMPILED_S = 30.0
 
 
 class Logs(NamedTuple):
@@ -84,6 +89,7 @@ class Run:
     Attributes:
         shared: what all of them stand on.
         search: searchers, prompt streams, outboxes and the weight transport of this process.
+        ahead: compiles what will be called.
         evaluations: evaluates a version, now or on another thread; evaluated: what came of it.
         last_saved_step: step of the newest checkpoint, -1 before the first.
     """
@@ -95,6 +101,7 @@ class Run:
     evaluator: Evaluator
     evaluations: EvaluationService
     logs: Logs
+    ahead: Ahead
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
 
@@ -188,12 +195,14 @@ class Run:
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
         self.shared.rewards.close()
+        self.ahead.close(timeout_s=COMPILED_S)
         self.shared.checkpoints.abandon(timeout_s=30.0)
         self.logs.close()
 
     def close(self) -> None:
         """Release processes, threads and files; complete what is being written."""
         self.shared.rewards.close()
+        self.ahead.close(timeout_s=COMPILED_S)
         self.search.transport.close()
         self.shared.checkpoints.close()
         self.logs.close()

@@ -4,13 +4,15 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array
 
 from tba_jax.config.schema import Config
+from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
@@ -186,9 +188,28 @@ def _pace(config: Config) -> Literal["off", "trainer"]:
     return config.replay.pace if config.driver == "async" else "off"
 
 
+class StepProgram(NamedTuple):
+    """The jitted train step of a run, and where its arguments lie."""
+
+    program: Any
+    shardings: StepShardings
+
+
+def make_step_program(shared: Shared) -> StepProgram:
+    """The train step, not compiled yet."""
+    config = shared.config
+    shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
+    optimizer, schedule = make_optimizer_from(config)
+    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.cluster.num_processes)
+    program = make_train_step(shared.policy, optimizer, schedule, settings, shardings)
+    return StepProgram(program, shardings)
+
+
 def build_trainer(
     shared: Shared,
     *,
+    step: StepProgram,
+    ahead: Ahead,
     state: TrainState,
     base: Any,
     buffer: ReplayBuffer,
@@ -196,26 +217,30 @@ def build_trainer(
     transport: Transport,
     log_event: Callable[[Mapping[str, Any]], None],
 ) -> Trainer:
-    """The trainer of a process, with its compiled step and its planner.
+    """The trainer of a process, with its step and its planner.
 
     Args:
         shared: what it stands on.
+        step: the train step.
+        ahead: compiles it for batches of the shapes that `ahead` knows.
         state: the train state; the trainer's from now on.
         base: frozen parameters under adapters; None without adapters.
         buffer, outboxes, transport, log_event: as in `Trainer`.
     """
-    config, policy = shared.config, shared.policy
-    shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
-    optimizer, schedule = make_optimizer_from(config)
-    num_hosts = shared.cluster.num_processes
-    settings = make_step_settings(config, shared.tokenizer.eos_ids, num_hosts)
-    step = make_train_step(policy, optimizer, schedule, settings, shardings)
-    step = shared.sites.trainer.in_turn(step)
-    place = _batch_placer(shardings, num_hosts)
+    config, num_hosts = shared.config, shared.cluster.num_processes
+    program = shared.sites.trainer.in_turn(step.program)
+    place = _batch_placer(step.shardings, num_hosts)
     frozen = () if base is None else (base,)
+
+    def train_step(
+        state: TrainState, batch: Batch | PackedBatch
+    ) -> tuple[TrainState, dict[str, Array]]:
+        ahead.wait(step_job(batch))
+        return program(state, place(batch), *frozen)
+
     return Trainer(
         state=state,
-        train_step=lambda state, batch: step(state, place(batch), *frozen),
+        train_step=train_step,
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
@@ -236,6 +261,11 @@ def build_trainer(
         log_event=log_event,
         clock=shared.clock,
     )
+
+
+def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
+    """What compiling the train step for this batch is called."""
+    return "train_step", tuple(batch.tokens.shape)
 
 
 def _batch_placer(

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The train step that is compiled while searchers fill the buffer is the one that is called."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from commands import SMALL, environment, lines
+
+PROGRAM = """
+import json, sys, threading
+import jax
+from tba_jax.config.command_line import override
+from tba_jax.run.session import train
+from pathlib import Path
+
+found = []
+
+def listen(name, seconds, **about):
+    if name.endswith("backend_compile_duration") and about["fun_name"] == "jit(train_step)":
+        found.append(threading.current_thread().name)
+
+if __name__ == "__main__":  # reward processes import this file
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    train(override(None, ["--config=math", *sys.argv[1:]]), Path("run"))
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        # All batches have one shape.
+        ("batch.micro_batch_rows=16", "lora.rank=2", "num_cpu_devices=1"),
+        ("batch.micro_batch_rows=16", "reference.placement=trainer"),
+        ("batch.micro_batch_rows=16", "batch.packed_length=28"),
+        ("driver=sync", "replay.pace=off"),
+    ],
+    ids=lambda overrides: overrides[-1] if overrides else "default",
+)
+def test_no_shape_is_compiled_twice(cache, tmp_path, overrides):
+    (tmp_path / "train_here.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "train_here.py",
+            *(f"--config.{x}" for x in (*SMALL, "num_steps=2", *overrides)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(cache),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    threads = json.loads(done.stdout.splitlines()[-1])
+    events = lines(tmp_path / "run" / "schedule.jsonl")
+    shapes = {tuple(e["bucket"]) for e in events if e["event"] == "step"}
+    if "driver=sync" in overrides:
+        assert threads == ["MainThread"] * len(shapes)
+        return
+    assert threads.count("compiler") == 1
+    if "batch.micro_batch_rows=16" in overrides:
+        assert len(shapes) == 1 and threads == ["compiler"]
+    # The first batch may be of another shape than was foreseen, and none is compiled again.
+    assert len(shapes) <= len(threads) <= len(shapes) + 1
