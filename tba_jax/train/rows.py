@@ -6,6 +6,7 @@ invariant it owns: what an objective is shown of the responses does not depend o
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,12 +113,11 @@ class Rows(NamedTuple):
         )
 
 
-def _sums(values: Float[Array, "m t"], tokens: Tokens, shape: tuple[int, int]) -> Array:
+def _sums(values: Float[Array, "m t"], tokens: Tokens, shape: tuple[int, ...]) -> Array:
     """[p k], sum over each response of these rows; 0 where it is in others."""
-    p, k = shape
     if tokens.slots.shape[1] == 1:
         values = jnp.sum(values, axis=1, keepdims=True)
-    sums = jax.ops.segment_sum(values.reshape(-1), tokens.slots.reshape(-1), p * k + 1)
+    sums = jax.ops.segment_sum(values.reshape(-1), tokens.slots.reshape(-1), math.prod(shape) + 1)
     return sums[1:].reshape(shape)
 
 
@@ -183,19 +183,18 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> R
     response_lengths = _of_rows(batch.response_lengths, slots)
     is_current = (slots > 0) & (_of_rows(batch.versions, slots) == step)
 
-    def alone(*arrays: Array) -> tuple[Array, ...]:
-        # To the log-probs every row is a prompt of its own.
-        return tuple(x[:, None] for x in arrays)
-
     mask = response_mask(
-        *alone(batch.tokens[:, -t:], response_lengths),
+        batch.tokens[:, None, -t:],
+        response_lengths[:, None],
         scoring,
         None if is_action is None else is_action[:, None],
     )
 
     def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m t"]:
-        values = token_logprobs(params, *alone(*inputs[:3]), response_bucket=t, **options)[:, 0]
-        return values if is_action is None else jnp.where(inputs[3], values, 0.0)
+        # To the log-probs every row is a prompt of its own.
+        tokens, prompts, responses = (x[:, None] for x in inputs[:3])
+        values = token_logprobs(params, tokens, prompts, responses, response_bucket=t, **options)
+        return values[:, 0] if is_action is None else jnp.where(inputs[3], values[:, 0], 0.0)
 
     return Rows(
         inputs=(

@@ -187,12 +187,13 @@ def _log_z(
     base: Any,
 ) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
     """(learned log Z of every prompt, its pull-back to parameters and head)."""
-    assert batch.prompts is not None, "a batch without prompts has no learned log Z"
+    prompts = batch.prompts
+    assert prompts is not None, "a batch without prompts has no learned log Z"
     return jax.vjp(
         lambda params, head: log_z(
             head,
             whole(base, params),
-            batch.prompts,
+            prompts,
             batch.prompt_lengths[:, 0],
             config=config,
             compute_dtype=jnp.dtype(settings.scoring.compute_dtype),
