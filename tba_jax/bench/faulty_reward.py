@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of task math with faults on request, for the benchmark of the reward pool.
+"""Rewards for the benchmark of the reward pool: that of math with faults on request, and waiting.
 
 Only reward processes import it. Invariant: an item without a fault gets math's own reward.
 """
 
 import os
 import signal
+import time
 from typing import Any
 
 from tba_jax.rewards.math_answers import math_reward
@@ -26,3 +27,15 @@ def faulty_math_reward(
     if "raise" in fault:
         raise RuntimeError("a fault that was asked for")
     return math_reward(prompts, completions, answer, **columns)
+
+
+def waiting_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """0 after 2 ms an item, as of a service elsewhere: it needs no core here.
+
+    Args:
+        prompts: not looked at.
+        completions: counted.
+        columns: not looked at.
+    """
+    time.sleep(0.002 * len(completions))
+    return [0.0] * len(completions)

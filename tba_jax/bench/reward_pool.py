@@ -2,12 +2,16 @@
 """How fast the reward pool verifies MATH answers, and whether faults cost it any.
 
     python -m tba_jax.bench.reward_pool --json
+    python -m tba_jax.bench.reward_pool --scaling --json
 
 Scores 5,000 boxed answers of known verdict twice: as they are, and with faults among them: answers
 that keep sympy busy for ever, items that kill their process and items that raise. Reported are the
 rates, and of the second run what must be none: items without reward or reason (`num_lost`), faulty
 items with a reward (`num_scored_faults`), sound items with another verdict or a reason
-(`num_wrong`). Needs the extra `math`; nothing here needs an accelerator.
+(`num_wrong`). With --scaling it scores them, without faults, for 1 and --num_workers processes and
+1 and 4 threads that share them, a group of 16 responses at a time as searchers do, for the math
+verifier and for a reward that waits 2 ms an item, which needs no core (`scaling`: a list of
+{reward, num_workers, num_threads, items_per_s}). Needs the extra `math` and no accelerator.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent import futures
 
 from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.source import ScoreResult
@@ -24,8 +29,9 @@ _REWARD = "tba_jax.bench.faulty_reward:faulty_math_reward"
 # Each of them keeps sympy busy for longer than anybody waits.
 _ENDLESS = (r"9^{9^{9^{9}}}", r"\sum_{k=1}^{10^9} \frac{1}{k}", r"\binom{10^9}{5\cdot 10^8}")
 _REASON = {"hang": "reward_timeout", "kill": "reward_crash", "raise": "reward_error"}
-# Items of one call: a searcher's round.
-_ROUND = 250
+_WAITING = "tba_jax.bench.faulty_reward:waiting_reward"
+# Items of one call: a searcher's round; a group.
+_ROUND, _GROUP = 250, 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,10 +41,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_faults", type=int, default=10, help="of each of the three kinds")
     parser.add_argument("--num_workers", type=int, default=2, help="reward processes")
     parser.add_argument("--timeout_s", type=float, default=5.0, help="deadline of an item")
+    parser.add_argument("--scaling", action="store_true", help="rates by workers and threads")
     parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
     args = parser.parse_args(argv)
     if args.num_items < 10 * args.num_faults or args.num_faults < 0 or args.num_workers < 1:
         parser.error("wanted --num_items of at least ten times --num_faults, and a worker")
+    if args.scaling:
+        scaling = measure_scaling(args.num_items, args.num_workers, args.timeout_s)
+        for row in scaling:
+            print("  ".join(f"{key}={value}" for key, value in row.items()))
+        if args.json:
+            print(json.dumps({"scaling": scaling}))
+        return 0
     result = measure(args.num_items, args.num_faults, args.num_workers, args.timeout_s)
     for key, value in result.items():
         print(f"{key:>24}  {value}")
@@ -112,17 +126,66 @@ def measure(
     }
 
 
+def measure_scaling(
+    num_items: int, num_workers: int, timeout_s: float
+) -> list[dict[str, str | int | float]]:
+    """Items per second by reward, number of processes and number of threads."""
+    responses, gold, _ = answers(num_items)
+    rows = []
+    for reward in (_REWARD, _WAITING):
+        for workers in sorted({1, num_workers}):
+            pool = RewardPool(
+                reward, num_workers=workers, timeout_s=timeout_s, max_failure_rate=1.0
+            )
+            try:
+                pool.check()
+                _score(pool, responses[:_ROUND], gold[:_ROUND], [""] * _ROUND)
+                for threads in (1, 4):
+                    seconds = _score_in_threads(pool, responses, gold, threads)
+                    rows.append(
+                        {
+                            "reward": reward.rpartition(":")[2],
+                            "num_workers": workers,
+                            "num_threads": threads,
+                            "items_per_s": round(num_items / seconds, 1),
+                        }
+                    )
+            finally:
+                pool.close()
+    return rows
+
+
+def _score_in_threads(
+    pool: RewardPool, responses: list[str], gold: list[str], num_threads: int
+) -> float:
+    """Seconds for all items, divided over threads that score a group at a time."""
+
+    def run(first: int) -> None:
+        mine, right = responses[first::num_threads], gold[first::num_threads]
+        _score(pool, mine, right, [""] * len(mine), _GROUP)
+
+    start = time.perf_counter()
+    with futures.ThreadPoolExecutor(num_threads) as threads:
+        for done in [threads.submit(run, first) for first in range(num_threads)]:
+            done.result()
+    return time.perf_counter() - start
+
+
 def _score(
-    pool: RewardPool, responses: list[str], gold: list[str], faults: list[str]
+    pool: RewardPool,
+    responses: list[str],
+    gold: list[str],
+    faults: list[str],
+    at_a_time: int = _ROUND,
 ) -> tuple[ScoreResult, float]:
-    """All items, a round at a time, and the seconds that took."""
+    """All items, so many at a time, and the seconds that took."""
     rewards: list[float | None] = []
     reasons: list[str | None] = []
     # What hangs is in the response.
     kinds = [fault if fault != "hang" else "" for fault in faults]
     start = time.perf_counter()
-    for first in range(0, len(responses), _ROUND):
-        part = slice(first, first + _ROUND)
+    for first in range(0, len(responses), at_a_time):
+        part = slice(first, first + at_a_time)
         result = pool.score(
             [""] * len(responses[part]),
             responses[part],

@@ -9,6 +9,8 @@ from tba_jax.settings import Dtype, Section, field, need, share
 
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
+# Beyond as many, memory (of SymPy, 0.1 GB each) and the pipe that they share say how many it is.
+MOST_WORKERS = 32
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,13 @@ class RewardSettings(Section):
         math.inf, "a reward model's score for a cut response; inf: the response's own"
     )
     offset: float = field(0.0, "subtracted from a reward model's scores, not from missing_eos")
-    num_workers: int = field(1, "reward processes", at_least=1, on_resume=True)
+    num_workers: int = field(
+        0,
+        "reward processes, shared by all searchers of a process; 0: half of its cores, at most "
+        f"{MOST_WORKERS}",
+        at_least=0,
+        on_resume=True,
+    )
     timeout_s: float = field(10.0, "per item; a hung worker is killed", above=0, on_resume=True)
     max_failure_rate: float = share(
         0.5, "above this share of a round the run stops", on_resume=True

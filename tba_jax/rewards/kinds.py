@@ -8,10 +8,16 @@ source, unless its models cannot be used.
 """
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
+from tba_jax.rewards.config import (
+    MOST_WORKERS,
+    ClassifierSettings,
+    RewardSettings,
+    VictimSettings,
+)
 from tba_jax.rewards.functions import part_names, split_functions
 from tba_jax.settings import need
 
@@ -133,12 +139,23 @@ def _beside_model(kind: RewardKind) -> RewardKind:
     return RewardKind(make, check, lambda s: {**kind.models(s), **REWARD_MODEL.models(s)})
 
 
+def workers_by_cores() -> int:
+    """Reward processes where the config leaves it open: half of the cores, 1 to MOST_WORKERS.
+
+    The other half is for the threads that feed devices, which a waiting device costs more than a
+    reward that is late.
+    """
+    # Only Linux tells which cores are this process's.
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(own // 2, MOST_WORKERS))
+
+
 def _make_functions(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.pool import RewardPool
 
     return RewardPool(
         use.functions,
-        num_workers=settings.reward.num_workers,
+        num_workers=settings.reward.num_workers or workers_by_cores(),
         timeout_s=settings.reward.timeout_s,
         max_failure_rate=settings.reward.max_failure_rate,
         weights=use.weights,

@@ -48,6 +48,9 @@ START_TIMEOUT_S = 60.0
 FIRST_CHUNK_ITEMS = 16
 CHUNK_DEADLINE_SHARE = 0.1
 CHUNKS_PER_WORKER = 2
+# Work worth a message. All processes read one pipe, a message at a time, and groups are small: cut
+# into single items of a fast function, they would wait for the pipe and not for the function.
+CHUNK_S = 0.01
 # How often a waiting thread looks whether the pool still lives.
 POLL_S = 0.2
 # Times a task is sent again because the pool around it broke; after that the task is to blame.
@@ -324,8 +327,9 @@ class RewardPool:
         item_s = self._item_s[function]
         if item_s is None:
             return max(1, min(share, FIRST_CHUNK_ITEMS))
-        fits = int(CHUNK_DEADLINE_SHARE * self._timeout_s / max(item_s, 1e-9))
-        return max(1, min(share, fits))
+        item_s = max(item_s, 1e-9)
+        worth, fits = CHUNK_S / item_s, CHUNK_DEADLINE_SHARE * self._timeout_s / item_s
+        return max(1, min(n, max(share, int(worth)), int(fits)))
 
     def _send(
         self,

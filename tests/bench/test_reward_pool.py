@@ -18,6 +18,16 @@ def test_sound_answers_get_their_verdicts(capsys):
 
 
 @pytest.mark.slow
+def test_rates_by_processes_and_threads(capsys):
+    assert reward_pool.main(["--num_items=250", "--scaling", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["scaling"]
+    found = [(row["reward"], row["num_workers"], row["num_threads"]) for row in rows]
+    rewards = ("faulty_math_reward", "waiting_reward")
+    assert found == [(r, w, t) for r in rewards for w in (1, 2) for t in (1, 4)]
+    assert all(row["items_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_five_thousand_verifications_with_faults_lose_none(capsys):
     assert reward_pool.main(["--json"]) == 0

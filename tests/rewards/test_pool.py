@@ -60,6 +60,11 @@ def by_column(prompts, completions, answer, **columns):
 def one_short(prompts, completions, **columns):
     return [1.0] * (len(completions) - 1)
 
+def sizes(prompts, completions, **columns):
+    if completions[0] == "slow":
+        time.sleep(0.03 * len(completions))
+    return [float(len(completions))] * len(completions)
+
 def words(prompts, completions, **columns):
     return ["good"] * len(completions)
 
@@ -367,3 +372,16 @@ def test_throughput_of_trivial_items():
     # Measured: 0.8 ms on one core of an idle machine.
     assert sorted(times)[len(times) // 2] < 0.030
     pool.close()
+
+
+def test_a_group_of_fast_items_is_one_message_and_one_of_slow_items_is_divided():
+    """Processes share a pipe, so a message must be worth it: 16 items are not cut into 16."""
+    pool = make_pool("user_rewards:sizes", num_workers=8, timeout_s=100.0)
+    try:
+        assert score(pool, ["fast"] * 16).rewards == [1.0] * 16  # how fast is not known yet
+        assert score(pool, ["fast"] * 16).rewards == [16.0] * 16
+        for _ in range(8):  # the speed is a mean over the last calls
+            got = score(pool, ["slow"] * 16).rewards
+        assert got == [1.0] * 16  # 30 ms each, and more on a busy machine
+    finally:
+        pool.close()

@@ -2,6 +2,7 @@
 """Sources of rewards follow the config; one that cannot be used is refused in one line."""
 
 import contextlib
+import os
 
 import jax
 import numpy as np
@@ -73,6 +74,18 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     copy = set_up.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own - 0.25, abs=1e-5)
     assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
+
+
+def test_reward_processes_are_half_of_the_cores_unless_the_config_says(tokenizer, monkeypatch):
+    config, task = of_task("arithmetic")
+    for cores, wanted in ((1, 1), (2, 1), (9, 4), (64, 32), (208, 32)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=cores: set(range(n)))
+        assert kinds.workers_by_cores() == wanted
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(5)))
+    for asked, wanted in ((0, 2), (3, 3)):
+        given = replace(config, {"reward.num_workers": asked})
+        with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
+            assert source._num_workers == wanted
 
 
 def test_functions_and_a_reward_model_are_summed_by_weight(tokenizer):
