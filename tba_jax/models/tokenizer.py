@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text <-> token ids; the only module that knows the tokenizer library.
+"""Text <-> token ids; the only module that knows the tokenizer libraries.
 
-The library is imported when a tokenizer is loaded, not with this module. It does not know models,
-prompts or tasks, and it never pads: who pads keeps lengths or masks, so `pad_id` may be a real
-end-of-sequence token and none is ever lost. The invariant it owns: which ids are special (`bos_id`,
-`eos_ids`, `pad_id`) is decided here, once, from the files of the model folder, and every id that
-leaves this module is one the model has an embedding for.
+They are imported when a tokenizer is loaded, not with this module: `tokenizers` where its file
+says everything, else transformers, which takes seconds. It does not know models, prompts or tasks,
+and it never pads: who pads keeps lengths or masks, so `pad_id` may be a real end-of-sequence token
+and none is ever lost. The invariant it owns: which ids are special (`bos_id`, `eos_ids`, `pad_id`)
+is decided here, once, from the files of the model folder, and every id that leaves this module is
+one the model has an embedding for.
 """
 
 import json
@@ -65,7 +66,7 @@ class Tokenizer:
                 f"{folder}: no tokenizer.json and no tokenizer.model there. Give a Hugging Face "
                 "model folder that has its tokenizer files"
             )
-        generation, model, *_ = (
+        generation, model, library, settings = (
             _read_json(folder / name)  # all of them: the library's own complaint names no file
             for name in (
                 "generation_config.json",
@@ -74,18 +75,10 @@ class Tokenizer:
                 "tokenizer_config.json",
             )
         )
-        # It would advise on standard error to install torch, which is not used.
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer  # seconds to import: only when needed
-
-        try:
-            # False, not the default: that one asks at the terminal.
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ImportError, KeyError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
+        if _says_everything(folder, library, settings):
+            tokenizer = _Plain(folder / "tokenizer.json", settings)
+        else:
+            tokenizer = _of_transformers(folder)
         try:
             return cls(tokenizer, _declared_eos_ids(generation, model), model.get("vocab_size"))
         except ValueError as error:
@@ -229,6 +222,97 @@ class Tokenizer:
             f"{what} {token!r} has id {token_id}, but config.json says that the model has "
             f"vocab_size = {self._model_vocab_size}. Use the tokenizer files that belong to it"
         )
+
+
+# What tokenizer_config.json may hold where the tokenizer has no Python code of its own. None of it
+# changes what `Tokenizer` asks for, which never pads, cuts or cleans up.
+_PLAIN_SETTINGS = {
+    *("tokenizer_class", "clean_up_tokenization_spaces", "model_max_length", "padding_side"),
+    *("bos_token", "eos_token", "pad_token", "unk_token"),
+}
+
+
+def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether transformers would add nothing to tokenizer.json.
+
+    Args:
+        folder: of the model.
+        library: contents of its tokenizer.json.
+        settings: those of its tokenizer_config.json.
+    """
+    others = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+    special = {x["content"] for x in library.get("added_tokens", ()) if x["special"]}
+    declared = [value for name, value in settings.items() if name.endswith("_token")]
+    return (
+        bool(library)
+        and settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
+        and settings.keys() <= _PLAIN_SETTINGS
+        # Others it would add to the vocabulary.
+        and all(isinstance(x, str) and x in special for x in declared)
+        and not any((folder / name).exists() for name in others)
+    )
+
+
+class _Plain:
+    """What `Tokenizer` asks of a tokenizer of transformers, by tokenizer.json alone."""
+
+    chat_template = None
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        from tokenizers import Tokenizer as Library
+
+        self._library = Library.from_file(str(path))
+        self._library.no_padding()
+        self._library.no_truncation()
+        ids = {
+            name: self._library.token_to_id(settings[f"{name}_token"])
+            for name in ("bos", "eos", "pad")
+            if f"{name}_token" in settings
+        }
+        self.bos_token_id: int | None = ids.get("bos")
+        self.eos_token_id: int | None = ids.get("eos")
+        self.pad_token_id: int | None = ids.get("pad")
+
+    def __len__(self) -> int:
+        return self._library.get_vocab_size()
+
+    def __call__(self, text: str, *, return_special_tokens_mask: bool) -> dict[str, list[int]]:
+        assert return_special_tokens_mask
+        encoded = self._library.encode(text)
+        return {"input_ids": encoded.ids, "special_tokens_mask": encoded.special_tokens_mask}
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> list[int]:
+        del verbose
+        return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str:
+        assert not clean_up_tokenization_spaces
+        return self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_ids_to_tokens(self, token_id: int) -> str | None:
+        return self._library.id_to_token(token_id)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._library.get_vocab()
+
+
+def _of_transformers(folder: Path) -> Any:
+    # It would advise on standard error to install torch, which is not used.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer  # seconds to import: only when needed
+
+    try:
+        # False, not the default: that one asks at the terminal.
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ImportError, KeyError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
 
 
 def _declared_eos_ids(*contents: Mapping[str, Any]) -> list[int]:

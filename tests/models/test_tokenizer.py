@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import tokenizers
 
+from tba_jax.models import tokenizer as tokenizer_module
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[2] / ".." / "shared"
@@ -407,3 +409,69 @@ def test_pythia_round_trips_gsm8k(pythia):
     assert len(texts) == 2 * 8792
     back = pythia.batch_decode([pythia.encode(text, add_bos=True) for text in texts])
     assert [(a, b) for a, b in zip(back, texts, strict=True) if a != b] == []
+
+
+EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_a_tokenizer_without_code_is_read_as_transformers_reads_it(name):
+    folder = folders.resolve(f"embedded:{name}")
+    ours = Tokenizer.load(folder)
+    assert isinstance(ours._tokenizer, tokenizer_module._Plain)
+    generation, model = (
+        json.loads((folder / f"{x}.json").read_text()) for x in ("generation_config", "config")
+    )
+    eos_ids = tokenizer_module._declared_eos_ids(generation, model)
+    library = tokenizer_module._of_transformers(folder)
+    theirs = Tokenizer(library, eos_ids, model["vocab_size"])
+    for attribute in ("bos_id", "adds_bos", "eos_ids", "pad_id", "vocab_size", "has_chat_template"):
+        assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
+    assert ours.has_vocabulary_of(theirs) and theirs.has_vocabulary_of(ours)
+    rng = np.random.default_rng(0)
+    letters = [*"0123456789+-=:,.ab \n\u00e9\u4e2d", "<bos>", "<eos>", "<pad>", "<unk>", "<none>"]
+    for _ in range(200):
+        text = "".join(rng.choice(letters, rng.integers(0, 12)))
+        for add_bos in (False, True):
+            ids = ours.encode(text, add_bos)
+            np.testing.assert_array_equal(ids, theirs.encode(text, add_bos))
+        for most in (None, 3):
+            np.testing.assert_array_equal(
+                ours.encode_complete(text, most), theirs.encode_complete(text, most)
+            )
+        # Ids past the tokenizer's own, too.
+        drawn = rng.integers(0, ours.vocab_size + 9, 8)
+        for skip_special in (False, True):
+            for row in (ids, drawn):
+                assert ours.decode(row, skip_special) == theirs.decode(row, skip_special)
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"tokenizer_class": "LlamaTokenizerFast"}),
+        ("tokenizer_config.json", {"add_prefix_space": True}),
+        ("tokenizer_config.json", {"eos_token": "<end>"}),  # is added to the vocabulary
+        ("tokenizer_config.json", {"chat_template": "{{ messages }}"}),
+        ("special_tokens_map.json", {"eos_token": "<eos>"}),
+    ],
+)
+def test_what_transformers_adds_something_to_is_read_by_it(tmp_path, file, change):
+    folder = shutil.copytree(folders.resolve("embedded:start_model"), tmp_path / "model")
+    path = folder / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(content | change))
+    library, settings = (
+        json.loads((folder / name).read_text())
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    )
+    assert not tokenizer_module._says_everything(folder, library, settings)
+
+
+def test_an_embedded_tokenizer_is_loaded_without_transformers():
+    code = (
+        "import sys; from tba_jax.models.tokenizer import Tokenizer\n"
+        "Tokenizer.load('embedded:start_model'); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
