@@ -63,8 +63,9 @@ class Decoder(Compiled):
             params: weights, stacked or in the decoder's layout.
             num_slots: unfinished responses at a time.
             min_slots: when the queue is empty and half the slots are free, their number is halved
-                down to this; None: to an eighth. Set it to num_slots for responses that depend, to
-                the last bit, on nothing but their own prompt, key and settings.
+                down to this; None: to an eighth, and only while a response may take 64 steps more.
+                Set it to num_slots for responses that depend, to the last bit, on nothing but their
+                own prompt, key and settings.
             prefill_prompts: prompts per prefill call (fewer where they are long).
             num_stop_ids: most stop ids of a request; None: as many as eos_ids.
             version: of the weights.

@@ -28,6 +28,9 @@ from tba_jax.models.trees import check_same_tree
 # A prefill call takes at most about this many tokens: enough to be bound by arithmetic on every
 # device, little enough that its attention scores fit beside the cache.
 PREFILL_TOKENS = 8192
+# Fewer slots are another program. Unless told to, a session does not compile one for what is left
+# of responses that end after less than this many steps.
+HALVING_STEPS = 64
 
 
 class _Request(NamedTuple):
@@ -75,6 +78,7 @@ class Session:
         self.decoder = decoder
         self.num_slots = num_slots
         self.min_slots = max(1, num_slots // 8) if min_slots is None else min_slots
+        self._least_left = HALVING_STEPS if min_slots is None else 0
         if is_fed:
             self.min_slots = num_slots  # slots that were dropped do not come back
         self._is_fed = is_fed
@@ -313,13 +317,17 @@ class Session:
 
     def _compact(self) -> None:
         """Halve the slots while the queue is empty and half of them are free."""
-        live = np.flatnonzero(self._slots.is_live)
+        slots = self._slots
+        live = np.flatnonzero(slots.is_live)
+        left = (slots.max_new_tokens - slots.count)[live]
+        if not len(live) or left.max() < self._least_left:
+            return
         size = self.num_slots
         while not self._requests and not self._waiting and len(live) * 2 <= size:
             if size // 2 < max(1, self.min_slots):
                 break
             size //= 2
-        if size == self.num_slots or not len(live):
+        if size == self.num_slots:
             return
         free = np.flatnonzero(~self._slots.is_live)
         rows = np.concatenate([live, free])[:size]

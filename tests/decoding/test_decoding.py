@@ -265,7 +265,7 @@ def test_the_loop_stops_when_every_row_has_ended(params):
     assert len(calls) == 1 + max(lengths)  # one of them is the prefill
 
 
-def test_slots_are_halved_while_the_queue_is_empty(params):
+def test_slots_are_halved_while_the_queue_is_empty(params, monkeypatch):
     decoder = make_decoder(eos_ids=(), chunk_steps=2)
     settings = [SamplingSettings(n) for n in (2, 2, 2, 2, 2, 8, 8, 16)]
     keys = row_keys(KEY, 8)
@@ -281,6 +281,10 @@ def test_slots_are_halved_while_the_queue_is_empty(params):
     halved, statistics = run(1)
     # 2 steps of 8 slots, 6 of 4 (3 live), 8 of 1.
     assert (statistics.steps, statistics.slot_steps) == (16, 2 * 8 + 6 * 4 + 8)
+    # Of its own accord a session compiles nothing for the last few steps.
+    assert run(None)[1].slot_steps == 16 * 8
+    monkeypatch.setattr("tba_jax.decoding.session.HALVING_STEPS", 12)
+    assert run(None)[1].slot_steps == 2 * 8 + 14 * 4
     for index, response in fixed.items():
         np.testing.assert_array_equal(halved[index].tokens, response.tokens)
         np.testing.assert_allclose(halved[index].token_logprobs, response.token_logprobs, atol=1e-5)
