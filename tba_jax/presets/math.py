@@ -41,11 +41,16 @@ PRESETS = {
             "samples_per_prompt": 16,
             "prompts_per_round": 16,
             "max_new_tokens": 16,
-            # One finished round at most waits for the trainer. Here both share two cores, and a
-            # searcher that runs ahead takes time from the trainer (60 steps in 26 s, not 15 s).
-            "outbox_bytes": 8000,
+            # Responses have about seven tokens.
+            "chunk_steps": 4,
         },
-        "replay": {"recency_prob": 0.95, "pace": "trainer", "max_bytes": 256 * 2**20},
+        # Searcher and trainer share two cores: one that runs ahead takes time from the other.
+        "replay": {
+            "recency_prob": 0.95,
+            "pace": "trainer",
+            "max_staleness": 2,
+            "max_bytes": 256 * 2**20,
+        },
         "checkpoint": {"period": 100},
         "eval": {"period": 25, "max_new_tokens": 16, "num_slots": 512},
     },

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _KEPT = 512  # latencies that are remembered
-_SMOOTHING = 0.1  # weight of the newest step in the mean time of a step
+_KEPT_STEPS = 32  # the median of so many counts: some of them compile
 
 
 class Demand(NamedTuple):
@@ -83,6 +83,7 @@ class Admission:
         self._serial = 0
         self._hungry: set[int] = set()
         self._latencies: collections.deque[float] = collections.deque(maxlen=_KEPT)
+        self._steps: collections.deque[float] = collections.deque(maxlen=_KEPT_STEPS)
         self._step_s = 0.0
 
     def admit(self, searcher: int) -> bool:
@@ -123,8 +124,8 @@ class Admission:
     def note_step(self, seconds: float) -> None:
         """A step of the trainer took as long, waiting for data not counted."""
         with self._lock:
-            old = self._step_s or seconds
-            self._step_s = old + _SMOOTHING * (seconds - old)
+            self._steps.append(seconds)
+            self._step_s = _quantile(sorted(self._steps), 0.5)
 
     @property
     def limit(self) -> float:

@@ -302,6 +302,12 @@ class ReplayBuffer:
         """What became of the searchers' work, counted; to be read only."""
         return self._contents.economy
 
+    @property
+    def num_untouched_groups(self) -> int:
+        """Of `num_fresh_groups` those of which nothing was drawn yet."""
+        with self._lock:
+            return self._contents.fresh.num_untouched
+
     def warnings(self) -> list[str]:
         """What is wasted or biased so far, and what to change; a sentence each."""
         with self._lock:

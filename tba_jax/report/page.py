@@ -273,7 +273,25 @@ def _ledger(run: Run) -> str:
             f" {ledger['trained_unique']:,} of them were trained on, {often:.1f} times each "
             "on average."
         )
-    return _section("Where every response went", f"<p>{_e(balance + uses)}</p>{table}")
+    text = f"<p>{_e(balance + uses + _economy(run.report.get('economy') or {}))}</p>"
+    warnings = "".join(
+        f'<p class="notice">{_e(sentence[:1].upper() + sentence[1:])}.</p>'
+        for sentence in (run.report.get("economy") or {}).get("warnings", [])
+    )
+    return _section("Where every response went", f"{text}{warnings}{table}")
+
+
+def _economy(told: Mapping[str, Any]) -> str:
+    """What of the searchers' work was trained on, and whether that is a fair part of it."""
+    if told.get("trained_share") is None:
+        return ""
+    text = (
+        f" Of the groups whose turn is over {percent(told['trained_share'])} were trained on when "
+        f"they were new; the lengths of what was trained have the mean rank "
+        f"{told['length_rank']:.2f} among all (0.5 is unbiased), and "
+        f"{percent(told['effective_m'])} of the slots drew the newest data"
+    )
+    return text + (f", {percent(told['late_share'])} of it late." if told["late_share"] else ".")
 
 
 def _changes(run: Run) -> list[tuple[str, str]]:

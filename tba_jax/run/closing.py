@@ -16,6 +16,8 @@ import numpy as np
 
 from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, difference, flatten
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.economy import Economy
 from tba_jax.report.writers import jsonable
 from tba_jax.run.run import Run
 
@@ -28,6 +30,7 @@ def host_counts(run: Run) -> dict[str, Any]:
             "generated": sum(outbox.counts.generated for outbox in run.search.outboxes),
             "outbox": sum(outbox.counts.pending for outbox in run.search.outboxes),
         },
+        "economy": {**run.buffer.economy.state(), "waiting": run.buffer.num_untouched_groups},
         "decoded": sum(s.decoded_tokens for s in run.search.searchers),
         "searcher_idle_s": [s.idle_s for s in run.search.searchers],
         "staleness_counts": sorted(run.trainer.counters.staleness_counts.items()),
@@ -88,6 +91,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         },
         "staleness": staleness_summary(staleness),
         "ledger": add_up([host["ledger"] for host in hosts]),
+        "economy": economy_summary([host["economy"] for host in hosts], run.config.replay),
         "sync": {
             "count": len(trainer.counters.sync_s),
             "mean_s": sum(trainer.counters.sync_s) / max(1, len(trainer.counters.sync_s)),
@@ -140,6 +144,23 @@ def _samples(run: Run) -> list[dict[str, Any]]:
         }
         for prompt, old, old_reward, new, new_reward in shown
     ]
+
+
+def economy_summary(hosts: Sequence[Mapping[str, Any]], settings: ReplaySettings) -> dict[str, Any]:
+    """What became of the searchers' work, over all hosts, with what to change about it.
+
+    Args:
+        hosts: `Economy.state` of each, and under `waiting` its groups of which nothing was drawn.
+        settings: of the buffer.
+    """
+    states = [{k: v for k, v in host.items() if k != "waiting"} for host in hosts]
+    total = Economy.added(states)
+    waiting = sum(host["waiting"] for host in hosts)
+    figures = total.stats(waiting, settings.max_staleness)
+    return {
+        **{name.removeprefix("buffer/"): value for name, value in figures.items()},
+        "warnings": total.warnings(waiting, settings),
+    }
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:

@@ -10,6 +10,7 @@ StepPlan, while merges and evaluations are each host's own.
 """
 
 import faulthandler
+import math
 import os
 import sys
 import time
@@ -25,9 +26,9 @@ from tba_jax.train.objectives.registry import make_objective
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
-# What searchers take is judged after as many steps, the first of which compile, and worth a word
-# where more than this share of the responses comes too late.
-LATENCY_STEPS = 20
+# After as many steps, the first of which compile, a run says what it wastes; that responses come
+# too late is worth a word where more than this share of them does.
+WARN_AFTER = 25
 LATE_SHARE = 0.05
 # Time that the threads of a failed run get to end their current step.
 STOP_S = 10.0
@@ -252,6 +253,21 @@ def make_searches(run: Run, admission: Admission) -> list[ContinuousSearch]:
     ]
 
 
+def early_warnings(run: Run, admission: Admission) -> list[str]:
+    """What is wasted, biased or late so far, and what to change; a sentence each."""
+    lines = run.buffer.warnings()
+    bound, latency = run.config.replay.max_staleness, admission.latency()
+    if bound and latency is not None and latency.late_share > LATE_SHARE:
+        fate = "dropped" if run.config.replay.late == "drop" else "trained on, and counted late"
+        lines.append(
+            f"replay.max_staleness={bound} cannot be met by {latency.late_share:.0%} of the "
+            f"responses, which are {fate}: they take {latency.mean_steps:.1f} steps of "
+            f"{latency.step_s:.2f} s (95 % of them {latency.p95_steps:.1f} or less); "
+            f"{latency.feasible} is the least bound that 95 % can meet"
+        )
+    return lines
+
+
 def _step_of(run: Run, search: ContinuousSearch) -> Callable[[], bool]:
     """What a searcher's thread does; the first one's evaluates, with the weights it has."""
     if search.searcher is not run.search.searchers[0]:
@@ -275,7 +291,7 @@ class _AsyncLoop:
         self._searches = searches
         self._admission = admission
         self._num_merged = 0
-        self._is_warned = False
+        self._warn_at: float = run.trainer.step_index + WARN_AFTER
         self._stop = stop
         self._watchdog = watchdog
         self._count_idle = count_idle
@@ -384,18 +400,10 @@ class _AsyncLoop:
             num_merged=self._num_merged - merged,
             num_fresh=self._run.buffer.num_fresh_groups,
         )
-        bound = self._run.config.replay.max_staleness
-        latency = self._admission.latency() if bound and not self._is_warned else None
-        if latency is not None and trainer.step_index >= LATENCY_STEPS:
-            self._is_warned = True
-            if latency.late_share > LATE_SHARE:
-                self._run.logs.progress.note(
-                    f"replay.max_staleness={bound} cannot be met by "
-                    f"{latency.late_share:.0%} of the responses: they take "
-                    f"{latency.mean_steps:.1f} steps of {latency.step_s:.2f} s (95 % of them "
-                    f"{latency.p95_steps:.1f}), so {latency.feasible} is the least bound that 95 % "
-                    "can meet"
-                )
+        if trainer.step_index >= self._warn_at:
+            self._warn_at = math.inf
+            for line in early_warnings(self._run, self._admission):
+                self._run.logs.progress.note(line)
 
     def _slot_use(self) -> dict[str, float]:
         """Share of the decode slots in use since this was asked last."""
