@@ -188,6 +188,13 @@ def fake_workdir(
     facts = {
         "name": "math/arithmetic",
         "seed": 0,
+        "economy": {
+            "trained_share": 0.62,
+            "length_rank": 0.41,
+            "effective_m": 0.5,
+            "late_share": 0.125,
+            "warnings": ["only 62% of the groups that were merged have been trained on: use <less>"],
+        },
         "driver": "async",
         "eval": {
             "before": measured[0] if measured else None,

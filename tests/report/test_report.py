@@ -319,3 +319,11 @@ def test_column_skips_nulls_and_staleness_sums_up():
 def test_no_global_matplotlib_state(full):
     assert "matplotlib.figure" in sys.modules
     assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_the_page_says_what_became_of_the_searchers_work(full):
+    text = Page(full[1]).text
+    assert "Of the groups whose turn is over 62.0 % were trained on when they were new" in text
+    assert "mean rank 0.41 among all (0.5 is unbiased), and 50.0 % of the slots drew" in text
+    assert "newest data, 12.5 % of it late." in text
+    assert "Only 62% of the groups that were merged have been trained on: use <less>." in text

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closing figures: what hosts counted apart is one figure of the run."""
+
+import json
+import types
+
+from fake_rounds import distinct_responses, make_buffer, make_commit
+
+from tba_jax.config.schema import make_config
+from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.run.closing import economy_summary
+from tba_jax.run.drivers import early_warnings
+
+
+def host(num_prompts, num_batches, **settings):
+    """A buffer with one merge of so many prompts, and so many batches of one of them."""
+    buffer = make_buffer(recency_prob=1.0, **settings)
+    responses = {i: distinct_responses(2) for i in range(num_prompts)}
+    buffer.merge([make_commit(responses)], 0)
+    for step in range(num_batches):
+        buffer.sample(1, 2, step)
+    return buffer
+
+
+def record(buffer):
+    return {**buffer.economy.state(), "waiting": buffer.num_untouched_groups}
+
+
+def test_the_economy_of_hosts_is_added_up():
+    hosts = [record(host(4, 3)), record(host(6, 1))]
+    found = economy_summary(json.loads(json.dumps(hosts)), ReplaySettings(recency_prob=1.0))
+    # Of 10 groups 4 were trained on and 6 wait for their turn.
+    assert found["trained_share"] == 1.0 and found["effective_m"] == 1.0
+    assert (found["length_rank"], found["late_share"], found["warnings"]) == (0.5, 0.0, [])
+    lost = [{**each, "waiting": 0} for each in hosts]
+    assert economy_summary(lost, ReplaySettings())["trained_share"] == 0.4
+
+
+def test_a_run_says_what_it_wastes_and_which_bound_its_latencies_allow():
+    buffer = host(4, 25)
+    config = make_config({"replay.max_staleness": 2, "replay.pace": "trainer"})
+    run = types.SimpleNamespace(buffer=buffer, config=config)
+    admission = Admission(Demand(2, 1.0, 2, 1), [0])
+    # 25 slots, and only four groups were new.
+    (short,) = early_warnings(run, admission)
+    assert short.startswith("0.16 of the slots are drawn from the newest data")
+    admission.note_step(2.0)
+    for _ in range(4):
+        admission.admit(0)
+        admission.commit(0, 9.0)
+    _, late = early_warnings(run, admission)
+    assert late == (
+        "replay.max_staleness=2 cannot be met by 100% of the responses, which are trained on, and "
+        "counted late: they take 4.5 steps of 2.00 s (95 % of them 4.5 or less); 6 is the least "
+        "bound that 95 % can meet"
+    )
