@@ -92,7 +92,7 @@ class ReplayBuffer:
             fill = self._fresh_fill(num_prompts, group_size)
             num_fresh = self._contents.fresh.count(fill)
             if self._recycles and num_fresh < num_prompts:
-                again = self._contents.newest.ids()
+                again = self._contents.recent.ids()
                 if fill:
                     num_fresh = num_prompts if again else num_fresh
                 else:
@@ -115,7 +115,7 @@ class ReplayBuffer:
         and, when that runs out, of older ones of the fresh window; with `max_staleness` of all
         merges, oldest version first. (With fewer prompts than slots, as in a task of one prompt:
         once for every K of its responses that are unused.) With `recycle_fresh` a prompt of the
-        newest merge is drawn again where nothing is unused. Replay: a prompt of a running shuffle
+        newest merges is drawn again where nothing is unused. Replay: a prompt of a running shuffle
         of all prompts, its responses drawn by `response_log_weights`. No prompt comes twice in a
         batch unless there are fewer prompts than slots. With fewer than `group_size` responses all
         of them are taken and the rest are repeats.
@@ -150,7 +150,7 @@ class ReplayBuffer:
                 fresh.append(draw)
             replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
             contents, economy = self._contents, self._contents.economy
-            for pool in (contents.replay, contents.fresh, contents.newest):
+            for pool in (contents.replay, contents.fresh, contents.recent):
                 pool.give_back()
             num_short += sum(plan) - len(fresh)
             contents.ledger.counters["fresh_short"] += num_short
@@ -193,7 +193,7 @@ class ReplayBuffer:
         return len(store) > 0
 
     def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
-        """A fresh slot, of a group that waits or, recycled, of the newest merge."""
+        """A fresh slot, of a group that waits or, recycled, of the newest merges."""
         contents, economy = self._contents, self._contents.economy
         found = contents.fresh.draw(self._rng, taken, fill)
         if found is not None:
@@ -201,10 +201,10 @@ class ReplayBuffer:
             economy.unused_slots += 1
             economy.trained_groups += is_first
         elif self._recycles:
-            merged = contents.newest.step
-            prompt_id = contents.newest.draw(self._rng, () if fill else taken)
-            if prompt_id is None:
+            again = contents.recent.draw(self._rng, () if fill else taken)
+            if again is None:
                 return None
+            merged, prompt_id = again
             economy.recycled_slots += 1
             contents.ledger.counters["fresh_recycled"] += 1
         else:

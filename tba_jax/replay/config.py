@@ -23,7 +23,7 @@ class ReplaySettings(Section):
     )
     recycle_fresh: bool = field(
         False,
-        "with pace=off a slot short of fresh data draws a prompt of the newest merge again and "
+        "with pace=off a slot short of fresh data draws a prompt of the newest merges again and "
         "stays fresh; replay only where no other is left",
     )
     deduplicate: bool = field(

@@ -19,7 +19,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group, Trajectory
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
-from tba_jax.replay.fresh import FreshGroups, NewestMerge
+from tba_jax.replay.fresh import FreshGroups, RecentMerges
 from tba_jax.replay.ledger import Ledger
 from tba_jax.replay.prompt_pool import PromptPool
 from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, OrderField, TrajectoryStore
@@ -35,7 +35,7 @@ class Contents:
         store: the rows.
         replay: the prompts of the store, for the epoch-style draws.
         fresh: groups that wait to be drawn.
-        newest: what the newest merge brought.
+        recent: what the newest merges brought.
         ledger, economy: the counts.
     """
 
@@ -48,7 +48,7 @@ class Contents:
         self.store = TrajectoryStore(unites=self._unites)
         self.replay = PromptPool()
         self.fresh = FreshGroups(self._num_merges)
-        self.newest = NewestMerge()
+        self.recent = RecentMerges()
         self.ledger = Ledger()
         self.economy = Economy()
         self._next_id = 0
@@ -125,7 +125,7 @@ class Contents:
                     continue
             if self.store.insert(group.prompt, y, row_id=self._next_id, merged=step):
                 self._next_id += 1
-                self.newest.add(step, prompt_id)
+                self.recent.add(step, prompt_id)
                 self.replay.add(prompt_id)
             else:
                 self.ledger.counters["united"] += 1
@@ -169,7 +169,7 @@ class Contents:
         if unused:
             self.fresh.lose(row[MERGED], row[PROMPT_ID], min(gone, unused))
         if gone == row[COUNT]:
-            self.newest.lose(row[MERGED], row[PROMPT_ID])
+            self.recent.lose(row[MERGED], row[PROMPT_ID])
         if row[PROMPT_ID] not in self.store:
             self.replay.discard(row[PROMPT_ID])
 
@@ -216,7 +216,7 @@ class Contents:
                 **meta,
                 "replay_left": self.replay.num_left,
                 **self.fresh.state(),
-                "newest": self.newest.state(),
+                "recent": self.recent.state(),
                 **self.ledger.state(),
                 "economy": self.economy.state(),
                 "next_id": self._next_id,
@@ -228,9 +228,9 @@ class Contents:
         self.store = TrajectoryStore.restored(arrays, meta, unites=self._unites)
         self.replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
         self.fresh = FreshGroups.restored(self._num_merges, meta)
-        is_newest = arrays["row_merged"] == meta["newest"]["step"]
-        rows = collections.Counter(arrays["row_prompt_id"][is_newest].tolist())
-        self.newest = NewestMerge.restored(meta["newest"], rows)
+        merged = arrays["row_merged"].tolist()
+        rows = collections.Counter(zip(merged, arrays["row_prompt_id"].tolist(), strict=True))
+        self.recent = RecentMerges.restored(meta["recent"], rows)
         self.ledger.restore(meta)
         self.economy = Economy.restored(meta["economy"])
         self._next_id = meta["next_id"]

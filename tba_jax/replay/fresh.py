@@ -8,12 +8,15 @@ as there are enough prompts for a batch; and what was used is not fresh.
 
 import bisect
 import collections
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.replay.prompt_pool import PromptPool
+
+KEPT_MERGES = 8
+"""Merges that can be drawn again; a batch of so many merges' prompts has data not far from new."""
 
 
 class _Group:
@@ -243,59 +246,87 @@ class FreshGroups:
         return groups
 
 
-class NewestMerge:
-    """Prompts with stored responses of the newest merge, drawn or not: what can be drawn again."""
+class _Merge:
+    """Prompts with stored responses of one merge, drawn or not."""
+
+    def __init__(self, rows: Mapping[int, int], pool: PromptPool) -> None:
+        self.rows = dict(rows)  # of each prompt
+        self.pool = pool
+
+
+class RecentMerges:
+    """Prompts with stored responses of the newest merges: what can be drawn again.
+
+    Where searchers bring less than a batch, a batch holds all that the newest merge brought, and
+    what is drawn again is of the merges before it, newest first.
+    """
 
     def __init__(self) -> None:
-        self.step = -1
-        self._rows: dict[int, int] = {}  # of each prompt
-        self._pool = PromptPool()
+        self._merges: dict[int, _Merge] = {}  # by their step, ascending; KEPT_MERGES at most
 
     def add(self, merged: int, prompt_id: int) -> None:
-        """A row of this merge was stored; a newer merge replaces the one before."""
-        if merged > self.step:
-            self.step, self._rows, self._pool = merged, {}, PromptPool()
-        self._rows[prompt_id] = self._rows.get(prompt_id, 0) + 1
-        self._pool.add(prompt_id)
+        """A row of the newest merge was stored."""
+        merge = self._merges.get(merged)
+        if merge is None:
+            merge = self._merges[merged] = _Merge({}, PromptPool())
+            if len(self._merges) > KEPT_MERGES:
+                del self._merges[next(iter(self._merges))]
+        merge.rows[prompt_id] = merge.rows.get(prompt_id, 0) + 1
+        merge.pool.add(prompt_id)
 
     def lose(self, merged: int, prompt_id: int) -> None:
         """A row was removed."""
-        if merged != self.step:
+        merge = self._merges.get(merged)
+        if merge is None:
             return
-        self._rows[prompt_id] -= 1
-        if not self._rows[prompt_id]:
-            del self._rows[prompt_id]
-            self._pool.discard(prompt_id)
+        merge.rows[prompt_id] -= 1
+        if not merge.rows[prompt_id]:
+            del merge.rows[prompt_id]
+            merge.pool.discard(prompt_id)
 
-    def ids(self) -> Collection[int]:
+    def ids(self) -> set[int]:
         """Those prompts."""
-        return self._pool.ids
+        return {prompt_id for merge in self._merges.values() for prompt_id in merge.rows}
 
-    def draw(self, rng: np.random.Generator, taken: Collection[int]) -> int | None:
-        """A prompt that is not in the batch; all come before one comes again."""
-        prompt_id = self._pool.draw(rng, taken)
-        if prompt_id is None:
-            self._pool.recycle()
-            prompt_id = self._pool.draw(rng, taken)
-        return prompt_id
+    def draw(self, rng: np.random.Generator, taken: Collection[int]) -> tuple[int, int] | None:
+        """(step of the merge, prompt) of one that is not in the batch, of the newest that has one.
+
+        All prompts of a merge come before one comes again.
+        """
+        for merged, merge in reversed(self._merges.items()):
+            prompt_id = merge.pool.draw(rng, taken)
+            if prompt_id is None:
+                merge.pool.recycle()
+                prompt_id = merge.pool.draw(rng, taken)
+            if prompt_id is not None:
+                return merged, prompt_id
+        return None
 
     def give_back(self) -> None:
         """The batch is complete: what its draws set aside can be drawn again."""
-        self._pool.give_back()
+        for merge in self._merges.values():
+            merge.pool.give_back()
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> list[dict[str, Any]]:
         """JSON-compatible."""
-        return {"step": self.step, "ids": list(self._pool.ids), "left": self._pool.num_left}
+        return [
+            {"step": merged, "ids": list(merge.pool.ids), "left": merge.pool.num_left}
+            for merged, merge in self._merges.items()
+        ]
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any], rows: Mapping[int, int]) -> "NewestMerge":
+    def restored(
+        cls, state: Sequence[Mapping[str, Any]], rows: Mapping[tuple[int, int], int]
+    ) -> "RecentMerges":
         """What `state` described.
 
         Args:
             state: that.
-            rows: stored rows of that merge, by prompt.
+            rows: stored rows by merge and prompt.
         """
-        newest = cls()
-        newest.step, newest._rows = state["step"], dict(rows)
-        newest._pool = PromptPool(state["ids"], state["left"])
-        return newest
+        recent = cls()
+        for entry in state:
+            step, ids = entry["step"], entry["ids"]
+            own = {prompt_id: rows[step, prompt_id] for prompt_id in ids}
+            recent._merges[step] = _Merge(own, PromptPool(ids, entry["left"]))
+        return recent

@@ -10,7 +10,7 @@ each host's ledger adds up by itself.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,9 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.economy import Economy
+from tba_jax.replay.fresh import KEPT_MERGES
 from tba_jax.replay.outbox import Outbox
-from tba_jax.replay.store import COUNT, FIELDS, ID, SETTINGS, VERSION
+from tba_jax.replay.store import COUNT, FIELDS, ID, MERGED, SETTINGS, VERSION
 from tba_jax.run.host_state import HostState
 
 # Of one prompt: its rows, their tokens, their log-probs and reward parts.
@@ -204,6 +205,7 @@ def _divide_buffers(
     num_stored = sum(row[COUNT] for row, _, _ in listed)
     counters["generated"] = num_stored + gone + sum(rejected.values())
     merges, fresh = _fresh(metas, keep)
+    stored = {(row[MERGED], prompt_id) for prompt_id in order for row, _, _ in responses[prompt_id]}
     return arrays, {
         "prompts": prompt_meta,
         "settings": table.to_json(),
@@ -212,7 +214,7 @@ def _divide_buffers(
         "replay_left": len(left),
         "merges": merges,
         "fresh": fresh,
-        "newest": _newest(metas, set(order)),
+        "recent": _recent(metas, stored),
         "plan": None,
         "counters": counters,
         "rejected": rejected,
@@ -289,17 +291,27 @@ def _fresh(
     return merges, list(fresh.values())
 
 
-def _newest(metas: Sequence[Mapping[str, Any]], stored: set[int]) -> dict[str, Any]:
-    """Prompts of the newest merge, as `NewestMerge` has them."""
-    step = max(meta["newest"]["step"] for meta in metas)
-    left: dict[int, None] = {}
-    drawn: dict[int, None] = {}
-    for newest in (meta["newest"] for meta in metas if meta["newest"]["step"] == step):
-        for position, prompt_id in enumerate(newest["ids"]):
-            if prompt_id in stored:
-                (left if position < newest["left"] else drawn)[prompt_id] = None
-    again = [prompt_id for prompt_id in drawn if prompt_id not in left]
-    return {"step": step, "ids": [*left, *again], "left": len(left)}
+def _recent(
+    metas: Sequence[Mapping[str, Any]], stored: Collection[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """Prompts of the newest merges, as `RecentMerges` has them.
+
+    Args:
+        metas: of the buffers.
+        stored: (step of the merge, prompt) of every row that is kept.
+    """
+    steps = sorted({entry["step"] for meta in metas for entry in meta["recent"]})[-KEPT_MERGES:]
+    found = []
+    for step in steps:
+        left: dict[int, None] = {}
+        drawn: dict[int, None] = {}
+        for entry in (e for meta in metas for e in meta["recent"] if e["step"] == step):
+            for position, prompt_id in enumerate(entry["ids"]):
+                if (step, prompt_id) in stored:
+                    (left if position < entry["left"] else drawn)[prompt_id] = None
+        again = [prompt_id for prompt_id in drawn if prompt_id not in left]
+        found.append({"step": step, "ids": [*left, *again], "left": len(left)})
+    return found
 
 
 def _economy(

@@ -13,7 +13,8 @@ from fake_rounds import (
     stored,
 )
 
-from tba_jax.replay.fresh import FreshGroups
+from tba_jax.flow.state import PartState
+from tba_jax.replay.fresh import KEPT_MERGES, FreshGroups
 
 
 def fresh_prompts(draws):
@@ -156,21 +157,36 @@ def test_a_long_queue_costs_a_draw_no_more_than_a_short_one():
 # --- drawn again ---------------------------------------------------------------------------------
 
 
-def test_a_short_fresh_slot_draws_the_newest_merge_again():
+def test_a_short_fresh_slot_draws_the_newest_merges_again():
     buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
     buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
     newest = {p: distinct_responses(2) for p in (1, 2, 3)}
     buffer.merge([make_commit(newest, version=1, round=1)], 1)
     assert sorted(fresh_prompts(buffer.sample(2, 2, 1))) != []
-    # One prompt is unused; the two others come again, and then it is replay's turn.
+    # One prompt is unused; the two others come again, and then one of the merge before.
     draws = buffer.sample(4, 2, 1)
-    assert sorted(fresh_prompts(draws)) == [1, 2, 3]
-    assert sum(not d.is_fresh for d in draws) == 1
-    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (2, 1)
+    assert [p for p in sorted(fresh_prompts(draws)) if p < 10] == [1, 2, 3]
+    assert all(d.is_fresh for d in draws)
+    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (3, 0)
     # Every prompt comes as often.
     again = [p for _ in range(6) for p in fresh_prompts(buffer.sample(2, 2, 1))]
     assert {again.count(p) for p in (1, 2, 3)} == {4}
-    assert buffer.stats()["buffer/effective_m"] == 17 / 18
+    assert buffer.stats()["buffer/effective_m"] == 1.0
+
+
+def test_what_can_be_drawn_again_does_not_reach_far_back():
+    """Nine merges of a prompt each: of the oldest nothing is newest data."""
+    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
+    for step in range(KEPT_MERGES + 1):
+        buffer.merge([make_commit({step: distinct_responses(2)}, version=step, round=step)], step)
+    draws = buffer.sample(KEPT_MERGES + 1, 2, KEPT_MERGES)
+    assert [d.prompt.prompt_id for d in draws if not d.is_fresh] == [0]
+    assert buffer.ledger()["fresh_short"] == 1
+    arrays, meta = json_snapshot(buffer)
+    other = make_buffer(seed=3, recency_prob=1.0, recycle_fresh=True)
+    other.restore(PartState(arrays, meta))
+    for _ in range(3):
+        assert drawn(buffer.sample(5, 2, KEPT_MERGES)) == drawn(other.sample(5, 2, KEPT_MERGES))
 
 
 def test_a_waiting_trainer_recycles_nothing():
@@ -198,10 +214,10 @@ def test_hosts_offer_what_can_be_drawn_again():
     buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
     buffer.merge([make_commit({p: distinct_responses(2) for p in (1, 2, 3)}, version=1)], 1)
     buffer.sample(2, 2, 1, num_fresh=2)
-    assert buffer.supply(8, 2, 1) == (True, 3)
+    assert buffer.supply(8, 2, 1) == (True, 13)
     draws = buffer.sample(8, 2, 1, num_fresh=3, num_short=2)
     assert [d.is_fresh for d in draws] == [True] * 3 + [False] * 5
-    assert len(set(prompts_of(draws))) == 8
+    assert sorted(fresh_prompts(draws)) == [1, 2, 3] and len(set(prompts_of(draws))) == 8
     assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (2, 2)
 
 

@@ -192,9 +192,10 @@ def test_the_newest_merge_can_be_drawn_again_after_a_division():
     buffer.sample(2, 2, 7)
     assert (buffer.num_fresh_groups, buffer.ledger()["fresh_recycled"]) == (0, 0)
     draws = buffer.sample(3, 2, 7)
-    # The third round of both searchers came at step 7, to prompts 4 and 5.
-    assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {4, 5}
-    assert buffer.ledger()["fresh_recycled"] == 2
+    # The third round of both searchers came at step 7, to prompts 4 and 5; then the one before.
+    again = {d.prompt.prompt_id for d in draws if d.is_fresh}
+    assert {4, 5} < again and len(again) == 3
+    assert buffer.ledger()["fresh_recycled"] == 3
 
 
 def test_owner_is_the_host_of_the_searcher_that_owns_the_prompt():
