@@ -37,11 +37,12 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from jax.sharding import Mesh
 
     from tba_jax.devices.site import Site
+    from tba_jax.evaluation.evaluator import Station
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.run.evaluating import make_evaluator, make_metrics
+    from tba_jax.run.evaluating import make_evaluator, make_judging
     from tba_jax.run.modeling import decoder_weights, make_decoder, start_weights
     from tba_jax.run.placing import reading_mesh
-    from tba_jax.run.rewarding import make_gold, make_rewards, make_task
+    from tba_jax.run.rewarding import make_gold, make_grader, make_rewards, make_task
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -56,16 +57,18 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
 
     @functools.cache
-    def start_params() -> Any:
+    def start_params(_: Site) -> Any:
         return start_weights(config, model_config, source, site.mesh)
 
     rewards = make_rewards(config, task, tokenizer, [site])
     gold = None
     try:
         gold = make_gold(config, task, tokenizer, site)
-        metrics = make_metrics(config, tokenizer, model_config, gold, start_params)
+        judging = make_judging(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, site)
-        evaluator = make_evaluator(config, task, tokenizer, decoder, rewards, metrics)
+        grader = make_grader(task, tokenizer, rewards)
+        station = Station(decoder, grader, *judging.measures)
+        evaluator = make_evaluator(config, task, tokenizer, [station], judging.metrics)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)

@@ -82,7 +82,7 @@ class Decoder(Compiled):
         prompts: Sequence[np.ndarray],
         *,
         num_samples: int,
-        key: Array,
+        key: Array | np.ndarray,
         settings: SamplingSettings,
         num_slots: int | None = None,
         min_slots: int | None = None,
@@ -95,7 +95,8 @@ class Decoder(Compiled):
             params: weights, on the devices to run on.
             prompts: p rows of token ids, each at least one token long.
             num_samples: S.
-            key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j).
+            key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j). Or uint32
+                [p S 2], the key data of each sample (`row_keys`).
             settings: how to draw.
             num_slots: unfinished responses at a time; None: all.
             min_slots: as in `session`.
@@ -118,7 +119,7 @@ class Decoder(Compiled):
             num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
             version=version,
         )
-        keys = row_keys(key, p * k).reshape(p, k, 2)
+        keys = key if isinstance(key, np.ndarray) else row_keys(key, p * k).reshape(p, k, 2)
         for i, (prompt, own) in enumerate(zip(prompts, keys, strict=True)):
             session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
         out = Decoded(

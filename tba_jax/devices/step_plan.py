@@ -46,11 +46,14 @@ class Offer(NamedTuple):
         is_ready: its buffer can fill its slots of a batch, fresh or not.
         num_fresh: prompts with unused fresh responses; counted until they fill its slots.
         wants_stop: it was interrupted.
+        evaluated: newest version of which its share of the evaluation is done and not collected;
+            -1: none.
     """
 
     is_ready: bool
     num_fresh: int
     wants_stop: bool
+    evaluated: int = -1
 
 
 class StepPlan(NamedTuple):
@@ -64,6 +67,8 @@ class StepPlan(NamedTuple):
         num_fresh: fresh slots of each host's share of the batch; () with one host, whose buffer
             decides by itself.
         num_short: slots of the whole batch that should have been fresh and are replay slots.
+        collect: newest version that all hosts have done their share of evaluating: the shares of
+            all up to it are put together now; -1: none.
     """
 
     wait: bool
@@ -72,6 +77,7 @@ class StepPlan(NamedTuple):
     save: bool
     num_fresh: tuple[int, ...] = ()
     num_short: int = 0
+    collect: int = -1
 
 
 def share_out(total: int, available: Sequence[int]) -> tuple[int, ...]:
@@ -154,13 +160,15 @@ class Planner:
             return self.decide(step, [offer])
 
         def decide(offers: Int[np.ndarray, "h n"]) -> Int[np.ndarray, " m"]:
-            plan = self.decide(step, [Offer(bool(r), int(n), bool(s)) for r, n, s in offers])
-            return np.array([*plan[:4], plan.num_short, *plan.num_fresh], np.int32)
+            plan = self.decide(
+                step, [Offer(bool(r), int(n), bool(s), int(v)) for r, n, s, v in offers]
+            )
+            return np.array([*plan[:4], plan.num_short, plan.collect, *plan.num_fresh], np.int32)
 
         decided = self._hosts.decide(np.array(offer, np.int32), decide).tolist()
-        flags, num_short, num_fresh = decided[:4], decided[4], decided[5:]
+        flags, (num_short, collect), num_fresh = decided[:4], decided[4:6], decided[6:]
         wait, stop, sync, save = map(bool, flags)
-        return StepPlan(wait, stop, sync, save, tuple(num_fresh), num_short)
+        return StepPlan(wait, stop, sync, save, tuple(num_fresh), num_short, collect)
 
     def decide(self, step: int, offers: Sequence[Offer]) -> StepPlan:
         """The decision itself, from all hosts' offers: what runs on process 0."""
@@ -184,6 +192,7 @@ class Planner:
             save=bool(period) and done % period == 0,
             num_fresh=num_fresh,
             num_short=num_short,
+            collect=min(offer.evaluated for offer in offers),
         )
 
     def agree_on_shape(self, lengths: Sequence[int]) -> tuple[int, ...]:

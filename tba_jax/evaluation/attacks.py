@@ -49,8 +49,8 @@ def attack_metrics(embedder: "SentenceEmbedder | None" = None) -> MetricFunction
 
     def measure(responses: Responses) -> Mapping[str, float]:
         toxicity = np.nan_to_num(np.array(responses.parts["toxicity"], np.float64).reshape(-1))
-        lengths = responses.decoded.lengths.reshape(-1)
-        tokens = responses.decoded.tokens.reshape(len(lengths), -1)
+        lengths = responses.lengths.reshape(-1)
+        tokens = responses.tokens.reshape(len(lengths), -1)
         attacks = [row[:n] for row, n in zip(tokens, lengths.tolist(), strict=True)]
         texts = [text for row in responses.texts for text in row]
         succeeds = toxicity > SUCCESS_TOXICITY

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a policy: responses to the task's evaluation split, graded and measured.
 
-It uses the decoder and the reward source that training uses, at one pinned policy version. It does
-not know whether a trainer is running, nor what a task counts as good: it reports the mean reward,
-pass@k where that is the task's headline, and whatever the metric functions it is given return.
-Invariant: the same weights give the same figures, because every call draws from the same key.
+It uses the decoder and the reward source that training uses, at one pinned policy version. What
+needs weights or rewards is done part by part, wherever these weights are; figures are made of all
+parts together. It does not know whether a trainer is running, who does which part, nor what a task
+counts as good: it reports the mean reward, pass@k where that is the task's headline, and whatever
+the metric functions it is given return. Invariant: the same weights give the same figures, because
+a problem draws from the same key in every call, and parts do not depend on how many do them.
 """
 
 import math
@@ -14,36 +16,71 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import Decoded, Decoder
+from tba_jax.decoding.engine import Decoded, Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader, Grades
+from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import part_means
 
 
 class Responses(NamedTuple):
-    """What a metric function gets: the responses of one evaluation, and what was made of them.
+    """Responses to p prompts, n to each, and what was made of them.
 
     Attributes:
-        params: the weights that were evaluated, in the decoder's layout, on its device.
         prompts: p prompts.
-        decoded: tokens [p n t], lengths [p n] and so on; n = samples per prompt.
+        tokens: int32 [p n t], padded.
+        lengths: int [p n], tokens of each response, end-of-sequence included.
+        has_eos: bool [p n], False where the length limit cut the response.
         texts: n response texts per prompt.
         rewards: n rewards per prompt, None where one could not be computed.
         parts: name -> n values per prompt, what the reward source reports beside the rewards.
+        measured: name -> values per prompt, of the measures.
     """
 
-    params: Any
     prompts: Sequence[Prompt]
-    decoded: Decoded
+    tokens: np.ndarray
+    lengths: np.ndarray
+    has_eos: np.ndarray
     texts: list[list[str]]
     rewards: list[list[float | None]]
     parts: Mapping[str, list[list[float]]]
+    measured: Mapping[str, list[list[float]]] = {}
 
 
-# Named floats made of one evaluation, e.g. {"win_rate": 0.61}.
+# What needs the weights or another judge, part by part: the weights evaluated, in the decoder's
+# layout, and the responses of a part -> name and values per prompt, to be found in `measured`.
+Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
+
+# Named floats made of all responses of one evaluation, e.g. {"win_rate": 0.61}.
 MetricFunction = Callable[[Responses], Mapping[str, float]]
+
+
+class Part(NamedTuple):
+    """Responses to some of the prompts, as they travel between devices, threads and processes.
+
+    Attributes:
+        first: number of its first prompt; the others follow.
+        tokens, has_eos, texts, rewards, parts, measured: as in `Responses`, as lists.
+        is_first_kind: whether a response is of the task's first kind.
+    """
+
+    first: int
+    tokens: list[list[list[int]]]
+    has_eos: list[list[bool]]
+    texts: list[list[str]]
+    rewards: list[list[float | None]]
+    parts: Mapping[str, list[list[float]]]
+    is_first_kind: list[list[bool]]
+    measured: Mapping[str, list[list[float]]]
+
+
+class Station(NamedTuple):
+    """What evaluates on one set of devices: decoder, grader, and measures."""
+
+    decoder: Decoder
+    grader: Grader
+    measures: tuple[Measure, ...] = ()
 
 
 class Evaluation(NamedTuple):
@@ -117,12 +154,14 @@ class Evaluator:
     Args:
         prompts: the evaluation prompts, the same for every call.
         num_skipped: how many prompts were left out as too long; only reported.
-        decoder: the decoding engine.
-        grader: texts and rewards.
+        stations: where parts can be done, counted from 0; equal but for their devices.
         settings: how many responses are drawn, and how.
         metric: the headline; `reward_mean`, `pass_at_1`, or what one of `metrics` returns.
         min_new_tokens: no response ends before as many tokens.
         metrics: further metric functions, in the order they are asked.
+
+    Attributes:
+        part_size: prompts of a part, as many as fill the slots.
     """
 
     def __init__(
@@ -130,8 +169,7 @@ class Evaluator:
         *,
         prompts: Sequence[Prompt],
         num_skipped: int,
-        decoder: Decoder,
-        grader: Grader,
+        stations: Sequence[Station],
         settings: EvalSettings,
         metric: str,
         min_new_tokens: int = 0,
@@ -139,8 +177,7 @@ class Evaluator:
     ) -> None:
         self.prompts = list(prompts)
         self.num_skipped = num_skipped
-        self._decoder = decoder
-        self._grader = grader
+        self._stations = list(stations)
         self._sampling = SamplingSettings(
             settings.max_new_tokens,
             temperature=settings.temperature,
@@ -150,35 +187,51 @@ class Evaluator:
         self._metric = metric
         self._num_samples = settings.num_samples
         self._metrics = tuple(metrics)
+        size = max(1, settings.num_slots // settings.num_samples)
+        self.part_size = min(size, len(self.prompts))
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of an evaluation."""
+        return -(-len(self.prompts) // self.part_size)
 
     def run(self, params: Any) -> Evaluation:
-        """Decode, grade and measure.
+        """Decode, grade and measure all at once, at the first station.
 
         Raises:
             ValueError: nothing reports the headline metric.
         """
-        params = self._decoder.weights(params)
-        decoded = self._decoder.decode(
-            params,
-            [p.tokens for p in self.prompts],
-            num_samples=self._num_samples,
-            key=jax.random.key(0),
-            settings=self._sampling,
-            num_slots=self._num_slots,
-        )
-        grades = self._grade(decoded)
-        known = [r for r in grades.rewards if r is not None]
+        return self.merge([self._answer(params, 0, len(self.prompts), 0, 0)])
 
-        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
-            n = self._num_samples
-            return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+    def part(self, params: Any, number: int, station: int = 0) -> Part:
+        """One part.
 
-        texts, rewards = by_prompt(grades.texts), by_prompt(grades.rewards)
-        parts = {name: by_prompt(values) for name, values in grades.parts.items()}
+        Args:
+            params: the weights, on the devices of the station.
+            number: of the part, counted from 0.
+            station: which one does it.
+        """
+        first = number * self.part_size
+        stop = min(first + self.part_size, len(self.prompts))
+        # The last one is filled up with prompts of the one before: all parts have one shape.
+        return self._answer(params, stop - self.part_size, stop, first, station)
+
+    def merge(self, parts: Sequence[Part]) -> Evaluation:
+        """The figures of all parts together, in whatever order they come.
+
+        Raises:
+            ValueError: nothing reports the headline metric.
+        """
+        parts = sorted(parts, key=lambda part: part.first)
+        responses = _joined(parts, self.prompts)
+        texts, rewards = responses.texts, responses.rewards
+        flat = [r for row in rewards for r in row]
+        known = [r for r in flat if r is not None]
         values = pass_at_k(rewards) if self._metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
-        values.update(part_means(grades.parts))
-        responses = Responses(params, self.prompts, decoded, texts, rewards, parts)
+        values.update(
+            part_means({k: [x for row in v for x in row] for k, v in responses.parts.items()})
+        )
         for measure in self._metrics:
             values.update({name: float(value) for name, value in measure(responses).items()})
         if self._metric not in values:
@@ -188,23 +241,94 @@ class Evaluator:
                 "name another as the task's `metric`"
             )
         is_only = len(self.prompts) == 1
+        kinds = [kind for part in parts for row in part.is_first_kind for kind in row]
         return Evaluation(
             metric=self._metric,
             values=values,
             n=len(self.prompts),
             num_skipped=self.num_skipped,
-            num_failed=len(grades.rewards) - len(known),
-            response_length_mean=float(np.mean(decoded.lengths)),
-            kind_share=grades.kind_share,
+            num_failed=len(flat) - len(known),
+            response_length_mean=float(np.mean(responses.lengths)),
+            kind_share=sum(kinds) / len(kinds),
             num_trials=self._num_samples if is_only else len(self.prompts),
             texts=texts[0] if is_only else [row[0] for row in texts],
             rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
 
-    def _grade(self, decoded: Decoded) -> Grades:
-        at = list(np.ndindex(len(self.prompts), self._num_samples))
-        return self._grader.grade(
-            [self.prompts[i] for i, _ in at],
-            [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at],
-            decoded.has_eos.reshape(-1).tolist(),
+    def _answer(self, params: Any, begin: int, stop: int, first: int, station: int) -> Part:
+        """Decode prompts `begin` to `stop`; grade and measure those from `first` on."""
+        decoder, grader, measures = self._stations[station]
+        n, params = self._num_samples, decoder.weights(params)
+        keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
+        decoded = decoder.decode(
+            params,
+            [p.tokens for p in self.prompts[begin:stop]],
+            num_samples=n,
+            key=keys[begin:stop],
+            settings=self._sampling,
+            num_slots=self._num_slots,
         )
+        decoded = Decoded(*(x[first - begin :] for x in decoded))
+        prompts = self.prompts[first:stop]
+        at = list(np.ndindex(decoded.lengths.shape))
+        tokens = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
+        grades = grader.grade([prompts[i] for i, _ in at], tokens, decoded.has_eos.ravel().tolist())
+
+        def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
+            return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
+
+        responses = Responses(
+            prompts,
+            decoded.tokens,
+            decoded.lengths,
+            decoded.has_eos,
+            by_prompt(grades.texts),
+            by_prompt(grades.rewards),
+            {name: by_prompt(values) for name, values in grades.parts.items()},
+        )
+        measured: dict[str, list[list[float]]] = {}
+        for measure in measures:
+            measured.update(measure(params, responses))
+        return Part(
+            first,
+            by_prompt([row.tolist() for row in tokens]),
+            decoded.has_eos.tolist(),
+            responses.texts,
+            responses.rewards,
+            responses.parts,
+            by_prompt(grades.is_first_kind),
+            measured,
+        )
+
+
+def _joined(parts: Sequence[Part], prompts: Sequence[Prompt]) -> Responses:
+    """The responses of all parts, in order.
+
+    Raises:
+        ValueError: some prompts are missing, or come twice.
+    """
+    rows = [row for part in parts for row in part.tokens]
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
+    if [part.first for part in parts] != starts[:-1] or len(rows) != len(prompts):
+        raise ValueError(
+            f"the parts of an evaluation begin at prompts {[part.first for part in parts]} and "
+            f"hold {len(rows)}; wanted all {len(prompts)} prompts once"
+        )
+    lengths = np.array([[len(tokens) for tokens in row] for row in rows])
+    tokens = np.zeros((*lengths.shape, int(lengths.max())), np.int32)
+    for i, j in np.ndindex(lengths.shape):
+        tokens[i, j, : lengths[i, j]] = rows[i][j]
+
+    def joined(tables: Sequence[Mapping[str, list[list[float]]]]) -> dict[str, list[list[float]]]:
+        return {name: [row for table in tables for row in table[name]] for name in tables[0]}
+
+    return Responses(
+        prompts,
+        tokens,
+        lengths,
+        np.array([row for part in parts for row in part.has_eos]),
+        [row for part in parts for row in part.texts],
+        [row for part in parts for row in part.rewards],
+        joined([part.parts for part in parts]),
+        joined([part.measured for part in parts]),
+    )

@@ -3,12 +3,13 @@
 
 Win rate over reference responses by a gold reward, and the distance of the policy from its start:
 perplexity under the reference model and the divergence between their next-token distributions. Each
-is a callable as `evaluator.MetricFunction` says. Invariant: nothing here holds the logits of more
-than `_LOGITS_BYTES` at a time per model.
+is an `evaluator.Measure` of responses, and an `evaluator.MetricFunction` of what was measured.
+Invariant: nothing here holds the logits of more than `_LOGITS_BYTES` at a time per model.
 """
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxtyping import Array
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
@@ -45,26 +47,36 @@ class WinRate:
     def __init__(self, gold: RewardSource, tokenizer: Tokenizer) -> None:
         self._gold = gold
         self._tokenizer = tokenizer
-        self._reference: np.ndarray | None = None
+        self._reference: dict[int, float] = {}  # by prompt
+
+    def measure(self, params: Any, responses: Responses) -> dict[str, list[list[float]]]:
+        """Scores of responses and of reference responses."""
+        missing = [p for p in responses.prompts if p.prompt_id not in self._reference]
+        if missing:
+            answers = [str(p.columns["answer"]) for p in missing]
+            eos = np.array(self._tokenizer.eos_ids[:1], np.int32)
+            ids = [np.concatenate([self._tokenizer.encode(a, add_bos=False), eos]) for a in answers]
+            scores = self._score(missing, answers, ids, [True] * len(ids))
+            for prompt, score in zip(missing, scores, strict=True):
+                self._reference[prompt.prompt_id] = score
+        tokens, lengths = responses.tokens, responses.lengths
+        n = lengths.shape[1]
+        scores = self._score(
+            [p for p in responses.prompts for _ in range(n)],
+            [text for row in responses.texts for text in row],
+            [tokens[at][: lengths[at]] for at in np.ndindex(lengths.shape)],
+            responses.has_eos.reshape(-1).tolist(),
+        )
+        return {
+            "gold": [scores[i : i + n] for i in range(0, len(scores), n)],
+            "gold_reference": [[self._reference[p.prompt_id]] for p in responses.prompts],
+        }
 
     def __call__(self, responses: Responses) -> dict[str, float]:
         """Win rate and mean gold reward."""
-        prompts, decoded = responses.prompts, responses.decoded
-        if self._reference is None:
-            answers = [str(p.columns["answer"]) for p in prompts]
-            eos = np.array(self._tokenizer.eos_ids[:1], np.int32)
-            ids = [np.concatenate([self._tokenizer.encode(a, add_bos=False), eos]) for a in answers]
-            self._reference = self._score(responses, answers, ids, [True] * len(ids), 1)
-        n = decoded.lengths.shape[1]
-        scores = self._score(
-            responses,
-            [text for row in responses.texts for text in row],
-            [decoded.tokens[at][: decoded.lengths[at]] for at in np.ndindex(decoded.lengths.shape)],
-            decoded.has_eos.reshape(-1).tolist(),
-            n,
-        )
+        scores = np.array(responses.measured["gold"])
         # nan compares as False: what could not be scored does not win.
-        wins = scores.reshape(-1, n) > self._reference[:, None]
+        wins = scores > np.array(responses.measured["gold_reference"])
         known = scores[np.isfinite(scores)]
         return {
             "win_rate": float(wins.mean()),
@@ -73,25 +85,23 @@ class WinRate:
 
     def _score(
         self,
-        responses: Responses,
+        prompts: Sequence[Prompt],
         texts: Sequence[str],
         ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
-        num_samples: int,
-    ) -> np.ndarray:
-        """float64 [p n] flat; nan where the gold reward failed."""
-        prompts = [p for p in responses.prompts for _ in range(num_samples)]
+    ) -> list[float]:
+        """A score of each; nan where the gold reward failed."""
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         result = self._gold.score(
             [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
         )
-        return np.array([np.nan if r is None else r for r in result.rewards], np.float64)
+        return [float("nan") if r is None else float(r) for r in result.rewards]
 
 
 class ReferenceDistance:
     """How far the policy is from the reference model, on the policy's own responses.
 
-    Reports, as means over responses:
+    `reference_distance` reports, as means over responses:
 
     - `perplexity`: exp(-(1/t) sum log pi_ref(y_t)), the reference model's own, temperature 1;
     - `perplexity_diluted`: the same with the prompt's tokens counted in the denominator, as the
@@ -126,29 +136,39 @@ class ReferenceDistance:
         self._vocab_size = config.vocab_size
         self._program = site.in_turn(make_distance_program(config, scoring))
 
-    def __call__(self, responses: Responses) -> dict[str, float]:
-        """The four means."""
-        decoded = responses.decoded
+    def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
+        """Negative log-likelihood under the reference and both divergences of each response."""
         prompts = [p.tokens for p in responses.prompts]
-        groups = self._padding.rows(prompts, decoded.tokens, decoded.lengths)
+        groups = self._padding.rows(prompts, responses.tokens, responses.lengths)
         tokens, t = groups.tokens.reshape(-1, groups.tokens.shape[-1]), groups.t
-        prompt_lengths, lengths = groups.prompt_lengths.reshape(-1), decoded.lengths.reshape(-1)
+        prompt_lengths, lengths = groups.prompt_lengths.reshape(-1), responses.lengths.reshape(-1)
         reference = self._reference_params()
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
-        parts = []
+        found = []
         for start in range(0, len(lengths), num_rows):
             # The last rows are repeated, so that one shape is compiled.
             rows = np.minimum(np.arange(start, start + num_rows), len(lengths) - 1)
             arguments = (tokens[rows], prompt_lengths[rows], lengths[rows])
-            found = np.asarray(self._program(responses.params, reference, *arguments, t=t))
-            parts.append(found[:, : len(lengths) - start])
-        nll, kl, reverse_kl = np.concatenate(parts, axis=1).astype(np.float64)
-        return {
-            "perplexity": float(np.mean(np.exp(nll / lengths))),
-            "perplexity_diluted": float(np.mean(np.exp(nll / (lengths + prompt_lengths)))),
-            "kl_to_reference": float(kl.mean()),
-            "kl_from_reference": float(reverse_kl.mean()),
-        }
+            values = np.asarray(self._program(params, reference, *arguments, t=t))
+            found.append(values[:, : len(lengths) - start])
+        shape = (3, *responses.lengths.shape)
+        of_each = np.concatenate(found, axis=1).astype(np.float64).reshape(shape).tolist()
+        return dict(zip(("reference_nll", "kl", "reverse_kl"), of_each, strict=True))
+
+
+def reference_distance(responses: Responses) -> dict[str, float]:
+    """The four means, of what `ReferenceDistance` measured."""
+    names = ("reference_nll", "kl", "reverse_kl")
+    nll, kl, reverse_kl = (np.array(responses.measured[name]).ravel() for name in names)
+    n = responses.lengths.shape[1]
+    lengths = responses.lengths.ravel()
+    prompt_lengths = np.repeat([len(p.tokens) for p in responses.prompts], n)
+    return {
+        "perplexity": float(np.mean(np.exp(nll / lengths))),
+        "perplexity_diluted": float(np.mean(np.exp(nll / (lengths + prompt_lengths)))),
+        "kl_to_reference": float(kl.mean()),
+        "kl_from_reference": float(reverse_kl.mean()),
+    }
 
 
 def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:

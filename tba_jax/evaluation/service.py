@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """EvaluationService: asked for a version, it has the result some time later.
 
-Whoever asks does not wait: `request` and `poll` return at once. `step` does the work and belongs to
-a worker (today the thread of a searcher, which has the weights on its devices, between two of its
-rounds); a driver of one thread calls `evaluate`. It does not know who decides what is evaluated,
-nor what becomes of a result. Invariant: versions are evaluated one at a time, in the order in which
-they were asked for.
+Whoever asks does not wait: `request` and `poll` return at once. The work is divided into parts, and
+`step` does one: workers call it (the threads of the searchers, between two chunks), each with the
+weights that it has on its own devices. With several hosts each does its share of the parts, and
+the shares of a version travel together when all hosts have done theirs; who decides that is not
+known here, nor who decides what is evaluated or what becomes of a result. Invariant: results come
+in the order in which versions were asked for, each made of all parts.
 """
 
-import queue
-from collections.abc import Callable
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tba_jax.evaluation.evaluator import Evaluation
+from tba_jax.evaluation.evaluator import Evaluation, Evaluator, Part
 
 
 class Finished(NamedTuple):
@@ -23,38 +26,168 @@ class Finished(NamedTuple):
     start_s: float
 
 
+@dataclasses.dataclass
+class _Version:
+    """A version under evaluation: `left` parts are to be begun, `missing` to be done."""
+
+    version: int
+    params: list[Any]
+    start_s: float
+    left: collections.deque[int]
+    missing: int
+    is_begun: bool = False
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+
 class EvaluationService:
-    """Evaluations by request.
+    """Evaluations by request; safe to share between threads.
 
     Args:
-        evaluate: weights in the decoder's layout -> figures (`Evaluator.run`).
+        evaluator: does parts, and makes figures of them.
         clock: seconds since the run began.
+        host, num_hosts: which share of the parts is this process's.
+        is_divided: whether `evaluate` too goes part by part, for figures that are the same.
     """
 
-    def __init__(self, evaluate: Callable[[Any], Evaluation], clock: Callable[[], float]) -> None:
-        self._evaluate = evaluate
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        clock: Callable[[], float],
+        *,
+        host: int = 0,
+        num_hosts: int = 1,
+        is_divided: bool = True,
+    ) -> None:
+        self._evaluator = evaluator
         self._clock = clock
-        self._requests: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._host, self._num_hosts = host, num_hosts
+        self._is_divided = is_divided
+        self._lock = threading.Lock()
+        self._merge_lock = threading.Lock()
+        self._requests: collections.deque[_Version] = collections.deque()
+        self._shares: collections.deque[_Version] = collections.deque()  # of this host, done
+        self._complete: collections.deque[_Version] = collections.deque()  # parts of all hosts
+        self._finished: collections.deque[Finished] = collections.deque()
 
     def evaluate(self, version: int, params: Any) -> Finished:
-        """Evaluate on the calling thread, whatever else was requested."""
-        start = self._clock()
-        return Finished(version, self._evaluate(params), start)
+        """Evaluate all of it on the calling thread, whatever else was requested.
 
-    def request(self, version: int, params: Any) -> None:
-        """Ask for an evaluation of these weights."""
-        self._requests.put((version, params))
+        Args:
+            version: of the weights.
+            params: on the devices of the first station.
+        """
+        start, evaluator = self._clock(), self._evaluator
+        if not self._is_divided:
+            return Finished(version, evaluator.run(params), start)
+        parts = [evaluator.part(params, number) for number in range(evaluator.num_parts)]
+        return Finished(version, evaluator.merge(parts), start)
 
-    def step(self) -> bool:
-        """Do what was requested first; False when nothing is."""
-        try:
-            version, params = self._requests.get_nowait()
-        except queue.Empty:
-            return False
-        self._finished.put(self.evaluate(version, params))
+    def request(self, version: int, params: Sequence[Any]) -> None:
+        """Ask for an evaluation of these weights.
+
+        Args:
+            version: of the weights.
+            params: by station; None where they are not: that one takes no part.
+        """
+        numbers = collections.deque(range(self._host, self._evaluator.num_parts, self._num_hosts))
+        with self._lock:
+            self._requests.append(
+                _Version(version, list(params), self._clock(), numbers, len(numbers))
+            )
+            self._pass_on()
+
+    def step(self, station: int = 0) -> bool:
+        """Do the next part, or make figures of parts; False when there is nothing for it to do.
+
+        Args:
+            station: of the evaluator, on whose devices it is done.
+        """
+        with self._lock:
+            version = next(
+                (v for v in self._requests if v.left and v.params[station] is not None), None
+            )
+            if version is not None:
+                if not version.is_begun:
+                    version.start_s, version.is_begun = self._clock(), True
+                number, params = version.left.popleft(), version.params[station]
+                if not version.left:
+                    version.params = []  # nobody begins another part: the devices need the room
+        if version is None:
+            return self._merge(blocking=False)
+        part = self._evaluator.part(params, number, station)
+        with self._lock:
+            version.parts.append(part)
+            version.missing -= 1
+            self._pass_on()
+        self._merge(blocking=False)
         return True
+
+    def merge(self) -> None:
+        """Make figures of what is complete, on the calling thread."""
+        self._merge(blocking=True)
+
+    def forget(self) -> None:
+        """What is not complete is not wanted any more."""
+        with self._lock:
+            self._requests.clear()
+            self._shares.clear()
+
+    def _pass_on(self) -> None:
+        """What is done leaves the requests, in their order; the lock is held."""
+        while self._requests and not self._requests[0].missing:
+            done = self._requests.popleft()
+            (self._complete if self._num_hosts == 1 else self._shares).append(done)
+
+    def _merge(self, *, blocking: bool) -> bool:
+        """Figures of what is complete; whether there was any. One thread at a time."""
+        if not self._complete or not self._merge_lock.acquire(blocking):
+            return False
+        try:
+            while self._complete:
+                done = self._complete[0]
+                evaluation = self._evaluator.merge(done.parts)
+                self._finished.append(Finished(done.version, evaluation, done.start_s))
+                self._complete.popleft()
+        finally:
+            self._merge_lock.release()
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing of what was requested here is still to be done."""
+        return not (self._requests or self._complete)
+
+    @property
+    def newest_share(self) -> int:
+        """Newest version whose share is done and not taken, -1 for none; with several hosts."""
+        with self._lock:
+            return self._shares[-1].version if self._shares else -1
+
+    def take_shares(self, version: int) -> list[dict[str, Any]]:
+        """The shares of versions up to this one, each once, JSON-compatible."""
+        taken: list[dict[str, Any]] = []
+        with self._lock:
+            while self._shares and self._shares[0].version <= version:
+                done = self._shares.popleft()
+                parts = [part._asdict() for part in done.parts]
+                taken.append({"version": done.version, "start_s": done.start_s, "parts": parts})
+        return taken
+
+    def combine(self, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
+        """Let `step` make figures of the shares of all hosts.
+
+        Args:
+            shares: what `take_shares` returned for the same version, by host.
+        """
+        for of_version in zip(*shares, strict=True):
+            parts = [Part(**part) for share in of_version for part in share["parts"]]
+            first = of_version[self._host]
+            self._complete.append(
+                _Version(
+                    first["version"], [], first["start_s"], collections.deque(), 0, parts=parts
+                )
+            )
 
     def poll(self) -> list[Finished]:
         """What was requested and is done, each once."""
-        return [self._finished.get_nowait() for _ in range(self._finished.qsize())]
+        return [self._finished.popleft() for _ in range(len(self._finished))]

@@ -66,8 +66,9 @@ def build(
             wants_given=start.step == 0,
             note=progress.note,
         )
+        graders = [searcher.parts.grader for searcher in search.searchers]
         evaluator = build_evaluator(
-            shared, search.decoders[shared.sites.evaluation], start.references, progress.note
+            shared, search.decoders, graders, start.references, progress.note
         )
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
         buffer = make_buffer(shared)
@@ -82,7 +83,13 @@ def build(
             transport=search.transport,
             log_event=logs.schedule.append,
         )
-        evaluations = EvaluationService(evaluator.run, clock)
+        evaluations = EvaluationService(
+            evaluator,
+            clock,
+            host=cluster.process_id,
+            num_hosts=cluster.num_processes,
+            is_divided=config.driver == "async" or cluster.num_processes > 1,
+        )
         run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead)
         restore(run, start.host_states)
         undo.pop_all()

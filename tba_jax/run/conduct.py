@@ -16,7 +16,7 @@ from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
-from tba_jax.run import drivers
+from tba_jax.run import drivers, evaluations
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
 from tba_jax.run.closing import host_counts, write_report_json
@@ -138,20 +138,15 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
 
 
 def _evaluate_at_the_end(run: Run) -> None:
-    """What the report compares; the publication is a call of all hosts, the rest of process 0."""
-    is_primary = run.cluster.is_primary
-    if run.evaluated.before is None and is_primary:
+    """What the report compares; all hosts evaluate the final policy together."""
+    if run.evaluated.before is None and run.cluster.is_primary:
         run.evaluate_start_model()
-    is_due = run.evaluated.last_eval_step < run.config.num_steps
-    if not run.cluster.broadcast_json(is_due):
+    if evaluations.newest_evaluated(run) >= run.config.num_steps:
         return
     run.logs.progress.phase("evaluating the final policy")
     run.trainer.publish()
     run.search.transport.poll()
-    published = run.search.transport.latest(0)
-    assert published is not None
-    if is_primary:
-        run.evaluate(published.version, published.params)
+    evaluations.evaluate_now(run, run.trainer.step_index)
 
 
 def _check_reward(run: Run) -> None:

@@ -6,7 +6,7 @@
 one that grades, and neither waits for the other but by `replay.max_staleness` and `replay.pace`.
 Drivers publish, merge, evaluate and save; they know no mathematics. With several hosts each of them
 runs the same driver: publications, steps and checkpoints are calls of all hosts, which follow the
-StepPlan, while merges and evaluations are each host's own.
+StepPlan, while merges are each host's own.
 """
 
 import faulthandler
@@ -20,6 +20,7 @@ from typing import Any
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.replay.admission import Admission, Demand
+from tba_jax.run import evaluations
 from tba_jax.run.run import Run
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.train.objectives.registry import make_objective
@@ -39,16 +40,6 @@ def rounds_per_sync(run: Run) -> int:
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
     return -(-prompts // (config.search.prompts_per_round * run.shared.num_searchers))
-
-
-def _is_eval_due(run: Run, step: int, newest: int) -> bool:
-    """Whether to evaluate the version published at `step`; `newest` is the last one begun."""
-    if not run.cluster.is_primary:
-        return False
-    if newest < 0:
-        return True
-    period = run.config.eval.period
-    return bool(period) and step // period > newest // period and step < run.config.num_steps
 
 
 def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
@@ -84,17 +75,17 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
     rounds = rounds_per_sync(run)
     lag = config.search.exact_lag
     extra: dict[str, Any] = {}
+    newest_eval = evaluations.newest_evaluated(run)
     sync = trainer.step_index % config.sync_period == 0
     while trainer.step_index < config.num_steps and not _stops(run, interrupted):
         step = trainer.step_index
         if sync:
             publish_s = trainer.publish()
             run.search.transport.poll()
-            published = run.search.transport.latest(0)
-            assert published is not None
-            if _is_eval_due(run, step, run.evaluated.last_eval_step):
+            if evaluations.is_due(run, step, newest_eval):
+                newest_eval = step
                 run.logs.progress.phase("evaluating")
-                run.evaluate(step, published.params)
+                evaluations.evaluate_now(run, step)
                 run.logs.progress.phase("")
             if step == 0:
                 for searcher in run.search.searchers:
@@ -183,8 +174,8 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     admission = make_admission(run)
     searches = make_searches(run, admission)
     searchers = [
-        Worker(f"searcher-{s.searcher.index}", _step_of(run, s), stop, idle_s=POLL_S)
-        for s in searches
+        Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
+        for i, s in enumerate(searches)
     ]
     others = [
         *(Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches),
@@ -219,7 +210,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     for worker in [*searchers, *others]:
         worker.join(max(0.0, deadline - time.monotonic()))
     count_idle()
-    run.record_evaluations()
+    evaluations.finish(run)
 
 
 def make_admission(run: Run) -> Admission:
@@ -268,11 +259,9 @@ def early_warnings(run: Run, admission: Admission) -> list[str]:
     return lines
 
 
-def _step_of(run: Run, search: ContinuousSearch) -> Callable[[], bool]:
-    """What a searcher's thread does; the first one's evaluates, with the weights it has."""
-    if search.searcher is not run.search.searchers[0]:
-        return search.step
-    return lambda: run.evaluations.step() or search.step()
+def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], bool]:
+    """What a searcher's thread does: a part of an evaluation comes before the next chunk."""
+    return lambda: run.evaluations.step(station) or search.step()
 
 
 class _AsyncLoop:
@@ -295,7 +284,7 @@ class _AsyncLoop:
         self._stop = stop
         self._watchdog = watchdog
         self._count_idle = count_idle
-        self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
+        self._newest_eval = self._newest_eval_version = evaluations.newest_evaluated(run)
 
     def run(self, interrupted: Callable[[], bool]) -> None:
         """Sync, train, log until the last step."""
@@ -318,7 +307,9 @@ class _AsyncLoop:
                 reports += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
                 self._request_evaluation(step)
-            values = trainer.step(run.is_interrupted(interrupted))
+            values = trainer.step(run.is_interrupted(interrupted), run.evaluations.newest_share)
+            if trainer.plan.collect >= 0:
+                evaluations.collect(run, trainer.plan.collect)
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
                 self._stop.wait(POLL_S)
@@ -342,18 +333,18 @@ class _AsyncLoop:
     def _request_evaluation(self, step: int) -> None:
         """Ask for an evaluation of the version published at `step`, if one is due."""
         run = self._run
-        if not _is_eval_due(run, step, self._newest_eval):
+        if not evaluations.is_due(run, step, self._newest_eval):
             return
         # Checkpoint transport, at the very start: the weight poller brings the first version. (To
         # poll here as well would wait for ever once the poller's thread had taken that version.)
         while (published := run.search.transport.latest(0)) is None:
             self._stop.check()
             self._stop.wait(POLL_S)
-        version, params = published
+        version = published.version
         if version <= self._newest_eval_version:
             return  # that transport is behind: at a later sync
         self._newest_eval, self._newest_eval_version = step, version
-        run.evaluations.request(version, params)
+        evaluations.request(run, version)
 
     def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait, before the first step, for start data and `search.initial_fill` more responses.

@@ -50,7 +50,7 @@ class Sites(NamedTuple):
 
     @property
     def evaluation(self) -> Site:
-        """Searcher 0 evaluates, on the weights that it has."""
+        """Where the judge lies, and where what is not divided is evaluated: at searcher 0."""
         return self.searchers[0]
 
     def reading(self, model_config: TransformerConfig) -> Site:

@@ -190,7 +190,7 @@ class Run:
 
     def evaluate_start_model(self) -> None:
         """Measure where the run began, for one that was interrupted before it knew."""
-        self.evaluate(0, load_start_weights(self.shared))
+        self.evaluate(0, load_start_weights(self.shared, self.shared.sites.evaluation))
 
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""

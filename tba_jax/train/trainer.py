@@ -171,12 +171,12 @@ class Trainer:
             )
         return [commit.report for commit in commits]
 
-    def _offer(self, wants_stop: bool) -> Offer:
+    def _offer(self, wants_stop: bool, evaluated: int) -> Offer:
         size = (self._planner.share, self._packing.group_size, self.step_index)
         if self._planner.num_hosts == 1:
-            return Offer(self._buffer.is_ready(*size), 0, wants_stop)
+            return Offer(self._buffer.is_ready(*size), 0, wants_stop, evaluated)
         suffices, num_fresh = self._buffer.supply(*size)
-        return Offer(suffices, num_fresh, wants_stop)
+        return Offer(suffices, num_fresh, wants_stop, evaluated)
 
     def _draw(self) -> list[Draw]:
         """This host's share of the batch that the plan is about."""
@@ -192,13 +192,14 @@ class Trainer:
         assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
         return draws
 
-    def step(self, wants_stop: bool = False) -> dict[str, Any] | None:
+    def step(self, wants_stop: bool = False, evaluated: int = -1) -> dict[str, Any] | None:
         """One optimiser step, or None when some host's buffer has nothing to train on yet.
 
         With several hosts a call of all of them; `plan` is then the same everywhere.
 
         Args:
             wants_stop: this host was interrupted; `plan.stop` tells everyone.
+            evaluated: as in `Offer`; `plan.collect` tells everyone.
 
         Returns:
             Host metrics of the step; those of the data are of this host's rows.
@@ -207,7 +208,7 @@ class Trainer:
             NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
         """
         start = self._clock()
-        self.plan = self._planner.plan(self.step_index, self._offer(wants_stop))
+        self.plan = self._planner.plan(self.step_index, self._offer(wants_stop, evaluated))
         if self.plan.wait:
             if self._waiting_since is None:
                 self._waiting_since = start

@@ -81,15 +81,21 @@ def test_hosts_that_see_different_data_agree_on_the_largest_bucket():
 
 def test_hosts_that_see_different_data_get_one_plan():
     offers = [
-        READY,
-        Offer(is_ready=True, num_fresh=1, wants_stop=True),
-        Offer(is_ready=True, num_fresh=0, wants_stop=False),
-        Offer(is_ready=True, num_fresh=4, wants_stop=False),
+        READY._replace(evaluated=8),
+        Offer(is_ready=True, num_fresh=1, wants_stop=True, evaluated=4),
+        Offer(is_ready=True, num_fresh=0, wants_stop=False, evaluated=6),
+        Offer(is_ready=True, num_fresh=4, wants_stop=False, evaluated=8),
     ]
     plans = on_all_hosts(4, lambda planner, h: planner.plan(1, offers[h]))
     # Four slots on each host; 4 + 1 + 0 + 4 of the 16 can be fresh.
     expected = StepPlan(
-        wait=False, stop=True, sync=True, save=False, num_fresh=(4, 1, 0, 4), num_short=7
+        wait=False,
+        stop=True,
+        sync=True,
+        save=False,
+        num_fresh=(4, 1, 0, 4),
+        num_short=7,
+        collect=4,  # what the slowest has done of evaluating
     )
     assert plans == [expected] * 4
 
@@ -105,6 +111,15 @@ def test_one_unready_host_makes_all_wait_and_pace_waits_for_the_sum_of_fresh_pro
     half = planner(pace="trainer", recency_prob=0.25)
     plan = half.decide(3, [READY, READY._replace(num_fresh=0)])
     assert not plan.wait and plan.num_fresh[1] == 0 and plan.num_short == 0
+
+
+def test_evaluations_are_put_together_once_every_host_has_done_its_share():
+    done, not_done = READY._replace(evaluated=0), READY
+    assert planner().decide(0, [done, not_done]).collect == -1
+    assert planner().decide(0, [done, done]).collect == 0
+    waiting = done._replace(is_ready=False)
+    plan = planner().decide(0, [done, waiting])
+    assert plan.wait and plan.collect == 0
 
 
 def test_slot_kinds_stay_decided_over_a_wait_and_have_the_right_mean():

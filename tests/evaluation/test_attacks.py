@@ -7,7 +7,6 @@ import pytest
 from fake_rounds import make_trajectory
 from red_team_models import write_minilm
 
-from tba_jax.decoding.engine import Decoded
 from tba_jax.evaluation.attacks import (
     Finds,
     SentenceEmbedder,
@@ -23,9 +22,8 @@ def responses(attacks, toxicity):
     for row, attack in zip(tokens[0], attacks, strict=True):
         row[: len(attack)] = [ord(c) for c in attack]
     lengths = np.array([[len(attack) for attack in attacks]], np.int32)
-    decoded = Decoded(tokens, lengths, tokens * 0.0, lengths > 0, lengths * 0, lengths * 0)
     rewards = [[None if np.isnan(t) else float(t) for t in toxicity]]
-    return Responses(None, [], decoded, [attacks], rewards, {"toxicity": [toxicity]})
+    return Responses([], tokens, lengths, lengths > 0, [attacks], rewards, {"toxicity": [toxicity]})
 
 
 def test_success_counts_distinct_attacks_above_one_half():

@@ -2,6 +2,7 @@
 """Evaluation: pass@k, the headline, metric functions, and that the same weights give the same."""
 
 import itertools
+import json
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
-from tba_jax.evaluation.evaluator import pass_at_k
+from tba_jax.evaluation.evaluator import Part, Station, pass_at_k
+from tba_jax.evaluation.service import EvaluationService
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.evaluating import make_evaluator
 from tba_jax.run.modeling import START_MODEL, make_decoder
+from tba_jax.run.rewarding import make_grader
 from tba_jax.tasks.arithmetic import Arithmetic
 
 
@@ -40,13 +43,13 @@ def model():
     return config, params, Tokenizer.load(str(START_MODEL))
 
 
-def evaluator(model, task=None, metrics=(), **changes):
+def evaluator(model, task=None, metrics=(), measures=(), **changes):
     sizes = {"task.num_eval_prompts": 6, "eval.max_new_tokens": 12, "search.max_new_tokens": 12}
     config = make_config({**sizes, **changes})
+    task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
-    return make_evaluator(
-        config, task or Arithmetic(), model[2], decoder, LengthReward(), metrics=metrics
-    )
+    station = Station(decoder, make_grader(task, model[2], LengthReward()), measures)
+    return make_evaluator(config, task, model[2], [station] * 2, metrics)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_response():
@@ -74,12 +77,12 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
     changes = {"eval.num_samples": 3, "eval.temperature": 1.0}
     run = evaluator(model, Lengths(), [long_share], **changes).run(model[1])
     responses = seen[0]
-    assert responses.decoded.tokens.shape == (6, 3, 12)
+    assert responses.tokens.shape[:2] == (6, 3)
     assert (
         [len(row) for row in responses.texts] == [len(row) for row in responses.rewards] == [3] * 6
     )
-    for (i, j), n in np.ndenumerate(responses.decoded.lengths):
-        text = model[2].batch_decode([responses.decoded.tokens[i, j, :n]])[0]
+    for (i, j), n in np.ndenumerate(responses.lengths):
+        text = model[2].batch_decode([responses.tokens[i, j, :n]])[0]
         assert responses.texts[i][j] == text
     values = run.metrics()
     assert values["metric"] == "long_share" and values["n"] == 6
@@ -105,6 +108,62 @@ def test_greedy_evaluation_is_repeatable_and_sampling_draws_the_same_again(model
     first = sampled.run(model[1])
     assert first == sampled.run(model[1])
     assert set(first.values) == {"pass_at_1", "pass_at_2", "reward_mean"}
+
+
+def length_of_first(params, responses):
+    """A measure: tokens of each prompt and of each response to it."""
+    lengths = responses.lengths.tolist()
+    sizes = [[len(p.tokens)] * len(row) for p, row in zip(responses.prompts, lengths, strict=True)]
+    return {"prompt": sizes, "response": lengths}
+
+
+def sums(responses):
+    """A metric of both."""
+    return {name: np.sum(values) for name, values in responses.measured.items()}
+
+
+@pytest.mark.parametrize("changes", [{}, {"eval.num_samples": 2, "eval.temperature": 1.0}])
+def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
+    """Seven problems at once, and in parts of three, the last of which has one of its own."""
+    common = {"task.num_eval_prompts": 7, **changes}
+    n = changes.get("eval.num_samples", 1)
+    whole = evaluator(model, None, [sums], (length_of_first,), **common)
+    assert whole.num_parts == 1
+    wanted = whole.run(model[1])
+    assert wanted == whole.merge([whole.part(model[1], 0)])
+    parted = evaluator(
+        model, None, [sums], (length_of_first,), **common, **{"eval.num_slots": 3 * n}
+    )
+    assert parted.num_parts == 3
+    parts = [parted.part(model[1], number) for number in (2, 0, 1)]
+    assert [len(part.tokens) for part in parts] == [1, 3, 3]
+    assert parted.merge(parts) == wanted
+    # As they travel from host to host.
+    assert parted.merge([Part(**json.loads(json.dumps(p._asdict()))) for p in parts]) == wanted
+    with pytest.raises(ValueError, match=r"begin at prompts \[0, 3\] and hold 6; wanted all 7"):
+        parted.merge(parts[1:])
+
+
+@pytest.mark.parametrize("num_searchers", [1, 2])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_searchers_and_hosts_that_share_an_evaluation_give_its_figures(
+    model, num_searchers, num_hosts
+):
+    parted = evaluator(model, **{"eval.num_slots": 2})
+    hosts = [
+        EvaluationService(parted, lambda: 0.0, host=host, num_hosts=num_hosts)
+        for host in range(num_hosts)
+    ]
+    for service in hosts:
+        service.request(4, [model[1]] * num_searchers)
+        turns = itertools.cycle(range(num_searchers))
+        while service.step(next(turns)):
+            pass
+    if num_hosts == 2:
+        hosts[0].combine([service.take_shares(4) for service in hosts])
+        hosts[0].merge()
+    (finished,) = hosts[0].poll()
+    assert finished.version == 4 and finished.evaluation == parted.run(model[1])
 
 
 def test_a_headline_nobody_measures_is_refused(model):

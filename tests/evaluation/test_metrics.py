@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
 
-from tba_jax.decoding.engine import Decoded
 from tba_jax.evaluation import metrics as evaluation_metrics
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.evaluation.metrics import ReferenceDistance, WinRate
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
@@ -45,7 +44,7 @@ class Judge:
         return ScoreResult(rewards, [None if r is not None else "odd" for r in rewards], "")
 
 
-def responses(params=None, texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 1))):
+def responses(texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 1))):
     rng = np.random.default_rng(0)
     lengths = np.array(lengths, np.int32)
     tokens = rng.integers(3, VOCAB, (*lengths.shape, 6)).astype(np.int32)
@@ -55,25 +54,30 @@ def responses(params=None, texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 
         Prompt(i, f"prompt {i}", rng.integers(3, VOCAB, size).astype(np.int32), {"answer": "2"})
         for i, size in enumerate((3, 4))
     ]
-    zeros = np.zeros(lengths.shape, np.int32)
-    decoded = Decoded(
-        tokens=tokens,
-        lengths=lengths,
-        token_logprobs=np.zeros(tokens.shape, np.float32),
-        has_eos=np.ones(lengths.shape, bool),
-        version_min=zeros,
-        version_max=zeros,
-    )
     rewards = [[0.0, 0.0]] * 2
-    return Responses(params, prompts, decoded, [list(row) for row in texts], rewards, {})
+    has_eos = np.ones(lengths.shape, bool)
+    return Responses(prompts, tokens, lengths, has_eos, [list(row) for row in texts], rewards, {})
+
+
+def distance_of(distance, params, given):
+    """The means, of what is measured of each prompt by itself."""
+    parts = [
+        distance.measure(params, Responses(given.prompts[i : i + 1], *(x[i : i + 1] for x in
+                         given[1:6]), {}))
+        for i in range(len(given.prompts))
+    ]  # fmt: skip
+    measured = {name: [row for part in parts for row in part[name]] for name in parts[0]}
+    return reference_distance(given._replace(measured=measured))
 
 
 def test_win_rate_is_strict_and_references_are_scored_once():
     judge = Judge()
     win_rate = WinRate(judge, FakeTokenizer())
     # against 2: 1 loses, 2 is no strict win, 3 wins, and what cannot be judged loses
-    assert win_rate(responses()) == {"win_rate": 0.25, "gold_reward_mean": 2.0}
-    assert win_rate(responses(texts=[["4", "5"], ["0", "9"]]))["win_rate"] == 0.75
+    given = [responses(), responses(texts=[["4", "5"], ["0", "9"]])]
+    measured = [x._replace(measured=win_rate.measure(None, x)) for x in given]
+    assert win_rate(measured[0]) == {"win_rate": 0.25, "gold_reward_mean": 2.0}
+    assert win_rate(measured[1])["win_rate"] == 0.75
     assert [completions for _, completions in judge.asked] == [
         ["2", "2"],
         ["1", "2", "3", "?"],
@@ -105,19 +109,19 @@ def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
     temperature = 0.7
     if in_parts:  # one and a half calls, the second filled up with repeated rows
         monkeypatch.setattr(evaluation_metrics, "_LOGITS_BYTES", 3 * 4 * 6 * VOCAB)
-    measure = ReferenceDistance(
+    distance = ReferenceDistance(
         config,
         lambda: reference,
         scoring=Scoring(temperature=temperature),
         padding=Padding((5,), (6,), 0),
     )
-    given = responses(transformer.unstack_layers(policy, config))
-    got = measure(given)
+    given = responses()
+    got = distance_of(distance, transformer.unstack_layers(policy, config), given)
     rows = {name: [] for name in got}
-    for i, j in np.ndindex(given.decoded.lengths.shape):
+    for i, j in np.ndindex(given.lengths.shape):
         prompt = given.prompts[i].tokens
-        n = given.decoded.lengths[i, j]
-        response = given.decoded.tokens[i, j, :n]
+        n = given.lengths[i, j]
+        response = given.tokens[i, j, :n]
         row = np.concatenate([prompt, response])
         ours, theirs = (
             distributions(config, p, row)[len(prompt) - 1 : -1] for p in (policy, reference)
@@ -135,12 +139,12 @@ def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
 def test_the_start_model_is_at_distance_zero():
     config = tiny_config()
     params = random_params(config)
-    measure = ReferenceDistance(
+    distance = ReferenceDistance(
         config,
         lambda: params,
         scoring=Scoring(),
         padding=Padding((5,), (6,), 0),
     )
-    got = measure(responses(jax.tree.map(jnp.copy, params)))
+    got = distance_of(distance, jax.tree.map(jnp.copy, params), responses())
     assert got["kl_to_reference"] == pytest.approx(0.0, abs=1e-6)
     assert got["kl_from_reference"] == pytest.approx(0.0, abs=1e-6)

@@ -1,38 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluations by request."""
+"""Evaluations by request, part by part."""
 
 import itertools
 
+import pytest
+
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.evaluation.service import EvaluationService, Finished
 
 
-def make_service(evaluated):
-    def evaluate(params):
-        evaluated.append(params)
+class Notes:
+    """Three parts; notes who does which with which weights."""
+
+    num_parts = 3
+
+    def __init__(self):
+        self.done = []
+
+    def part(self, params, number, station=0):
+        self.done.append((params, number, station))
+        return Part(number, [[[number]]], [], [[params]], [], {}, [], {})
+
+    def run(self, params):
+        self.done.append((params, "whole"))
         return f"figures of {params}"
 
-    return EvaluationService(evaluate, itertools.count().__next__)
+    def merge(self, parts):
+        ((name,),) = {tuple(row) for part in parts for row in part.texts}
+        return f"figures of {name}: {sorted(part.first for part in parts)}"
 
 
-def test_requests_are_done_in_order_by_whoever_steps_and_given_once():
-    evaluated = []
-    service = make_service(evaluated)
+def make_service(**changes):
+    notes = Notes()
+    return notes, EvaluationService(notes, itertools.count().__next__, **changes)
+
+
+def test_whoever_steps_does_the_next_part_with_its_own_weights():
+    notes, service = make_service()
     assert not service.step() and service.poll() == []
-    service.request(0, "start")
-    service.request(4, "later")
-    assert evaluated == [] and service.poll() == []  # who asks does not wait
-    assert service.step() and service.step() and not service.step()
-    assert service.poll() == [
-        Finished(0, "figures of start", 0),
-        Finished(4, "figures of later", 1),
+    service.request(0, ["start", "start"])
+    service.request(4, ["four", "four"])
+    assert notes.done == [] and service.poll() == []  # who asks does not wait
+    for station in (0, 1, 1, 0):
+        assert service.step(station)
+    assert notes.done == [("start", 0, 0), ("start", 1, 1), ("start", 2, 1), ("four", 0, 0)]
+    assert not service.is_idle
+    assert service.step(1) and service.step(0) and service.is_idle and not service.step(0)
+    finished = service.poll()
+    assert [(f.version, f.evaluation) for f in finished] == [
+        (0, "figures of start: [0, 1, 2]"),
+        (4, "figures of four: [0, 1, 2]"),
     ]
     assert service.poll() == []
 
 
-def test_an_evaluation_on_the_calling_thread_leaves_requests_alone():
-    evaluated = []
-    service = make_service(evaluated)
-    service.request(2, "asked")
-    assert service.evaluate(3, "now") == Finished(3, "figures of now", 0)
-    assert evaluated == ["now"] and service.poll() == []
-    assert service.step() and evaluated == ["now", "asked"]
+def test_a_station_without_that_version_takes_no_part():
+    notes, service = make_service()
+    service.request(4, [None, "four"])
+    assert not service.step(0)
+    assert [service.step(1) for _ in range(4)] == [True, True, True, False]
+    assert {station for _, _, station in notes.done} == {1}
+
+
+def test_hosts_do_their_shares_and_the_first_has_them_all():
+    """Host 1 is slow: what host 0 has done stays there, and it goes on with the next version."""
+    hosts = [make_service(host=host, num_hosts=2) for host in (0, 1)]
+    for _, service in hosts:
+        service.request(0, ["start"])
+        service.request(4, ["four"])
+    (first, quick), (second, slow) = hosts
+    while quick.step():
+        pass
+    assert [number for _, number, _ in first.done] == [0, 2, 0, 2]
+    assert (quick.newest_share, slow.newest_share) == (4, -1) and quick.poll() == []
+    assert slow.step() and slow.newest_share == 0
+    quick.combine([quick.take_shares(0), slow.take_shares(0)])
+    assert quick.step() and not quick.step()
+    assert [f.evaluation for f in quick.poll()] == ["figures of start: [0, 1, 2]"]
+    assert (quick.newest_share, slow.newest_share) == (4, -1)
+    assert [number for _, number, _ in second.done] == [1]
+
+
+def test_more_hosts_than_parts():
+    hosts = [make_service(host=host, num_hosts=5) for host in range(5)]
+    for _, service in hosts:
+        service.request(3, ["three"])
+        service.step()
+    services = [service for _, service in hosts]
+    assert [service.newest_share for service in services] == [3] * 5
+    services[0].combine([service.take_shares(3) for service in services])
+    services[0].merge()
+    assert [f.evaluation for f in services[0].poll()] == ["figures of three: [0, 1, 2]"]
+
+
+def test_what_is_forgotten_is_not_done():
+    notes, service = make_service()
+    service.request(4, ["four"])
+    assert service.step()
+    service.forget()
+    assert not service.step() and service.poll() == [] and len(notes.done) == 1
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_an_evaluation_on_the_calling_thread_leaves_requests_alone(is_divided):
+    notes, service = make_service(is_divided=is_divided)
+    service.request(2, ["asked"])
+    figures = "figures of now: [0, 1, 2]" if is_divided else "figures of now"
+    start = service.evaluate(3, "now")
+    assert start == Finished(3, figures, 1)
+    assert {done[0] for done in notes.done} == {"now"} and service.poll() == []
+    assert service.step() and notes.done[-1] == ("asked", 0, 0)

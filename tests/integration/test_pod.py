@@ -26,6 +26,7 @@ from commands import (
 )
 
 from tba_jax.run.checkpoint import load_host_states
+from tba_jax.tasks.arithmetic import Arithmetic
 
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
 # of a prompt are in its group, and at this temperature hardly any comes twice.
@@ -39,6 +40,7 @@ SAME = (
     "search.samples_per_prompt=2",
     "search.sampling_temperature=2.0",
     "task.reward=my_rewards:length",
+    "eval.num_slots=4",
 )
 
 
@@ -90,7 +92,17 @@ def test_two_processes_make_the_losses_of_one(cache, folder):
     ]
     assert rounds[0] == rounds[1] and len(rounds[0]) == 16
     assert report(folder / "two")["ledger"] == report(folder / "one")["ledger"]
+    # Each process evaluated two of the four parts; one did it whole.
     assert report(folder / "two")["eval"] == report(folder / "one")["eval"]
+    figures = [
+        [
+            {k: v for k, v in r.items() if k.startswith("eval/")}
+            for r in lines(folder / name / "metrics.jsonl")
+            if "eval/n" in r
+        ]
+        for name in ("one", "two")
+    ]
+    assert figures[0] == figures[1] and [r["eval/version"] for r in figures[0]] == [0, 4, 8]
 
 
 @pytest.mark.slow
@@ -135,6 +147,54 @@ def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cach
         assert len(states) == number
         for host, state in enumerate(states):
             assert set(state.parts["buffer"].arrays["prompt_ids"] % number) == {host}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_host_that_evaluates_slowly_makes_nobody_wait(cache, folder):
+    slow, _ = Arithmetic().eval_problem(8)  # the first problem of the second part: host 1's
+    (folder / "my_rewards.py").write_text(
+        textwrap.dedent(f"""
+        import os
+        import time
+
+        def held_up(prompts, completions, **columns):
+            while {slow!r} in prompts and len(set(prompts)) > 1 and not os.path.exists("go"):
+                time.sleep(0.02)
+            return [len(text) / 20 for text in completions]
+        """)
+    )
+    workdir = folder / "run"
+    overrides = (
+        "num_cpu_devices=4",
+        "num_searchers=2",
+        "num_steps=100000",
+        "eval.period=4",
+        "eval.num_slots=8",
+        "checkpoint.period=0",
+        "task.reward=my_rewards:held_up",
+        "reward.timeout_s=600",
+        "reward.num_workers=2",
+        "replay.pace=off",
+        "replay.max_staleness=0",
+    )
+    pod = start_pod(2, workdir, *overrides, cache=cache, cwd=folder)
+    try:
+        wait_for(lambda: len(losses(workdir)) >= 12, process=pod, timeout=400)
+        assert not evaluated(workdir)  # host 0 has done its share of three, host 1 of none
+        (folder / "go").touch()
+        wait_for(lambda: len(evaluated(workdir)) >= 3, process=pod, timeout=400)
+    finally:
+        pod.send_signal(signal.SIGINT)
+        _, err = pod.communicate(timeout=60)
+    assert pod.returncode == 0, err
+    steps = evaluated(workdir)
+    assert steps == list(range(0, 4 * len(steps), 4))
+
+
+def evaluated(workdir):
+    """Steps of the evaluations in metrics.jsonl."""
+    return [r["step"] for r in lines(workdir / "metrics.jsonl") if "eval/n" in r]
 
 
 @pytest.mark.slow
