@@ -152,8 +152,8 @@ class Admission:
             mean = sum(self._latencies) / len(self._latencies) / self._step_s
             slow = _quantile(sorted(self._latencies), 0.95) / self._step_s
             # Not more than keeps the trainer fed, nor less than it takes while they are made.
-            steps = min(steps, slow + 1 + demand.sync_period)
-            steps = max(steps, mean + 1 + demand.sync_period)
+            steps = min(steps, slow + demand.sync_period)
+            steps = max(steps, mean + 0.5 + demand.sync_period)
         least = demand.prompts if self._step else max(demand.prompts, demand.initial)
         return max(least, math.ceil(rate * steps))
 
