@@ -58,7 +58,7 @@ def test_a_group_is_under_way_until_it_is_used():
 
 
 def test_responses_slower_than_the_bound_do_not_starve_the_trainer():
-    """Ten steps each: as many are under way as the trainer takes in ten steps, and a little more."""
+    """Ten steps each: what the trainer takes in ten steps is under way, and a little more."""
     admission = make_admission()
     admission.note_step(1.0)
     admit_all(admission, most=8)
