@@ -126,11 +126,18 @@ class EvaluationService:
         """Make figures of what is complete, on the calling thread."""
         self._merge(blocking=True)
 
-    def forget(self) -> None:
-        """What is not complete is not wanted any more."""
+    @property
+    def newest_begun(self) -> int:
+        """Newest version that is begun and not finished, -1 for none."""
         with self._lock:
-            self._requests.clear()
-            self._shares.clear()
+            begun = [v.version for v in self._requests if v.is_begun]
+            return max([*begun, *(v.version for v in self._shares)], default=-1)
+
+    def forget(self, *, after: int) -> None:
+        """Requests of versions after this one are not wanted any more."""
+        with self._lock:
+            kept = [v for v in self._requests if v.version <= after]
+            self._requests = collections.deque(kept)
 
     def _pass_on(self) -> None:
         """What is done leaves the requests, in their order; the lock is held."""

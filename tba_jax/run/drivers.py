@@ -9,10 +9,7 @@ runs the same driver: publications, steps and checkpoints are calls of all hosts
 StepPlan, while merges are each host's own.
 """
 
-import faulthandler
 import math
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +19,7 @@ from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.run import evaluations
 from tba_jax.run.run import Run
+from tba_jax.run.watchdog import Watchdog
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.train.objectives.registry import make_objective
 
@@ -138,31 +136,6 @@ def _stops(run: Run, interrupted: Callable[[], bool]) -> bool:
     return run.trainer.plan.stop if run.cluster.num_processes > 1 else interrupted()
 
 
-class _Watchdog:
-    """Ends the process loudly when no step, round or evaluation ends for `limit_s`."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._last = time.monotonic()
-
-    def kick(self) -> None:
-        self._last = time.monotonic()
-
-    def step(self) -> bool:
-        if time.monotonic() - self._last > self._limit_s:
-            print(
-                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
-                "(config.log.watchdog_s); the "
-                "stacks of all threads follow. The newest checkpoint is intact: run the same "
-                "command again to continue from it",
-                file=sys.stderr,
-                flush=True,
-            )
-            faulthandler.dump_traceback(file=sys.stderr)
-            os._exit(3)  # a thread stuck in native code cannot be stopped in another way
-        return False
-
-
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Searcher threads beside the trainer loop until the last step or an interruption.
 
@@ -170,7 +143,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         WorkerError: a searcher (or the weight poller) failed; its cause has the traceback.
     """
     stop = StopFlag()
-    watchdog = _Watchdog(run.config.log.watchdog_s)
+    watchdog = Watchdog(run.config.log.watchdog_s)
     admission = make_admission(run)
     searches = make_searches(run, admission)
     searchers = [
@@ -210,7 +183,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     for worker in [*searchers, *others]:
         worker.join(max(0.0, deadline - time.monotonic()))
     count_idle()
-    evaluations.finish(run)
+    evaluations.wind_up(run)
 
 
 def make_admission(run: Run) -> Admission:
@@ -273,7 +246,7 @@ class _AsyncLoop:
         searches: Sequence[ContinuousSearch],
         admission: Admission,
         stop: StopFlag,
-        watchdog: _Watchdog,
+        watchdog: Watchdog,
         count_idle: Callable[[], None],
     ) -> None:
         self._run = run

@@ -49,8 +49,17 @@ def collect(run: Run, version: int) -> None:
         run.evaluations.combine(shares)
 
 
-def finish(run: Run) -> None:
-    """Record what all hosts have done, and forget the rest; a call of all hosts."""
+def wind_up(run: Run) -> None:
+    """Record what all hosts have done, and forget what none has begun; a call of all hosts.
+
+    What is begun is finished with the evaluation of the final policy.
+    """
+    _record(run)
+    newest = np.array([run.evaluations.newest_begun], np.int32)
+    run.evaluations.forget(after=int(run.cluster.gather(newest).max()))
+
+
+def _record(run: Run) -> None:
     if run.cluster.num_processes > 1:
         newest = np.array([run.evaluations.newest_share], np.int32)
         version = int(run.cluster.gather(newest).min())
@@ -58,7 +67,6 @@ def finish(run: Run) -> None:
             collect(run, version)
     run.evaluations.merge()
     run.record_evaluations()
-    run.evaluations.forget()
 
 
 def evaluate_now(run: Run, version: int) -> None:
@@ -78,7 +86,7 @@ def evaluate_now(run: Run, version: int) -> None:
             pass
     else:
         _step_together(run)
-    finish(run)
+    _record(run)
 
 
 def _step_together(run: Run) -> None:

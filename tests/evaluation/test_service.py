@@ -93,12 +93,20 @@ def test_more_hosts_than_parts():
     assert [f.evaluation for f in services[0].poll()] == ["figures of three: [0, 1, 2]"]
 
 
-def test_what_is_forgotten_is_not_done():
+def test_what_is_begun_is_finished_and_the_rest_forgotten():
     notes, service = make_service()
     service.request(4, ["four"])
-    assert service.step()
-    service.forget()
-    assert not service.step() and service.poll() == [] and len(notes.done) == 1
+    service.request(8, ["eight"])
+    assert service.newest_begun == -1
+    assert service.step() and service.newest_begun == 4
+    service.forget(after=4)
+    while service.step():
+        pass
+    assert [f.version for f in service.poll()] == [4] and len(notes.done) == 3
+    # A share that waits for other hosts is begun, too.
+    _, service = make_service(num_hosts=5)
+    service.request(4, ["four"])
+    assert service.step() and service.newest_begun == service.newest_share == 4
 
 
 @pytest.mark.parametrize("is_divided", [False, True])
