@@ -9,15 +9,13 @@ from), and at a fixed number of slots and cache length it depends on its own pro
 settings only.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tba_jax.decoding import keys
 from tba_jax.decoding.compiled import Compiled
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
@@ -119,8 +117,9 @@ class Decoder(Compiled):
             num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
             version=version,
         )
-        keys = key if isinstance(key, np.ndarray) else row_keys(key, p * k).reshape(p, k, 2)
-        for i, (prompt, own) in enumerate(zip(prompts, keys, strict=True)):
+        given = isinstance(key, np.ndarray)
+        of_samples = key if given else row_keys(key, p * k).reshape(p, k, 2)
+        for i, (prompt, own) in enumerate(zip(prompts, of_samples, strict=True)):
             session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
         out = Decoded(
             tokens=np.full((p, k, t), self.pad_id, np.int32),
@@ -142,15 +141,6 @@ class Decoder(Compiled):
         return out
 
 
-def row_keys(key: Array, num_rows: int) -> np.ndarray:
-    """uint32 [num_rows 2]: key data of fold_in(key, row) for every row."""
-    size = 1 << (num_rows - 1).bit_length()  # few sizes are compiled
-    return np.asarray(_fold_rows(np.asarray(jax.random.key_data(key)), size))[:num_rows]
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _fold_rows(key_data: Array, num_rows: int) -> Array:
-    key = jax.random.wrap_key_data(key_data)
-    return jax.random.key_data(
-        jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(num_rows))
-    )
+def row_keys(key: Array | np.ndarray, num_rows: int) -> np.ndarray:
+    """uint32 [num_rows 2]: key data of fold_in(key, row) for every row; a key or its data."""
+    return keys.fold_in(keys.key_data(key), np.arange(num_rows))

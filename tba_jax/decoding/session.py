@@ -116,11 +116,6 @@ class Session:
         return not (self._requests or self._waiting or any(self._occupants))
 
     @property
-    def device(self) -> jax.Device:
-        """The first of the weights' devices."""
-        return min(jax.tree.leaves(self._weights)[0].devices(), key=lambda device: device.id)
-
-    @property
     def room(self) -> int:
         """Free slots that nothing in the queue will take; negative where more is queued."""
         queued = sum(len(request.keys) for request in self._requests)
@@ -347,16 +342,19 @@ class Session:
     def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
         """Hand the chunk's tokens to their responses and free the slots of those that ended."""
         slots = self._slots
+        is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
+        stops = is_stop.any(axis=0)
+        # Tokens of each slot up to its first stop, that one included.
+        ends = np.where(stops, is_stop.argmax(axis=0) + 1, len(tokens)).tolist()
         finished, longest = [], 0
         for slot, occupant in enumerate(self._occupants):
             if occupant is None:
                 continue
             drawn = tokens[:, slot]
             limit = int(slots.max_new_tokens[slot] - slots.count[slot])
-            stops = np.flatnonzero(np.isin(drawn, slots.stop_ids[slot])[:limit])
-            num = min(int(stops[0]) + 1 if len(stops) else len(drawn), limit)
+            num = min(ends[slot], limit)
             longest = max(longest, num)
-            has_ended = bool(len(stops))
+            has_ended = bool(stops[slot]) and ends[slot] <= limit
             if self.decoder.stop_strings is not None:
                 count = int(slots.count[slot])
                 so_far = np.concatenate([*occupant.tokens, drawn[:num]])

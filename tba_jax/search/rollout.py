@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, row_keys
+from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.flow.trajectory import Prompt
@@ -124,7 +125,7 @@ class Sampler:
         self.settings = settings
         self._decoder = decoder
         self._sampling = sampling_settings(settings)
-        self._key = jax.random.fold_in(jax.random.fold_in(key, SEARCHER_ROLE), searcher)
+        self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
 
     def draw(
         self,
@@ -140,13 +141,14 @@ class Sampler:
             round: number of the round; no two rounds use the same random numbers.
             published: the weights.
         """
-        key = jax.random.fold_in(self._key, round)
+        key = fold_in(self._key, round)
         temperatures = self._temperatures(key, len(prompts))
+        p, k = temperatures.shape
         decoded = self._decoder.decode(
             published.params,
             prompts,
-            num_samples=self.settings.samples_per_prompt,
-            key=key,
+            num_samples=k,
+            key=row_keys(key, p * k).reshape(p, k, 2),
             settings=self._sampling,
             temperatures=temperatures,
             num_slots=self.settings.num_slots or None,
@@ -177,20 +179,18 @@ class Sampler:
         Returns:
             The session's number of the request, and float [S] what each sample is drawn at.
         """
-        # Its own devices: the default one is the trainer's, which has other work.
-        with jax.default_device(session.device):
-            key = jax.random.fold_in(self._key, number)
-            (temperatures,) = self._temperatures(key, 1)
-            keys = row_keys(key, self.settings.samples_per_prompt)
+        key = fold_in(self._key, number)
+        (temperatures,) = self._temperatures(key, 1)
+        keys = row_keys(key, self.settings.samples_per_prompt)
         return session.submit(prompt, keys, self._sampling, temperatures), temperatures
 
-    def _temperatures(self, key: jax.Array, num_prompts: int) -> np.ndarray:
+    def _temperatures(self, key: np.ndarray, num_prompts: int) -> np.ndarray:
         """float64 [p S]: the temperature each response of a round is drawn at."""
         settings = self.settings
         shape = (num_prompts, settings.samples_per_prompt)
         out = np.full(shape, settings.sampling_temperature)
         if settings.explore_share:
-            rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).tolist())
+            rng = np.random.default_rng(key.tolist())
             explores = rng.random(shape) < settings.explore_share
             limits = settings.explore_min_temperature, settings.explore_max_temperature
             # Hundredths: the buffer keeps a table of the settings that responses were drawn with.

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of responses, on the host: `jax.random.fold_in` of threefry keys without a device.
+
+A searcher needs a few keys for every prompt, at times when its device has other work; a launch
+takes longer than they do. Invariant: the bits are those of JAX.
+"""
+
+import jax
+import numpy as np
+from jaxtyping import Array, Integer, UInt32
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def key_data(key: Array | np.ndarray) -> UInt32[np.ndarray, "2"]:
+    """The data of a JAX PRNG key; data stay as they are."""
+    return key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
+
+
+def fold_in(
+    key: UInt32[np.ndarray, "2"], numbers: int | Integer[np.ndarray, " n"]
+) -> UInt32[np.ndarray, "*n 2"]:
+    """Key data of `jax.random.fold_in(key, number)`, of one number or for each of several.
+
+    Args:
+        key: threefry key data.
+        numbers: from 0 to 2**32 - 1.
+
+    References:
+        Threefry-2x32 with 20 rounds, Salmon et al., 2011.
+    """
+    low = np.asarray(numbers).astype(np.uint32)
+    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    with np.errstate(over="ignore"):  # sums are modulo 2**32
+        x, y = np.zeros_like(low) + keys[0], low + keys[1]
+        for i in range(5):
+            for turns in _ROTATIONS[i % 2]:
+                x = x + y
+                y = (y << np.uint32(turns)) | (y >> np.uint32(32 - turns))
+                y = x ^ y
+            x = x + keys[(i + 1) % 3]
+            y = y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return np.stack([x, y], axis=-1)
