@@ -153,7 +153,9 @@ def economy_summary(hosts: Sequence[Mapping[str, Any]], settings: ReplaySettings
         hosts: `Economy.state` of each, and under `waiting` its groups of which nothing was drawn.
         settings: of the buffer.
     """
-    states = [{k: v for k, v in host.items() if k != "waiting"} for host in hosts]
+    states: list[Mapping[str, Any]] = [
+        {name: value for name, value in host.items() if name != "waiting"} for host in hosts
+    ]
     total = Economy.added(states)
     waiting = sum(host["waiting"] for host in hosts)
     figures = total.stats(waiting, settings.max_staleness)

@@ -9,7 +9,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,8 +94,9 @@ def unpack(data: bytes) -> HostState:
                 arrays[name][key] = entries[full_key]
         parts = {name: PartState(arrays[name], meta) for name, meta in metas.items()}
         # The first format named itself nowhere.
-        known = _FACTS_KEY in entries.files
-        facts = json.loads(entries[_FACTS_KEY].tobytes().decode()) if known else {"format": 1}
+        facts: dict[str, Any] = {"format": 1}
+        if _FACTS_KEY in entries.files:
+            facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
     if facts["format"] != FORMAT:
         raise CheckpointError(
             f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "

@@ -130,9 +130,10 @@ class ContinuousSearch:
         if session is None:
             assert published is not None, "a session begins with weights"
             session = self._session = self._parts.sampler.open(published)
-        is_swapped = published is not None and published.version > session.version
-        if is_swapped:
+        is_swapped = False
+        if published is not None and published.version > session.version:
             session.swap(published.params, published.version)
+            is_swapped = True
         for ticket in tickets:
             self._submit(session, ticket)
         if tickets or is_swapped or self._is_first:
