@@ -152,9 +152,7 @@ class ReferenceDistance:
             values = np.asarray(self._program(params, reference, *arguments, t=t))
             found.append(values[:, : len(lengths) - start])
         shape = (3, *responses.lengths.shape)
-        of_each: list[list[list[float]]] = (
-            np.concatenate(found, axis=1).astype(np.float64).reshape(shape).tolist()
-        )
+        of_each: Any = np.concatenate(found, axis=1).astype(np.float64).reshape(shape).tolist()
         return dict(zip(("reference_nll", "kl", "reverse_kl"), of_each, strict=True))
 
 
