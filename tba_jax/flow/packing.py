@@ -42,6 +42,8 @@ class Packing:
         micro_batch_rows: rows whose gradients are made at a time, a multiple too; 0: all.
         is_whole: all rows of a draw are in one micro-batch.
         has_prompts: prompts alone are part of the batch.
+        has_equal_weights: distinct responses of a draw count the same, K together; else as often
+            as they were drawn.
         first_slot: slots of the hosts before this one.
     """
 
@@ -54,6 +56,7 @@ class Packing:
     micro_batch_rows: int = 0
     is_whole: bool = False
     has_prompts: bool = False
+    has_equal_weights: bool = False
     first_slot: int = 0
 
     @property
@@ -94,6 +97,10 @@ class Packing:
         rows = rows.interleaved(num_rows // (self.micro_batch_rows or num_rows))
         slots = np.where(rows.slots > 0, rows.slots + self.first_slot, 0).astype(np.int32)
         of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
+        if self.has_equal_weights:
+            is_there = of_slots["weights"] > 0
+            equal = self.group_size / is_there.sum(axis=1, keepdims=True)
+            of_slots["weights"] = np.where(is_there, equal, 0).astype(np.float32)
         if self.has_prompts:
             prompts = [d.prompt.tokens for d in draws]
             of_slots["prompts"] = left_pad(prompts, prompt, self.padding.pad_id)

@@ -118,6 +118,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         micro_batch_rows=micro_batch_rows(config) // num_hosts,
         is_whole=groups_stay_whole(config, num_hosts),
         has_prompts="log_z" in make_objective(config.objective).heads,
+        has_equal_weights=config.objective.weights == "equal",
         first_slot=host * num_prompts * group_size,
     )
 

@@ -47,6 +47,11 @@ class ObjectiveSettings(Section):
     beta_final: float = field(0.05, "beta after the schedule", above=0)
     beta_steps: int = field(0, "steps over which beta moves linearly to beta_final", at_least=0)
     beta_jump_step: int = field(0, "linear_then_jump: step of the jump to beta_final", at_least=0)
+    weights: Literal["drawn", "equal"] = field(
+        "drawn",
+        "drawn: a response counts as often as it was drawn; equal: every distinct response of a "
+        "group the same, which Trajectory Balance permits and which learns from rare ones sooner",
+    )
     scale: Literal["advantage", "paper"] = field(
         "advantage", "advantage: beta/2 of the variance; paper: mean of squares"
     )
