@@ -33,8 +33,8 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        # One train program for any number of distinct responses, of which there are about 50.
-        "batch": {"num_prompts": 16, "num_length_buckets": 1, "micro_batch_rows": 16},
+        # One train program for any number of distinct responses, of which there are 40 to 60.
+        "batch": {"num_prompts": 16, "num_length_buckets": 1, "micro_batch_rows": 64},
         # Five in six responses are repeats, nearly all of them hasty answers.
         "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05, "weights": "equal"},
         "optimizer": {"learning_rate": 2e-4, "schedule": "linear", "warmup_steps": 5},
