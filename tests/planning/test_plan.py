@@ -89,8 +89,9 @@ def test_every_program_compiles_and_the_verdict_is_their_sum(facts):
     by_name = {p.name: p for p in programs}
     step = by_name["train_step"]
     assert step.hbm["parameters"] == 4 * facts["num_params"]
-    # Arguments beyond the state are the batch: seven arrays of 256 rows and 28 positions.
-    assert step.hbm["inputs"] == pytest.approx(4 * 256 * (28 + 16 + 5), rel=0.01)
+    # Arguments beyond the state are the batch: 256 rows of 28 tokens, 16 log-probs and a slot, and
+    # six numbers of each of 256 responses.
+    assert step.hbm["inputs"] == pytest.approx(4 * 256 * (28 + 16 + 1 + 6), rel=0.01)
     # Forward, again for the backward pass, and twice that: 2 FLOPs a weight and token at least.
     assert step.flops > 6 * 0.8 * facts["num_params"] * 256 * 28
     out = json.loads(json.dumps(plan.table.as_json(facts, programs, found, weighed, lines, fits)))
