@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from tba_jax.config.schema import Config
 from tba_jax.train.config import ObjectiveSettings, OptimizerSettings
+from tba_jax.train.objectives.registry import make_objective
 
 
 def notes(config: Config) -> list[str]:
@@ -47,6 +48,11 @@ def _objective(o: ObjectiveSettings, num_steps: int) -> Iterator[str]:
         yield (
             f"objective.beta_schedule={o.beta_schedule}: the run ends before the jump to "
             f"{o.beta_final} at step {o.beta_jump_step}"
+        )
+    if o.weights == "equal" and make_objective(o).needs_behavior:
+        yield (
+            f"objective.weights=equal has no effect: objective {o.name} needs responses to count "
+            "as often as they were drawn"
         )
     beta_steps = o.beta_steps if o.beta_schedule == "linear" else 0
     gamma, gamma_final = o.reference_temperature, o.reference_temperature_final

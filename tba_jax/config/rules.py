@@ -69,16 +69,6 @@ def _driver(config: Config) -> None:
         "an exact lag exists only in the synchronous driver",
         "Set --config.driver=sync.",
     )
-    if config.objective.weights == "equal":
-        need(
-            not make_objective(config.objective).needs_behavior,
-            "objective.weights",
-            config.objective.weights,
-            "only an objective that needs no behaviour policy may weigh responses otherwise than "
-            "they were drawn",
-            "Set --config.objective.weights=drawn, or objective.name to one of "
-            f"{', '.join(free_of_behavior())}.",
-        )
     if config.search.swap == "in_flight":
         need(
             not make_objective(config.objective).needs_behavior,

@@ -108,6 +108,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         host: which of them.
     """
     num_prompts, group_size = config.batch.num_prompts // num_hosts, config.objective.group_size
+    objective = make_objective(config.objective)
     return Packing(
         num_prompts=num_prompts,
         group_size=group_size,
@@ -117,8 +118,8 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts),
         micro_batch_rows=micro_batch_rows(config) // num_hosts,
         is_whole=groups_stay_whole(config, num_hosts),
-        has_prompts="log_z" in make_objective(config.objective).heads,
-        has_equal_weights=config.objective.weights == "equal",
+        has_prompts="log_z" in objective.heads,
+        has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
         first_slot=host * num_prompts * group_size,
     )
 

@@ -50,7 +50,8 @@ class ObjectiveSettings(Section):
     weights: Literal["drawn", "equal"] = field(
         "drawn",
         "drawn: a response counts as often as it was drawn; equal: every distinct response of a "
-        "group the same, which Trajectory Balance permits and which learns from rare ones sooner",
+        "group the same, which learns from rare ones sooner; only where the objective assumes "
+        "nothing of the sampler, as Trajectory Balance, else as drawn",
     )
     scale: Literal["advantage", "paper"] = field(
         "advantage", "advantage: beta/2 of the variance; paper: mean of squares"

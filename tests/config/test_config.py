@@ -214,10 +214,6 @@ def test_no_field_is_dead():
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "needs no behaviour policy permits a response of several versions",
         ),
-        (
-            {"objective.weights": "equal", "objective.name": "rloo"},
-            "only an objective that needs no behaviour policy may weigh responses otherwise",
-        ),
         ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
