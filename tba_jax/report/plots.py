@@ -9,6 +9,7 @@ every start of the program.
 
 import dataclasses
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +155,10 @@ def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Inter
     """Lane -> phase -> intervals in seconds: the searchers in order, the trainer, evaluations.
 
     A round's phases are laid end to end from its start; what is left of a round counts as its
-    decode phase, because that is where a searcher's host work happens. A step's wait comes first.
+    decode phase, because that is where a searcher's host work happens. Rounds that overlap are
+    tickets, graded beside decoding: a lane of their own. A step's wait comes first.
     """
-    searchers: dict[int, dict[str, list[Interval]]] = {}
+    rounds: dict[int, list[Record]] = {}
     trainer: dict[str, list[Interval]] = {"step": [], "wait": [], "sync": []}
     evaluation: dict[str, list[Interval]] = {"evaluation": []}
     for event in schedule:
@@ -165,15 +167,7 @@ def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Inter
         start, end = event["start_s"], event["end_s"]
         match event.get("event"):
             case "round":
-                lane = searchers.setdefault(
-                    event["searcher"], {phase: [] for phase in ROUND_PHASES}
-                )
-                seconds = {phase: event.get(f"{phase}_s") or 0.0 for phase in ROUND_PHASES}
-                seconds["decode"] += max(0.0, end - start - sum(seconds.values()))
-                scale = (end - start) / max(sum(seconds.values()), 1e-9)
-                for phase, length in seconds.items():
-                    lane[phase].append((start, start + length * scale))
-                    start += length * scale
+                rounds.setdefault(event["searcher"], []).append(event)
             case "step":
                 ready = min(end, start + (event.get("wait_s") or 0.0))
                 trainer["wait"].append((start, ready))
@@ -182,12 +176,57 @@ def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Inter
                 trainer["sync"].append((start, end))
             case "eval":
                 evaluation["evaluation"].append((start, end))
-    lanes = {f"searcher {i}": searchers[i] for i in sorted(searchers)}
+    lanes: dict[str, dict[str, list[Interval]]] = {}
+    for i in sorted(rounds):
+        own = sorted(rounds[i], key=lambda event: event["start_s"])
+        if any(b["start_s"] < a["end_s"] for a, b in itertools.pairwise(own)):
+            lanes |= _ticket_lanes(i, own)
+        else:
+            lanes[f"searcher {i}"] = _round_lane(own)
     if any(trainer.values()):
         lanes["trainer"] = trainer
     if evaluation["evaluation"]:
         lanes["evaluation"] = evaluation
     return lanes
+
+
+def _seconds(event: Record, phase: str) -> float:
+    return event.get(f"{phase}_s") or 0.0
+
+
+def _round_lane(rounds: Iterable[Record]) -> dict[str, list[Interval]]:
+    """Phases of rounds, end to end."""
+    lane: dict[str, list[Interval]] = {phase: [] for phase in ROUND_PHASES}
+    for event in rounds:
+        start, end = event["start_s"], event["end_s"]
+        seconds = {phase: _seconds(event, phase) for phase in ROUND_PHASES}
+        seconds["decode"] += max(0.0, end - start - sum(seconds.values()))
+        scale = (end - start) / max(sum(seconds.values()), 1e-9)
+        for phase, length in seconds.items():
+            lane[phase].append((start, start + length * scale))
+            start += length * scale
+    return lane
+
+
+def _ticket_lanes(searcher: int, tickets: Iterable[Record]) -> dict[str, dict[str, list[Interval]]]:
+    """A searcher's decoding, and its grading; tickets graded together end together."""
+    graded: dict[float, list[Record]] = {}
+    for event in tickets:
+        graded.setdefault(event["end_s"], []).append(event)
+    decode: list[Interval] = []
+    grader: dict[str, list[Interval]] = {"reward": [], "reference": []}
+    for end, together in graded.items():
+        reference = end - sum(_seconds(event, "reference") for event in together)
+        reward = reference - sum(_seconds(event, "reward") for event in together)
+        grader["reward"].append((reward, reference))
+        grader["reference"].append((reference, end))
+        decode += [(event["start_s"], max(event["start_s"], reward)) for event in together]
+    return {
+        f"searcher {searcher}": {"decode": merge_intervals(decode)},
+        f"grader {searcher}": {
+            phase: merge_intervals(spans) for phase, spans in grader.items() if any(spans)
+        },
+    }
 
 
 def busy_shares(schedule: Iterable[Record]) -> dict[str, float]:

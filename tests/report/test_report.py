@@ -248,6 +248,23 @@ SCHEDULE = [
 ]
 
 
+def test_tickets_that_overlap_are_graded_in_a_lane_of_their_own():
+    """Two that were graded together, and one after them: decoding never stopped."""
+    times = [(0.0, 5.0), (1.0, 5.0), (3.0, 8.0)]
+    tickets = [
+        {"event": "round", "searcher": 2, "start_s": start, "end_s": end}
+        | {"decode_s": 1.0, "reward_s": 0.25, "reference_s": 0.5}
+        for start, end in times
+    ]
+    lanes = plots.timeline_lanes([*tickets, SCHEDULE[1]])
+    assert list(lanes) == ["searcher 2", "grader 2", "trainer"]
+    assert lanes["searcher 2"] == {"decode": [(0.0, 7.25)]}
+    assert lanes["grader 2"] == {
+        "reward": [(3.5, 4.0), (7.25, 7.5)],
+        "reference": [(4.0, 5.0), (7.5, 8.0)],
+    }
+
+
 def test_timeline_lanes_lay_phases_end_to_end():
     lanes = plots.timeline_lanes(SCHEDULE)
     assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
