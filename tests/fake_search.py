@@ -109,7 +109,9 @@ class FirstToken:
 class World:
     """A searcher over such sessions, and what it logged."""
 
-    def __init__(self, lengths=lambda i, j: 1, *, max_staleness=0, in_flight=True):
+    def __init__(
+        self, lengths=lambda i, j: 1, *, max_staleness=0, in_flight=True, reward=FirstToken
+    ):
         self.version, self.events = 0, []
         self.outbox, self.stream = Outbox(2**20), CountingStream()
         parts = SearchParts(
@@ -117,7 +119,7 @@ class World:
             stream=self.stream,
             weights=lambda: Published(self.version, None),
             sampler=CountdownSampler(lengths),
-            grader=Grader(FirstToken(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
+            grader=Grader(reward(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
             reference=None,
             padding=Padding((4,), (4,), 0),
             outbox=self.outbox,

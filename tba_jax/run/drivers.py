@@ -296,6 +296,7 @@ class _AsyncLoop:
             self._count_idle()
             extra.update(summarise_rounds(reports))
             extra.update(self._slot_use())
+            extra["search/under_way"] = self._admission.num_under_way
             extra["search/idle_s"] = sum(searcher.idle_s for searcher in run.search.searchers)
             if (turns := run.shared.sites.trainer.turns) is not None:
                 extra["sync/turn_wait_s"] = turns.wait_s
@@ -355,7 +356,7 @@ class _AsyncLoop:
         return reports
 
     def _report_progress(self) -> None:
-        """Tell the searchers how far the trainer is; note once what bound they can meet."""
+        """Tell the searchers how far the trainer is; note once what is wasted, biased or late."""
         trainer = self._run.trainer
         merged, self._num_merged = self._num_merged, trainer.num_merged_groups
         self._admission.update(

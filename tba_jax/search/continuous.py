@@ -108,9 +108,7 @@ class ContinuousSearch:
         published = self._parts.weights()
         if published is None:
             return False
-        session = self._session
-        if session is None:
-            session = self._session = self._parts.sampler.open(published)
+        session = self._opened(published)
         is_newer = published.version > session.version
         is_draining = is_newer and not (self._swaps_in_flight or session.is_idle)
         tickets = [] if is_draining else self._admit(session)
@@ -127,9 +125,9 @@ class ContinuousSearch:
             tickets: submitted first.
         """
         session = self._session
-        if session is None:
-            assert published is not None, "a session begins with weights"
-            session = self._session = self._parts.sampler.open(published)
+        if published is not None:
+            session = self._opened(published)
+        assert session is not None, "a session begins with weights"
         is_swapped = False
         if published is not None and published.version > session.version:
             session.swap(published.params, published.version)
@@ -191,6 +189,11 @@ class ContinuousSearch:
         now, before = dataclasses.replace(session.statistics), self._reported
         self._reported = now
         return now.tokens - before.tokens, now.slot_steps - before.slot_steps
+
+    def _opened(self, published: Published) -> Session:
+        if self._session is None:
+            self._session = self._parts.sampler.open(published)
+        return self._session
 
     def _admit(self, session: Session) -> list[Ticket]:
         """Prompts for the free slots."""

@@ -43,7 +43,10 @@ def off_policy_stats(
 def weighted_quantile(
     x: Float[Array, " n"], weight: Float[Array, " n"], q: Float[Array, " q"]
 ) -> Float[Array, " q"]:
-    """`jnp.quantile` of x with each value repeated as its weight, a whole number, says."""
+    """`jnp.quantile` of x with each value repeated as its weight says.
+
+    Weights that are no whole numbers give the same step function with steps of their length.
+    """
     order = jnp.argsort(x)
     values, ends = x[order], jnp.cumsum(weight[order])
     place = q * (ends[-1] - 1)

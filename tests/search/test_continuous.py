@@ -6,6 +6,7 @@ import json
 import pytest
 from fake_search import World
 
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.flow.state import PartState
 
 
@@ -104,3 +105,23 @@ def test_slot_use_is_counted_from_one_question_to_the_next():
     world.run(2)
     assert world.search.slot_use() == (8, 8)
     assert world.search.slot_use() == (0, 0)
+
+
+def test_a_grader_that_fails_stops_its_searcher_and_is_named():
+    class LostPool:
+        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+            raise OSError("no process is left")
+
+    world, stop = World(reward=LostPool), StopFlag()
+    workers = [
+        Worker("searcher-3", world.search.step, stop, idle_s=0.001),
+        Worker("grader-3", world.search.grade, stop, idle_s=0.001),
+    ]
+    for worker in workers:
+        worker.start()
+    assert stop.wait(30.0)
+    for worker in workers:
+        worker.join(30.0)
+    with pytest.raises(WorkerError, match="grader-3 failed: OSError: no process is left"):
+        stop.check()
+    assert not world.outbox.take()  # what was not graded is not committed
