@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs in our own processes of `tba_jax.bench.rl_step`: the load, and the synchronous driver.
+
+    python -m tba_jax.bench.rl_step_sides JOB.json
+
+It does not know peers, repeats or medians. The invariant it owns: a prompt has as many tokens as
+the load says under the tokenizer that it writes, and every side gets the same reward.
+"""
+
+import importlib.metadata
+import json
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, make_config
+from tba_jax.models import transformer
+from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.report.writers import read_jsonl
+from tba_jax.run.session import train
+
+REWARD = '''"""A number that differs between responses and costs nothing."""
+
+
+def share_of_even(completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+'''
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one job; the result goes to the file that the job names."""
+    job = json.loads(Path(argv[0]).read_text())
+    result = (write if job["side"] == "write" else measure)(job)
+    Path(job["result"]).write_text(json.dumps(result))
+    return 0
+
+
+def write(job: dict[str, Any]) -> dict[str, Any]:
+    """Write a model folder of random weights with a tokenizer of words, prompts and the reward."""
+    folder, config = Path(job["folder"]), SHAPES[job["shape"]]
+    params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))
+    model = folder / "model"
+    hf_weights.save(model, config, params, config_json.hf_config(config, dtype="float32"))
+    eos = config.vocab_size - 1
+    for name, content in tokenizer_files(config.vocab_size).items():
+        (model / name).write_text(json.dumps(content))
+    (model / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": eos, "pad_token_id": 0})
+    )
+    rng = np.random.default_rng(job["seed"])
+    steps = job["warm_steps"] + job["steps"]
+    ids = rng.integers(1, eos, (steps * job["prompts"] + 1, job["prompt_tokens"]))
+    rows = [json.dumps({"prompt": " ".join(f"w{i}" for i in row)}) + "\n" for row in ids]
+    (folder / "data").mkdir()
+    (folder / "data" / "test.jsonl").write_text(rows[0])
+    (folder / "data" / "train.jsonl").write_text("".join(rows[1:]))
+    (folder / "reward.py").write_text(REWARD)
+    return {"num_params": transformer.num_params(config)}
+
+
+def tokenizer_files(vocab_size: int) -> dict[str, Any]:
+    """Contents of a tokenizer's files by name: word w7 is token 7; the last one ends a text."""
+    words = ["<pad>", *(f"w{i}" for i in range(1, vocab_size - 1)), "<eos>"]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {
+        "tokenizer.json": {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [
+                {"id": i, "content": words[i], "special": True, **plain}
+                for i in (0, vocab_size - 1)
+            ],
+            "normalizer": None,
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "post_processor": None,
+            "decoder": None,
+            "model": {
+                "type": "WordLevel",
+                "vocab": {word: i for i, word in enumerate(words)},
+                "unk_token": "<pad>",
+            },
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "pad_token": "<pad>",
+            "eos_token": "<eos>",
+            "clean_up_tokenization_spaces": False,
+            "padding_side": "left",
+        },
+    }
+
+
+def measure(job: dict[str, Any]) -> dict[str, Any]:
+    """Seconds of the parts of each timed step."""
+    workdir = Path(job["workdir"])
+    config = run_config(job)
+    validate(config)
+    train(config, workdir)
+    steps = step_times(read_jsonl(workdir / "schedule.jsonl"))[job["warm_steps"] :]
+    return {
+        "steps": steps,
+        "mean_response_tokens": float(np.mean([x["response_length"] for x in steps])),
+        "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "platform": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+    }
+
+
+def run_config(job: Mapping[str, Any]) -> Config:
+    """The run that a job asks for."""
+    folder = Path(job["folder"])
+    return make_config(
+        {
+            "name": "bench/rl_step",
+            "driver": "sync",
+            "seed": job["seed"],
+            "num_steps": job["warm_steps"] + job["steps"],
+            "task.name": "custom",
+            "task.data_path": str(folder / "data"),
+            "task.reward": f"{folder / 'reward.py'}:share_of_even",
+            "task.max_prompt_tokens": job["prompt_tokens"],
+            "task.num_eval_prompts": 1,
+            "model.path": str(folder / "model"),
+            "batch.num_prompts": job["prompts"],
+            "batch.num_length_buckets": 1,
+            "batch.micro_batch_rows": job["micro_batch_rows"],
+            "objective.group_size": job["group"],
+            "objective.beta": job["beta"],
+            "objective.beta_final": job["beta"],
+            "optimizer.learning_rate": job["learning_rate"],
+            "search.samples_per_prompt": job["group"],
+            "search.prompts_per_round": job["prompts"],
+            "search.max_new_tokens": job["response_tokens"],
+            "replay.recency_prob": 1.0,
+            "reward.num_workers": 1,
+            "checkpoint.period": 0,
+            # Once before and once after all steps: one response of one token.
+            "eval.period": 0,
+            "eval.max_new_tokens": 1,
+            "eval.num_slots": 1,
+            **job["overrides"],
+        }
+    )
+
+
+def step_times(events: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Seconds of each step's parts, and the mean length of its responses.
+
+    Args:
+        events: of the schedule log of a synchronous run that syncs at every step.
+    """
+    out = []
+    for step in (x for x in events if x["event"] == "step"):
+        number = step["step"]
+        (sync,) = (x for x in events if x["event"] == "sync" and x["step"] == number)
+        rounds = [x for x in events if x["event"] == "round" and x["merge_step"] == number]
+        # Evaluations come between publication and search, and are no part of a step.
+        pauses = (x for x in events if x["event"] == "eval" and x["step"] == number)
+        step_s = step["end_s"] - sync["start_s"] - sum(x["end_s"] - x["start_s"] for x in pauses)
+        parts = {
+            "decode_s": sum(x["decode_s"] for x in rounds),
+            "reference_s": sum(x["reward_s"] + x["reference_s"] for x in rounds),
+            "train_s": step["end_s"] - step["start_s"],
+        }
+        generated = sum(x["generated"] for x in rounds)
+        length = sum(x["response_length_mean"] * x["generated"] for x in rounds) / generated
+        rest = step_s - sum(parts.values())
+        out.append({"step_s": step_s, **parts, "rest_s": rest, "response_length": length})
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
