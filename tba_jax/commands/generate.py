@@ -64,11 +64,15 @@ def _generate(args: argparse.Namespace) -> dict:
     from tba_jax.decoding.engine import Decoder
     from tba_jax.decoding.requests import SamplingSettings
     from tba_jax.decoding.stop_strings import StopStrings
+    from tba_jax.devices.platform import platform_of
     from tba_jax.devices.program_cache import open_cache
+    from tba_jax.devices.site import any_device
     from tba_jax.models import model as models
 
     open_cache("auto")
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    # Where `load` puts weights that no mesh divides.
+    site = any_device(platform_of(jax.local_devices()[0]))
+    dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
     if args.chat:
         chat = tokenizer.format_chat([{"role": "user", "content": args.prompt}])
@@ -85,6 +89,7 @@ def _generate(args: argparse.Namespace) -> dict:
         pad_id=tokenizer.pad_id,
         prompt_buckets=(max(1, len(prompt)),),
         max_length=len(prompt) + args.max_new_tokens,
+        site=site,
     )
     if not all(args.stop_string):
         raise ValueError("--stop_string is empty; give a text that ends a response")

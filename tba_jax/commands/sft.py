@@ -23,11 +23,14 @@ import numpy as np
 import optax
 
 from tba_jax.config.command_line import local_folder
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train.config import OptimizerSettings
@@ -117,6 +120,8 @@ def fine_tune(
     )
     schedule = learning_rate_schedule(settings, num_steps)
     optimizer = make_optimizer(settings, schedule)
+    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    sharding = ComputeSharding(config, any_device(platform_of(device)))
     response_len = max(len(response) for _, response in rows)
 
     def step(params: Any, opt_state: Any, tokens: Any, prompts: Any, responses: Any) -> Any:
@@ -130,6 +135,7 @@ def fine_tune(
                 config=config,
                 scoring=Scoring(),
                 remat="layers",
+                sharding=sharding,
             )
             return -jnp.sum(logprobs) / jnp.sum(responses)
 

@@ -8,7 +8,7 @@ temperature or weight version compiles nothing.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from tba_jax.decoding import programs
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.models import transformer
+from tba_jax.models import attention, transformer
 from tba_jax.models.attention import Implementation, KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -42,7 +42,7 @@ class Compiled:
         cache_dtype: dtype of cached keys and values; None: compute_dtype.
         chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
             on average; each chunk costs one round trip to the device.
-        implementation: who computes attention.
+        implementation: who computes attention; "auto": chosen for the site's platform.
         site: the devices that divide weights and caches; by default the one device of the weights.
 
     Attributes:
@@ -60,7 +60,7 @@ class Compiled:
         max_length: int,
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
-        implementation: Implementation = "auto",
+        implementation: Implementation | Literal["auto"] = "auto",
         site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:
@@ -84,7 +84,9 @@ class Compiled:
         static = {
             "config": config,
             "compute_dtype": self.compute_dtype,
-            "implementation": implementation,
+            "implementation": attention.choose(
+                implementation, site.platform, self.compute_dtype, config.head_dim
+            ),
             "cache_sharding": self.cache_sharding,
         }
         self.prefill = self._jit(

@@ -74,7 +74,7 @@ def prefill(
     config: TransformerConfig,
     compute_dtype: Any,
     cache_dtype: Any,
-    implementation: attention.Implementation = "auto",
+    implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[KVCache, ...]:
     """Keys and values of right-padded prompts, one cache per layer [p g s e].
@@ -160,7 +160,7 @@ def run_chunk(
     mode: Mode,
     is_truncated: bool,
     has_minimum: bool,
-    implementation: attention.Implementation = "auto",
+    implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[KVCache, ...]]:
     """(tokens, log-probs, history) of up to `num_steps` new tokens per slot; donate `history`.

@@ -10,6 +10,7 @@ import dataclasses
 import numpy as np
 from jax.sharding import Mesh
 
+from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.devices.turns import DeviceTurns, Program
 
 
@@ -20,10 +21,17 @@ class Site:
     Attributes:
         mesh: the devices; the empty one: any one device, on which a program's arguments lie.
         turns: of the threads that launch there; None: no two of them can block one another.
+        any_of: with an empty mesh, of which platform that one device is.
     """
 
     mesh: Mesh
     turns: DeviceTurns | None = None
+    any_of: Platform = "any"
+
+    @property
+    def platform(self) -> Platform:
+        """What its programs are made for: who computes attention, which kernels, which flags."""
+        return self.any_of if self.mesh.empty else platform_of(self.mesh.devices.flat[0])
 
     @property
     def is_divided(self) -> bool:
@@ -33,7 +41,7 @@ class Site:
     @property
     def program_site(self) -> "Site":
         """What its programs are compiled for: those of one device serve any one device."""
-        return self if self.is_divided else ANY_DEVICE
+        return self if self.is_divided else any_device(self.platform)
 
     def in_turn(self, program: Program) -> Program:
         """The program, waiting for its turn whenever it is called.
@@ -49,5 +57,10 @@ class Site:
         return self.turns.in_turn(program, self.mesh.devices.flat)
 
 
-ANY_DEVICE = Site(Mesh(np.empty((), dtype=object), ()))
-"""Any one device, where nobody waits."""
+def any_device(platform: Platform = "any") -> Site:
+    """Any one device of a platform, where nobody waits."""
+    return Site(Mesh(np.empty((), dtype=object), ()), any_of=platform)
+
+
+ANY_DEVICE = any_device()
+"""Any one device of any platform: programs made for it are those that run on all."""

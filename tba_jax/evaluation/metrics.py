@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 from tba_jax.evaluation.evaluator import Responses
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.source import RewardSource
@@ -134,7 +135,7 @@ class ReferenceDistance:
         self._reference_params = reference_params
         self._padding = padding
         self._vocab_size = config.vocab_size
-        self._program = site.in_turn(make_distance_program(config, scoring))
+        self._program = site.in_turn(make_distance_program(config, scoring, site))
 
     def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
         """Negative log-likelihood under the reference and both divergences of each response."""
@@ -176,14 +177,23 @@ def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
     return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
 
 
-def make_distance_program(config: TransformerConfig, scoring: Scoring) -> Callable[..., Array]:
+def make_distance_program(
+    config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
+) -> Callable[..., Array]:
     """Jitted (params, reference, tokens [b s], prompt lengths, response lengths, *, t) -> [3 b].
 
     Args:
-        config, scoring: as in `ReferenceDistance`.
+        config, scoring, site: as in `ReferenceDistance`.
     """
     return jax.jit(
-        functools.partial(_distances, config=config, scoring=scoring), static_argnames="t"
+        functools.partial(
+            _distances,
+            config=config,
+            scoring=scoring,
+            # The weights are the decoder's, which are never divided over fsdp.
+            sharding=ComputeSharding(config, any_device(site.platform)),
+        ),
+        static_argnames="t",
     )
 
 
@@ -197,6 +207,7 @@ def _distances(
     t: int,
     config: TransformerConfig,
     scoring: Scoring,
+    sharding: ComputeSharding,
 ) -> Array:
     """float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL; summed over t."""
     compute_dtype = jnp.dtype(scoring.compute_dtype)
@@ -208,7 +219,13 @@ def _distances(
 
     def logits(weights: Params) -> Array:
         hidden = transformer.apply(
-            weights, tokens, positions, mask, config=config, compute_dtype=compute_dtype
+            weights,
+            tokens,
+            positions,
+            mask,
+            config=config,
+            compute_dtype=compute_dtype,
+            sharding=sharding,
         )
         # The state at position i predicts token i + 1.
         hidden = jax.lax.slice_in_dim(hidden, s - 1, s + t - 1, axis=1)

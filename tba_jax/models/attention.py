@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of grouped queries: over whole sequences, and of one new token over a cache.
 
-One switch, `Implementation`, chooses who computes it. "xla" is the einsum here, everywhere. On 2
+`choose` says who computes it, from the platform that a program is made for, never from the devices
+of the process. "xla" is the einsum here, everywhere. On 2
 CPU cores its gradient takes 5 % less processor time than that of `jax.nn.dot_product_attention`
 with the same masks (256 rows of 28, 4 heads of 16; and 8 rows of 256, 8 query on 2 key/value heads
 of 64), its forward pass the same. The invariant it owns: a masked key has weight exactly 0, and a
 row without any valid key gives finite numbers.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int
 
+from tba_jax.devices.platform import Platform
 from tba_jax.models.partial_softmax import Partial, merge
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 
-Implementation = Literal["auto", "xla", "cudnn", "tpu_kernel"]
+Implementation = Literal["xla", "cudnn", "tpu_kernel"]
 """Who computes attention.
 
-auto: cudnn on an NVIDIA GPU where it can, else xla.
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128. One token over a cache goes through xla: cuDNN wants
@@ -71,7 +72,7 @@ def attend_causal(
     v: Float[Array, "b s g e"],
     visible: Visible,
     *,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
     """Softmax attention of whole sequences; the r queries of a group share one key/value head.
@@ -81,16 +82,13 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: from `causal` or `packed`.
-        implementation: who computes it; cuDNN knows no packed rows, which "auto" then gives to xla.
+        implementation: who computes it, from `choose`; cuDNN knows no packed rows.
         sharding: on a mesh, of keys and values as a cache [b g s e]; tpu_kernel alone needs it.
 
-    Raises:
-        ValueError: an implementation that does not exist or cannot do this.
     """
-    chosen = _choose(implementation, q, is_packed=visible.segments is not None)
-    if chosen == "cudnn":
+    if implementation == "cudnn":
         return _attend_cudnn(q, k, v, visible)
-    if chosen == "tpu_kernel":
+    if implementation == "tpu_kernel":
         # Here, not above: only a TPU needs Pallas, and its import takes a third of a second.
         from tba_jax.models import attention_kernels
 
@@ -99,34 +97,47 @@ def attend_causal(
     return attend(q, k, v, causal_bias(visible.mask, visible.segments))
 
 
-def _choose(implementation: str, q: Array, *, is_packed: bool) -> str:
-    """The implementation with "auto" resolved.
+def choose(
+    wanted: Implementation | Literal["auto"],
+    platform: Platform,
+    dtype: Any,
+    head_dim: int,
+    *,
+    is_packed: bool = False,
+) -> Implementation:
+    """Who computes attention in a program.
+
+    Args:
+        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU where it can, else xla.
+        platform: of the devices that the program is made for.
+        dtype: of queries, keys and values.
+        head_dim: e.
+        is_packed: rows hold several sequences.
 
     Raises:
-        ValueError: as in `attend_causal`.
+        ValueError: an implementation that does not exist or cannot do this.
     """
-    if implementation in ("xla", "tpu_kernel"):
-        return implementation
-    if implementation not in ("auto", "cudnn"):
+    if wanted in ("xla", "tpu_kernel"):
+        return wanted
+    if wanted not in ("auto", "cudnn"):
         raise ValueError(
-            f"attention implementation {implementation!r}; want 'auto', 'xla', 'cudnn' or "
-            "'tpu_kernel'"
+            f"attention implementation {wanted!r}; want 'auto', 'xla', 'cudnn' or 'tpu_kernel'"
         )
-    is_cuda = "cuda" in jax.devices()[0].client.platform_version.lower()
     # 128: what every supported GPU can do; from Hopper on it could be 256.
-    fits = q.dtype in (jnp.bfloat16, jnp.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
-    if is_cuda and fits and not is_packed:
+    is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+    fits = is_narrow and head_dim % 8 == 0 and head_dim <= 128
+    if platform == "cuda" and fits and not is_packed:
         return "cudnn"
-    if implementation == "cudnn" and is_packed:
+    if wanted == "cudnn" and is_packed:
         raise ValueError(
             "attention implementation 'cudnn' got packed rows; it knows no sequences within a row. "
             "Use 'auto', which falls back to 'xla'"
         )
-    if implementation == "cudnn":
+    if wanted == "cudnn":
         raise ValueError(
-            f"attention implementation 'cudnn' got {q.dtype} queries of head_dim {q.shape[-1]} on "
-            f"{jax.default_backend()}; it needs an NVIDIA GPU, bfloat16 or float16, and a multiple "
-            "of 8 up to 128. Use 'auto', which falls back to 'xla'"
+            f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
+            f"{head_dim} on {platform}; it needs an NVIDIA GPU, bfloat16 or float16, and a "
+            "multiple of 8 up to 128. Use 'auto', which falls back to 'xla'"
         )
     return "xla"
 
@@ -214,7 +225,7 @@ def attend_cached(
     recent: KVCache,
     index: Int[Array, ""],
     *,
-    implementation: Implementation = "auto",
+    implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
     """Attention of one new token per slot, and `recent` with its key and value written.

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array
 
 from tba_jax.devices.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
+from tba_jax.devices.site import Site
 from tba_jax.models import transformer
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -38,14 +39,22 @@ def on_mesh(mesh: Mesh, shardings: Any) -> Any:
 
 
 class ComputeSharding:
-    """How a forward and backward pass uses parameters that are divided over a mesh.
+    """How a forward and backward pass computes on the devices of a site.
+
+    Parameters that are divided over them are gathered when they are used; on one device nothing is
+    asked for, so that one program serves any.
 
     Attributes:
+        platform: what the program is made for.
         vocab_shards: into how many parts devices divide the vocabulary of the output table.
     """
 
-    def __init__(self, config: TransformerConfig, mesh: Mesh) -> None:
+    def __init__(self, config: TransformerConfig, site: Site) -> None:
         """Raises ValueError when the mesh does not divide the model."""
+        mesh, self.platform = site.mesh, site.platform
+        self._is_divided, self.vocab_shards = site.is_divided, 1
+        if not self._is_divided:
+            return
         stored = param_shardings(config, mesh)
         self._layers = {
             name: NamedSharding(mesh, PartitionSpec(*sharding.spec[1:]))
@@ -60,15 +69,19 @@ class ComputeSharding:
 
     def layer(self, params: Params, compute_dtype: Any) -> Params:
         """The parameters of one layer, gathered over fsdp."""
+        if not self._is_divided:
+            return params
         return _gather_all(params, self._layers, compute_dtype, False)
 
     def ends(self, params: Params, compute_dtype: Any) -> Params:
         """The tree with everything but the layers gathered over fsdp."""
+        if not self._is_divided:
+            return params
         return {**params, **_gather_all(params, self._ends, compute_dtype, True)}
 
     def rows(self, x: Array) -> Array:
         """Activations [b ...], rows where their prompts are, whatever the weights would ask for."""
-        return jax.lax.with_sharding_constraint(x, self._rows)
+        return jax.lax.with_sharding_constraint(x, self._rows) if self._is_divided else x
 
 
 def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool) -> Params:

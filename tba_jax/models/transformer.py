@@ -395,8 +395,8 @@ def apply(
         segments: of packed rows, the number of each position's sequence, 0 where `mask` is False;
             sequences do not see one another.
         remat: what the backward pass computes again.
-        sharding: on a mesh, a `shardings.ComputeSharding`; it gathers the layers, and `params` come
-            with their ends gathered.
+        sharding: a `shardings.ComputeSharding`: the devices that this is computed on. On a mesh it
+            gathers the layers, and `params` come with their ends gathered. None: any one device.
 
     Raises:
         ValueError: `remat` is not the name of a policy.
@@ -405,10 +405,18 @@ def apply(
         raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
     angles = rotary(positions, config)
     visible = attention.causal(mask) if segments is None else attention.packed(segments)
+    implementation = attention.choose(
+        "auto",
+        "any" if sharding is None else sharding.platform,
+        compute_dtype,
+        config.head_dim,
+        is_packed=segments is not None,
+    )
 
     def layer(x: Array, layer_params: Params) -> tuple[Array, None]:
         def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attention.attend_causal(q, k, v, visible), None
+            out = attention.attend_causal(q, k, v, visible, implementation=implementation)
+            return out, None
 
         if sharding is None:
             return run_layer(layer_params, x, angles, attend, config=config)

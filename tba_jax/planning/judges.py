@@ -19,6 +19,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.attacks import make_embed_program
@@ -185,6 +186,7 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
         dtype=v.dtype,
         eos_ids=Ids().eos_ids,
         pad_id=Ids().pad_id,
+        platform=platform_of(device),
     )
     weights = lowering.abstract_weights(shape, jnp.dtype(v.dtype), SingleDeviceSharding(device))
     slots = min(attacks * v.num_samples, v.num_slots)
@@ -248,7 +250,9 @@ def _classifier(config: Config, model: Mapping[str, Any], mesh: Mesh, attacks: i
         arguments = _ints(c.batch_rows, length), _ints(c.batch_rows, length, dtype=jnp.bool_)
     else:
         length = c.max_tokens
-        program = verdict_program(config_json.transformer_config(model), _VERDICT_TOKENS, c.dtype)
+        program = verdict_program(
+            config_json.transformer_config(model), _VERDICT_TOKENS, c.dtype, Site(mesh).platform
+        )
         arguments = _ints(c.batch_rows, length + _VERDICT_TOKENS), _ints(c.batch_rows)
     return Planned(
         name="classify",
@@ -282,7 +286,7 @@ def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mes
 def _distance(config: Config, model_config: TransformerConfig, placement: Placement) -> Planned:
     sizes = sizes_of(config)
     scoring = modeling.make_rollout_scoring(config, Ids().eos_ids)
-    program = make_distance_program(model_config, scoring)
+    program = make_distance_program(model_config, scoring, Site(placement.searcher_meshes[0]))
     weights = abstract_weights(config, model_config, placement)
     # A searcher's own reference serves where it has one.
     reference = (

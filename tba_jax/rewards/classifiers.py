@@ -17,11 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.config import ClassifierSettings
 
@@ -141,7 +144,9 @@ class GuardClassifier:
         self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
         self._buckets = length_buckets(settings.max_tokens, 3)
         self._batch_rows = settings.batch_rows
-        self._program = verdict_program(model.config, len(self._verdict), settings.dtype)
+        self._program = verdict_program(
+            model.config, len(self._verdict), settings.dtype, platform_of(device)
+        )
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
@@ -199,7 +204,7 @@ def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
 
 
 @functools.cache
-def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
+def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform) -> Any:
     """Jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
 
     @jax.jit
@@ -212,6 +217,7 @@ def verdict_program(config: Any, num_tokens: int, dtype: str) -> Any:
             response_bucket=num_tokens,
             config=config,
             scoring=Scoring(compute_dtype=dtype),
+            sharding=ComputeSharding(config, any_device(platform)),
         )
         return jnp.sum(logprobs[:, 0], axis=-1)
 

@@ -246,7 +246,7 @@ def make_score_program(
             _scores,
             config=config,
             compute_dtype=jnp.dtype(compute_dtype),
-            sharding=ComputeSharding(config, site.mesh) if site.is_divided else None,
+            sharding=ComputeSharding(config, site),
         )
     )
     return site.in_turn(program)
@@ -259,7 +259,7 @@ def _scores(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    sharding: ComputeSharding | None,
+    sharding: ComputeSharding,
 ) -> Array:
     mask = jnp.arange(tokens.shape[1])[None] < lengths[:, None]
     scores = classify(

@@ -20,6 +20,8 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import TransformerConfig
@@ -68,6 +70,7 @@ class Victim:
             dtype=settings.dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
+            platform=platform_of(devices[0]),
         )
         weights = self._decoder.weights(params)
         self.weights = {
@@ -111,6 +114,7 @@ def make_victim_decoder(
     dtype: str,
     eos_ids: Sequence[int],
     pad_id: int,
+    platform: Platform = "any",
 ) -> Decoder:
     """The victim's decoder; arguments as in `VictimSettings` and `Decoder`."""
     return Decoder(
@@ -120,6 +124,7 @@ def make_victim_decoder(
         pad_id=pad_id,
         prompt_buckets=length_buckets(max_prompt_tokens, 2),
         max_length=max_prompt_tokens + max_new_tokens,
+        site=any_device(platform),
     )
 
 

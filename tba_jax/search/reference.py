@@ -71,7 +71,7 @@ def make_reference_program(
         scoring: the run's, as the trainer scores the policy.
         site: the devices that divide the parameters.
     """
-    sharding = ComputeSharding(config, site.mesh) if site.is_divided else None
+    sharding = ComputeSharding(config, site)
     program = jax.jit(
         functools.partial(_score, config=config, scoring=scoring, sharding=sharding),
         static_argnames=("response_bucket",),
@@ -89,7 +89,7 @@ def _score(
     response_bucket: int,
     config: TransformerConfig,
     scoring: Scoring,
-    sharding: ComputeSharding | None,
+    sharding: ComputeSharding,
 ) -> Array:
     token_values = token_logprobs(
         params,

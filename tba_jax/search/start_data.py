@@ -15,11 +15,12 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.decoding.engine import Decoded
-from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.search.prompts import Encoder, train_prompt
 from tba_jax.tasks.registry import Task
@@ -191,6 +192,9 @@ def make_start_program(
         site: the devices of the parameters.
     """
 
+    # The weights are the decoder's, which are never divided over fsdp.
+    sharding = ComputeSharding(config, any_device(site.platform))
+
     def program(params: Any, *rows: Array) -> Array:
         return token_logprobs(
             params,
@@ -198,6 +202,7 @@ def make_start_program(
             response_bucket=max_new_tokens,
             config=config,
             scoring=scoring,
+            sharding=sharding,
         )
 
     return site.in_turn(jax.jit(program))

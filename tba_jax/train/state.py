@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from tba_jax.devices.sharding import BATCH_AXES, shardings_like
+from tba_jax.devices.site import Site
 from tba_jax.models import lora
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
@@ -51,7 +52,7 @@ class StepShardings(NamedTuple):
         state: a NamedSharding for each array of the train state.
         batch: of every array of a batch.
         replicated: of the metrics.
-        compute: how the step uses divided parameters; None on a mesh of one device.
+        compute: how the step computes on the trainer's devices.
         base: of the frozen parameters beside adapters; None where all are trained.
         log_z_size: as in `init_state`.
     """
@@ -59,7 +60,7 @@ class StepShardings(NamedTuple):
     state: TrainState
     batch: NamedSharding
     replicated: NamedSharding
-    compute: ComputeSharding | None
+    compute: ComputeSharding
     base: Any = None
     log_z_size: int = 0
 
@@ -100,7 +101,7 @@ def step_shardings(
         state=shardings_like(shapes, params, shardings, mesh),
         batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
         replicated=NamedSharding(mesh, PartitionSpec()),
-        compute=ComputeSharding(config, mesh) if mesh.size > 1 else None,
+        compute=ComputeSharding(config, Site(mesh)),
         base=base,
         log_z_size=config.hidden_size if learn_log_z else 0,
     )

@@ -82,9 +82,8 @@ def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
 
 
 def test_cudnn_refuses_packed_rows():
-    rows = attention.packed(jnp.ones((B, S), jnp.int32))
     with pytest.raises(ValueError, match="'cudnn' got packed rows; it knows no sequences"):
-        attention.attend_causal(*sequences(), rows, implementation="cudnn")
+        attention.choose("cudnn", "cuda", jnp.bfloat16, 64, is_packed=True)
 
 
 @DTYPES
@@ -142,7 +141,6 @@ def cudnn_in_xla(monkeypatch):
         is_padding = index >= query_seq_lengths[:, None]
         return jnp.where(is_padding[:, :, None, None], jnp.nan, out)
 
-    monkeypatch.setattr(attention, "_choose", lambda implementation, q, is_packed: "cudnn")
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
 
 
@@ -154,7 +152,7 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded):
 
     def run(q, k, v):
         visible = attention.causal(jnp.asarray(mask), is_right_padded=is_right_padded)
-        return attention.attend_causal(q, k, v, visible)
+        return attention.attend_causal(q, k, v, visible, implementation="cudnn")
 
     def wanted(q, k, v):
         return attention.attend(q, k, v, attention.causal_bias(jnp.asarray(mask)))
@@ -179,14 +177,12 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded):
 
 
 def test_cudnn_is_refused_by_name_where_it_cannot_run():
-    q, k, v = sequences()
-    visible = attention.causal(jnp.asarray(MASK))
     with pytest.raises(
         ValueError, match="'cudnn' got float32 queries of head_dim 16 on cpu.*'auto'"
     ):
-        attention.attend_causal(q, k, v, visible, implementation="cudnn")
+        attention.choose("cudnn", "cpu", jnp.float32, 16)
     with pytest.raises(ValueError, match="'flash'; want 'auto', 'xla', 'cudnn' or 'tpu_kernel'"):
-        attention.attend_causal(q, k, v, visible, implementation="flash")
+        attention.choose("flash", "cuda", jnp.bfloat16, 64)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +195,11 @@ def test_cudnn_is_refused_by_name_where_it_cannot_run():
         (jnp.bfloat16, 256, "xla"),
     ],
 )
-def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(monkeypatch, dtype, head_dim, chosen):
-    class Client:
-        platform_version = "PJRT C API\ncuda 13000"
-
-    class Device:
-        client = Client
-
-    monkeypatch.setattr(jax, "devices", lambda: [Device])
-    q = jnp.zeros((1, 1, 1, 1, head_dim), dtype)
-    assert attention._choose("auto", q, is_packed=False) == chosen
-    assert attention._choose("auto", q, is_packed=True) == "xla"
+def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
+    assert attention.choose("auto", "cuda", dtype, head_dim) == chosen
+    assert attention.choose("auto", "cuda", dtype, head_dim, is_packed=True) == "xla"
+    for platform in ("any", "cpu", "rocm", "tpu"):
+        assert attention.choose("auto", platform, dtype, head_dim) == "xla"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

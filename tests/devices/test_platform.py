@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program is made for is read off its devices, not off the process."""
+
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.site import ANY_DEVICE, Site, any_device
+
+
+def device(platform, version=""):
+    return SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (device("cpu"), "cpu"),
+        (device("tpu"), "tpu"),
+        (device("gpu", "PJRT C API\ncuda 13000"), "cuda"),
+        (device("gpu", "NVIDIA H100 80GB HBM3"), "cuda"),  # of a topology
+        (device("gpu", "PJRT C API\nrocm 60300"), "rocm"),
+        (device("gpu", "AMD Instinct MI300X"), "rocm"),
+    ],
+)
+def test_a_device_has_a_platform(given, wanted):
+    assert platform_of(given) == wanted
+
+
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="platform 'METAL'; programs are made for cpu, cuda"):
+        platform_of(device("METAL"))
+
+
+def test_a_site_has_the_platform_of_its_devices():
+    assert Site(Mesh(np.array(jax.devices()[:2]), ("model",))).platform == "cpu"
+    assert any_device("cuda").platform == any_device("cuda").program_site.platform == "cuda"
+    assert ANY_DEVICE.platform == "any"
+    assert any_device("cuda") != any_device("tpu")
