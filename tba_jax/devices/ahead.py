@@ -8,8 +8,10 @@ twice at a time, as long as who calls it first waits for it here; and a failure 
 """
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import jax
 
@@ -58,6 +60,16 @@ class Ahead:
             self._stop.check()
             if self._stop.is_set():
                 return  # closed: whoever calls it now compiles it
+
+    def after(self, name: Hashable, program: Callable[..., Any]) -> Callable[..., Any]:
+        """The program, whose calls wait for it to be compiled."""
+
+        @functools.wraps(program)
+        def call(*args: Any) -> Any:
+            self.wait(name)
+            return program(*args)
+
+        return call
 
     def close(self, timeout_s: float) -> None:
         """Begin no other program, and wait for the one under way at most this long."""

@@ -23,13 +23,11 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
-from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
 from tba_jax.run import modeling, training
 from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step
-from tba_jax.weights.transport import make_publish_program
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
@@ -382,12 +380,8 @@ def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
     """(publish program, what it publishes)."""
-    mesh, policy = placement.publication_mesh, modeling.policy_config(config, model_config)
-    if policy.adapters is None:
-        layout, shardings = modeling.make_publication(config, model_config, mesh)
-    else:
-        layout, shardings = None, lora.split(param_shardings(policy, mesh))[1]
-    program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
+    mesh = placement.publication_mesh
+    program = modeling.make_publication_program(config, model_config, mesh)
     return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
 
 

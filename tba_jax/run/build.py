@@ -16,9 +16,10 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run.clock import RunClock
-from tba_jax.run.compiling import compile_ahead
+from tba_jax.run.compiling import PUBLICATION, compile_ahead
 from tba_jax.run.evaluating import build_evaluator
 from tba_jax.run.host_state import HostState
+from tba_jax.run.modeling import make_publication_program
 from tba_jax.run.repartition import repartition
 from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
 from tba_jax.run.searching import build_searchers
@@ -54,7 +55,8 @@ def build(
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
     step = make_step_program(shared)
-    ahead = compile_ahead(shared, step)
+    publish = make_publication_program(config, shared.model.config, shared.sites.publication.mesh)
+    ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
         start = open_start(shared, progress.phase)
@@ -62,6 +64,7 @@ def build(
             shared,
             base=start.base,
             references=start.references,
+            publish=ahead.after(PUBLICATION, publish),
             # All are taken before the first step, whatever became of the file since.
             wants_given=start.step == 0,
             note=progress.note,

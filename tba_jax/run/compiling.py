@@ -27,8 +27,13 @@ SHORT_TOKENS = 64
 """Up to here a policy repeats most of its responses to a prompt, and distinct ones are trained."""
 
 
-def compile_ahead(shared: Shared, step: StepProgram) -> Ahead:
-    """Begin to compile the train step for the batches that are likely to come first.
+PUBLICATION = "publication"
+"""What compiling the publish program is called."""
+
+
+def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
+    """Begin to compile what the trainer calls first: the publish program, which the searchers wait
+    for, and the train step for the batches that are likely to come first.
 
     Nothing, where that is not worth it or not safe: with one thread, which would wait for it
     anyway; with several hosts, where compilers may exchange what they measure and all must then
@@ -41,7 +46,8 @@ def compile_ahead(shared: Shared, step: StepProgram) -> Ahead:
         return Ahead({}).start()
     batch = first_batch(config, make_packing(config, shared.tokenizer.pad_id))
     jobs: dict[Hashable, Any] = {
-        step_job(batch): functools.partial(_lower_step, shared, step, batch)
+        PUBLICATION: functools.partial(_lower_publication, shared, publish),
+        step_job(batch): functools.partial(_lower_step, shared, step, batch),
     }
     return Ahead(jobs).start()
 
@@ -62,6 +68,11 @@ def _lower_step(
         like = functools.partial(abstract, dtype=dtype)
         frozen = (jax.tree.map(like, abstract_params(model), step.shardings.base),)
     return step.program.lower(state, rows, *frozen)
+
+
+def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
+    config, model = shared.config, shared.model.config
+    return publish.lower(abstract_state(config, model, shared.sites.trainer.mesh).params)
 
 
 def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:

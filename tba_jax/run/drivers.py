@@ -9,6 +9,7 @@ runs the same driver: publications, steps and checkpoints are calls of all hosts
 StepPlan, while merges are each host's own.
 """
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from tba_jax.train.objectives.registry import make_objective
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
+# Longest wait of the weight poller for a publication, after which it looks whether to stop.
+DELIVERY_S = 0.1
 # After as many steps, the first of which compile, a run says what it wastes; that responses come
 # too late is worth a word where more than this share of them does.
 WARN_AFTER = 25
@@ -99,6 +102,7 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
             reports = trainer.merge(rounds if lag else None)
             extra = {
                 "sync/publish_s": publish_s,
+                "sync/deliver_s": run.search.transport.delivery_s,
                 "sync/merge_s": run.clock() - merge_start,
                 "sync/version": step,
                 **summarise_rounds(reports),
@@ -152,7 +156,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     ]
     others = [
         *(Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches),
-        Worker("weight-poller", run.search.transport.poll, stop),
+        Worker("weight-poller", functools.partial(run.search.transport.poll, DELIVERY_S), stop),
         Worker("watchdog", watchdog.step, stop, idle_s=1.0),
     ]
     idle_before = [searcher.idle_s for searcher in run.search.searchers]
@@ -276,6 +280,7 @@ class _AsyncLoop:
                 sync = False
                 extra["sync/publish_s"] = trainer.publish()
                 extra["sync/version"] = step
+                extra["sync/deliver_s"] = run.search.transport.delivery_s
                 merge_start = run.clock()
                 reports += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
@@ -309,6 +314,7 @@ class _AsyncLoop:
         run = self._run
         if not evaluations.is_due(run, step, self._newest_eval):
             return
+        run.search.transport.settle()  # in memory: this very version, on every host
         # Checkpoint transport, at the very start: the weight poller brings the first version. (To
         # poll here as well would wait for ever once the poller's thread had taken that version.)
         while (published := run.search.transport.latest(0)) is None:

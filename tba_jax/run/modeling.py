@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -107,6 +107,28 @@ def make_publication(
     """
     layout = functools.partial(unstack_layers, config=model_config)
     return layout, lowering.weight_shardings(model_config, mesh)
+
+
+def make_publication_program(
+    config: Config, model_config: TransformerConfig, where: Mesh
+) -> Callable[[Any], Any]:
+    """What a publication runs on the trainer's devices: copy and cast of what is trained.
+
+    In memory it leaves whole weights in the decoder's layout; adapters, and what Orbax writes, keep
+    the trainer's. Jitted; `in_turn` is left to whoever calls it.
+
+    Args:
+        config: of the run.
+        model_config: the architecture.
+        where: `Placement.publication_mesh`.
+    """
+    policy, layout, shardings = policy_config(config, model_config), None, None
+    if config.sync.transport == "memory":
+        if policy.adapters is None:
+            layout, shardings = make_publication(config, model_config, where)
+        else:
+            shardings = lora.split(param_shardings(policy, where))[1]
+    return make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
 
 
 def decoder_weights(

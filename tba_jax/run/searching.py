@@ -126,8 +126,18 @@ def make_transport(
     sites: Sites,
     workdir: Path,
     base: Any,
+    publish: Callable[[Any], Any],
 ) -> Transport:
-    """The weight transport; where adapters are trained they alone travel, and `base` stays."""
+    """The weight transport; where adapters are trained they alone travel, and `base` stays.
+
+    Args:
+        config: of the run.
+        policy: the architecture as it is trained.
+        sites: where trainer and searchers are.
+        workdir: of the run.
+        base: frozen parameters under adapters; None without adapters.
+        publish: as `make_publication_program` makes it.
+    """
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
     where = sites.publication.mesh
@@ -142,20 +152,21 @@ def make_transport(
                 own = hand_over(weights, shardings)
                 merges[site] = site.in_turn(functools.partial(lora.merge, own, config=policy))
         layout = None
-        published = lora.split(param_shardings(policy, where))[1]
         wanted = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
     transport: Transport
+    program, timeout_s = sites.trainer.in_turn(publish), config.checkpoint.timeout_s
     if config.sync.transport == "memory":
-        transport = MemoryTransport(dtype, wanted, layout, published, sites.trainer)
+        transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
     else:
+        if layout is not None:
+            layout = sites.trainer.in_turn(jax.jit(layout, out_shardings=published))
         transport = CheckpointTransport(
             str(workdir),
+            program,
+            wanted,
             keep=config.sync.keep,
-            dtype=dtype,
-            shardings=wanted,
+            timeout_s=timeout_s,
             layout=layout,
-            published=published,
-            site=sites.trainer,
         )
     if not merges:
         return transport
@@ -205,6 +216,7 @@ def build_searchers(
     *,
     base: Any,
     references: Mapping[Site, Reference],
+    publish: Callable[[Any], Any],
     wants_given: bool,
     note: Callable[[str], None],
 ) -> Search:
@@ -214,11 +226,12 @@ def build_searchers(
         shared: what they stand on.
         base: frozen parameters under adapters, on the trainer's devices; None without adapters.
         references: by site; none where the trainer scores.
+        publish: what a publication runs on the trainer's devices.
         wants_given: the run's first rounds are still to come, so start data is read.
         note: told how much is given.
     """
     config, sites, task = shared.config, shared.sites, shared.task
-    transport = make_transport(config, shared.policy, sites, shared.workdir, base)
+    transport = make_transport(config, shared.policy, sites, shared.workdir, base, publish)
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize

@@ -19,7 +19,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models.trees import check_same_tree
 
 
@@ -37,8 +36,19 @@ class Published(NamedTuple):
 class Transport(Protocol):
     """What trainer and searchers need of a weight channel."""
 
+    @property
+    def delivery_s(self) -> float:
+        """Seconds from the publication delivered last until readers had it."""
+        ...
+
     def publish(self, version: int, params: Any) -> None:
-        """Make `params` the newest version; returns when the source may be donated."""
+        """Make `params` the next version; returns when the source may be donated.
+
+        Nothing is waited for: whoever drives `poll` delivers it.
+
+        Raises:
+            PublicationError: nothing has been delivered for too long.
+        """
         ...
 
     def latest(self, reader: int) -> Published | None:
@@ -48,12 +58,23 @@ class Transport(Protocol):
         """
         ...
 
-    def poll(self) -> bool:
-        """Move a newly completed version to the searchers; True when there was one."""
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Deliver what was published last; True when there was something.
+
+        Args:
+            wait_s: longest wait for something to be published.
+
+        Raises:
+            PublicationError: storage refuses. ValueError: the tree differs from the one before.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Have what was published last delivered, unless that takes storage."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish what is under way; what was not begun is dropped."""
         ...
 
 
@@ -74,51 +95,84 @@ def make_publish_program(
         out_shardings: of its result on the devices of the params, a tree; None: XLA's choice.
     """
 
-    def program(params: Any) -> Any:
+    def publish(params: Any) -> Any:
         # Cast last: layers cut out of a cast stack would need the whole stack in both dtypes.
         arranged = params if layout is None else layout(params)
         return jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), arranged)
 
-    return jax.jit(program, out_shardings=out_shardings)
+    return jax.jit(publish, out_shardings=out_shardings)
 
 
-class MemoryTransport:
-    """Weights handed over inside one process.
+class _Undelivered:
+    """The newest publication that was not delivered yet; it replaces one that nobody took.
+
+    So a publisher never waits for a slow delivery, and readers get the newest. Of the trainer's
+    copies one at most waits here.
 
     Args:
-        dtype: rollout dtype.
-        shardings: for each searcher a tree of shardings in the readers' layout, or one; None where
-            the publish program leaves the weights where the searcher wants them.
-        layout: what readers want the tree to look like (the decoder wants layers apart); None: as
-            the trainer has it.
-        published: a tree of shardings on the trainer's devices, in which the publish program
-            leaves its copy; None: XLA's choice.
-        site: the trainer's devices.
+        timeout_s: without a delivery for so long, publications are refused.
     """
 
-    def __init__(
-        self,
-        dtype: jnp.dtype,
-        shardings: Sequence[Any],
-        layout: Layout | None = None,
-        published: Any = None,
-        site: Site = ANY_DEVICE,
-    ) -> None:
-        self._program = site.in_turn(make_publish_program(dtype, layout, published))
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._waiting: tuple[Published, float] | None = None
+        self._since: float | None = None  # of the first publication after the last delivery
+
+    def put(self, published: Published) -> None:
+        """The newest; an older one that waits is dropped."""
+        now = time.monotonic()
+        with self._changed:
+            self._since = now if self._since is None else self._since
+            if now - self._since > self._timeout_s:
+                raise PublicationError(
+                    f"publishing weights failed: nothing published in the last "
+                    f"{now - self._since:.0f} s has reached the searchers (wanted within "
+                    f"config.checkpoint.timeout_s = {self._timeout_s:.0f} s): devices or storage "
+                    "hang. Mend them or allow more time, then run the same command again"
+                )
+            self._waiting = published, now
+            self._changed.notify_all()
+
+    def wait(self, wait_s: float) -> None:
+        """Return when there is something to take, or after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting is not None, wait_s)
+
+    def take(self) -> tuple[Published, float] | None:
+        """The publication to deliver and when it was put, by `time.monotonic`."""
+        with self._changed:
+            taken, self._waiting = self._waiting, None
+            return taken
+
+    def note_delivery(self) -> None:
+        """What was taken has been delivered."""
+        with self._changed:
+            self._since = None if self._waiting is None else self._waiting[1]
+
+
+class _Mailbox:
+    """The newest version on each reader's devices.
+
+    Args:
+        shardings: as in MemoryTransport.
+    """
+
+    def __init__(self, shardings: Sequence[Any]) -> None:
         self._shardings = list(shardings)
         self._lock = threading.Lock()
         self._published: list[Published] | None = None
 
-    def publish(self, version: int, params: Any) -> None:
-        """Copy, cast, move to each searcher's devices, wait until ready, swap.
+    def put(self, version: int, params: Any) -> None:
+        """Move a copy in the readers' dtype and layout to each reader's devices, and swap.
 
         Raises:
-            ValueError: when the tree differs from the version before.
+            ValueError: the tree differs from the version before.
         """
-        self.put(version, self._program(params))
-
-    def put(self, version: int, params: Any) -> None:
-        """Swap in params that already are a copy in the rollout dtype and the readers' layout."""
+        with self._lock:
+            before = self._published
+        if before is not None:
+            check_same_tree(before[0].params, params)
         delivered: list[Any] = []
         for i, wanted in enumerate(self._shardings):
             first = self._shardings.index(wanted)  # searchers on the same devices share one copy
@@ -130,8 +184,6 @@ class MemoryTransport:
         # on the device inside a round, where nobody counts the wait.
         jax.block_until_ready(delivered)
         with self._lock:
-            if self._published is not None:
-                check_same_tree(self._published[0].params, params)
             self._published = [Published(version, x) for x in delivered]
 
     def latest(self, reader: int) -> Published | None:
@@ -139,9 +191,50 @@ class MemoryTransport:
         with self._lock:
             return None if self._published is None else self._published[reader]
 
-    def poll(self) -> bool:
-        """Nothing to move: publication is complete when `publish` returns."""
-        return False
+
+class MemoryTransport:
+    """Weights handed over inside one process.
+
+    Args:
+        program: as `make_publish_program` makes it, in its turn on the trainer's devices.
+        shardings: for each searcher a tree of shardings in the readers' layout, or one; None where
+            the publish program leaves the weights where the searcher wants them.
+        timeout_s: a delivery that takes longer has failed.
+    """
+
+    def __init__(
+        self, program: Callable[[Any], Any], shardings: Sequence[Any], *, timeout_s: float
+    ) -> None:
+        self.delivery_s = 0.0
+        self._program = program
+        self._mailbox = _Mailbox(shardings)
+        self._undelivered = _Undelivered(timeout_s)
+        self._delivering = threading.Lock()
+
+    def publish(self, version: int, params: Any) -> None:
+        """Launch copy and cast; the device does them before a later step that is donated."""
+        self._undelivered.put(Published(version, self._program(params)))
+
+    def latest(self, reader: int) -> Published | None:
+        """Newest version on that reader's devices."""
+        return self._mailbox.latest(reader)
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Move the newest publication to each searcher's devices, wait until ready, swap."""
+        self._undelivered.wait(wait_s)
+        with self._delivering:
+            taken = self._undelivered.take()
+            if taken is None:
+                return False
+            (version, params), since = taken
+            self._mailbox.put(version, params)
+            self._undelivered.note_delivery()
+            self.delivery_s = time.monotonic() - since
+            return True
+
+    def settle(self) -> None:
+        """Deliver what is published, or wait for whoever does."""
+        self.poll()
 
     def close(self) -> None:
         """Nothing is under way."""
@@ -150,133 +243,110 @@ class MemoryTransport:
 class CheckpointTransport:
     """Weights handed over as versioned Orbax checkpoints under WORKDIR/weights.
 
-    The trainer writes `weights/<version>` asynchronously and then names it in `versions.json`, the
-    completion marker. Whoever drives `poll` (a worker thread beside asynchronous searchers, the
-    synchronous driver itself) restores the newest named version into an in-memory mailbox; searcher
-    threads never call Orbax.
+    Whoever drives `poll` (a worker thread beside asynchronous searchers, the synchronous driver
+    itself) writes the newest publication to `weights/<version>`, names it in `versions.json`, the
+    completion marker, and restores it into an in-memory mailbox; trainer and searcher threads never
+    call Orbax. A version that was replaced before it was begun is never written.
 
     Args:
         workdir: the run's directory.
-        keep: versions kept on disk, at least 2 (one may be being read while one is written).
-        dtype, shardings, layout, published, site: as MemoryTransport; files have the trainer's
-            layout.
+        program: copy and cast of the params, in its turn on the trainer's devices; files have the
+            trainer's layout.
+        layout: makes restored params what the readers want; None: they are.
+        shardings, timeout_s: as MemoryTransport.
+        keep: versions kept on disk, at least 2.
     """
 
     def __init__(
         self,
         workdir: str,
+        program: Callable[[Any], Any],
+        shardings: Sequence[Any],
         *,
         keep: int,
-        dtype: jnp.dtype,
-        shardings: Sequence[Any],
+        timeout_s: int,
         layout: Layout | None = None,
-        published: Any = None,
-        site: Site = ANY_DEVICE,
     ) -> None:
+        self.delivery_s = 0.0
         self._folder = epath.Path(workdir) / "weights"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._marker = epath.Path(workdir) / "versions.json"
         self._keep = keep
-        self._program = site.in_turn(make_publish_program(dtype))
-        # With a layout only: without one the copy that was restored already is what readers want.
-        self._layout: Layout = lambda params: params
-        if layout is not None:
-            self._layout = site.in_turn(jax.jit(layout, out_shardings=published))
-        self._mailbox = MemoryTransport(dtype, shardings)
-        self._writer = ocp.AsyncCheckpointer(ocp.StandardCheckpointHandler())
+        self._program = program
+        self._layout: Layout = (lambda params: params) if layout is None else layout
+        self._mailbox = _Mailbox(shardings)
+        self._undelivered = _Undelivered(timeout_s)
+        self._delivering = threading.Lock()
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.StandardCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+        )
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None
-        self._in_flight: int | None = None
-        self._reading: int | None = None
-        self._left_over: list[int] = []
-        self._lock = threading.Lock()  # guards _in_flight: trainer publishes, poller completes
 
     def publish(self, version: int, params: Any) -> None:
-        """Copy and cast, then write in the background; waits only for the save before this one.
+        """Launch copy and cast; the device does them before a later step that is donated."""
+        self._undelivered.put(Published(version, self._program(params)))
 
-        Raises:
-            PublicationError: when storage refuses.
-        """
-        copied = self._program(params)
-        jax.block_until_ready(copied)
-        with self._lock:
-            self._complete()
-            if self._abstract is None:
-                self._abstract = jax.tree.map(
-                    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copied
-                )
-            check_same_tree(self._abstract, copied)
-            self._guard(
-                f"publishing weights {self._folder / str(version)}",
-                lambda: self._writer.save(
-                    self._folder / str(version), args=ocp.args.StandardSave(copied), force=True
-                ),
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Write the newest publication, name it, and restore it for the searchers."""
+        self._undelivered.wait(wait_s)
+        with self._delivering:
+            taken = self._undelivered.take()
+            if taken is None:
+                return False
+            (version, params), since = taken
+            self._write(version, params)
+            del taken, params  # the copy that was restored is another
+            restored = self._reader.restore(
+                self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
             )
-            self._in_flight = version
+            self._mailbox.put(version, self._layout(restored))
+            self._undelivered.note_delivery()
+            self.delivery_s = time.monotonic() - since
+            return True
 
-    def _complete(self) -> None:
-        """Wait for the save under way, then mark it complete and drop old versions."""
-        if self._in_flight is None:
-            return
-        self._guard(
-            f"publishing weights {self._folder / str(self._in_flight)}",
-            self._writer.wait_until_finished,
-        )
-        versions = [v for v in self._marked() if v != self._in_flight] + [self._in_flight]
-        versions, old = versions[-self._keep :], versions[: -self._keep]
-
-        def mark() -> None:
+    def _write(self, version: int, params: Any) -> None:
+        """Save a version whole, then mark it complete and drop old ones."""
+        jax.block_until_ready(params)
+        if self._abstract is None:
+            self._abstract = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+            )
+        check_same_tree(self._abstract, params)
+        try:
+            path = self._folder / str(version)
+            self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
+            self._writer.wait_until_finished()
+            versions = [*(v for v in self._marked() if v != version), version]
+            versions, old = versions[-self._keep :], versions[: -self._keep]
             temporary = self._marker.with_suffix(".tmp")
             temporary.write_text(json.dumps({"versions": versions, "time": time.time()}))
             temporary.replace(self._marker)
-
-        self._guard(f"publishing weights {self._folder / str(self._in_flight)}", mark)
-        stale = [*old, *self._left_over]
-        # On slow storage the version being read may be `keep` behind; it goes at the next turn.
-        self._left_over = [v for v in stale if v == self._reading]
-        for version in stale:
-            if version not in self._left_over:
-                (self._folder / str(version)).rmtree(missing_ok=True)
-        self._in_flight = None
+        except (OSError, ValueError, RuntimeError) as error:
+            raise PublicationError(
+                f"publishing weights {self._folder / str(version)} failed: "
+                f"{type(error).__name__}: {_brief(error)}. Make room or fix the storage, then run "
+                "the same command again"
+            ) from error
+        for each in old:
+            (self._folder / str(each)).rmtree(missing_ok=True)
 
     def _marked(self) -> list[int]:
         if not self._marker.exists():
             return []
         return list(json.loads(self._marker.read_text())["versions"])
 
-    def _guard(self, what: str, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except (OSError, ValueError, RuntimeError) as error:
-            raise PublicationError(
-                f"{what} failed: {type(error).__name__}: {_brief(error)}. Make room or fix the "
-                "storage, then run the same command again"
-            ) from error
-
-    def poll(self) -> bool:
-        """Complete the save under way and restore it for the searchers."""
-        with self._lock:
-            version = self._in_flight
-            if version is None:
-                return False
-            self._complete()
-            self._reading = version
-        # Outside the lock: the trainer may publish meanwhile; it spares the version being read.
-        params = self._reader.restore(
-            self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
-        )
-        self._reading = None
-        self._mailbox.put(version, self._layout(params))
-        return True
-
     def latest(self, reader: int) -> Published | None:
         """Newest restored version on that reader's devices."""
         return self._mailbox.latest(reader)
 
+    def settle(self) -> None:
+        """Nothing: that would wait for storage."""
+
     def close(self) -> None:
         """Wait for the save under way and release Orbax's threads."""
-        with self._lock:
-            self._complete()
+        with self._delivering:
             self._writer.close()
             self._reader.close()
 
@@ -322,9 +392,18 @@ class MergingTransport:
                 self._merged[group] = merged
             return merged
 
-    def poll(self) -> bool:
+    @property
+    def delivery_s(self) -> float:
         """As the transport that adapters travel by."""
-        return self._adapters.poll()
+        return self._adapters.delivery_s
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """As the transport that adapters travel by."""
+        return self._adapters.poll(wait_s)
+
+    def settle(self) -> None:
+        """As the transport that adapters travel by."""
+        self._adapters.settle()
 
     def close(self) -> None:
         """As the transport that adapters travel by."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train step that is compiled while searchers fill the buffer is the one that is called."""
+"""What is compiled while a run loads and its searchers fill the buffer is what is called."""
 
 import json
 import subprocess
@@ -15,16 +15,17 @@ from tba_jax.config.command_line import override
 from tba_jax.run.session import train
 from pathlib import Path
 
-found = []
+found, publications = [], []
 
 def listen(name, seconds, **about):
-    if name.endswith("backend_compile_duration") and about["fun_name"] == "jit(train_step)":
-        found.append(threading.current_thread().name)
+    lists = {"jit(train_step)": found, "jit(publish)": publications}
+    if name.endswith("backend_compile_duration") and about["fun_name"] in lists:
+        lists[about["fun_name"]].append(threading.current_thread().name)
 
 if __name__ == "__main__":  # reward processes import this file
     jax.monitoring.register_event_duration_secs_listener(listen)
     train(override(None, ["--config=math", *sys.argv[1:]]), Path("run"))
-    print(json.dumps(found))
+    print(json.dumps([found, publications]))
 """
 
 
@@ -55,13 +56,16 @@ def test_no_shape_is_compiled_twice(cache, tmp_path, overrides):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    threads = json.loads(done.stdout.splitlines()[-1])
+    threads, publications = json.loads(done.stdout.splitlines()[-1])
     events = lines(tmp_path / "run" / "schedule.jsonl")
     shapes = {tuple(e["bucket"]) for e in events if e["event"] == "step"}
     if "driver=sync" in overrides:
         assert threads == ["MainThread"] * len(shapes)
         return
     assert threads.count("compiler") == 1
+    # The reference is a copy made by the same function, in another layout; so are merged weights.
+    of_parts = ["MainThread"] * (0 if "reference.placement=trainer" in overrides else 1)
+    assert sorted(publications) == [*of_parts, "compiler"]
     if "batch.micro_batch_rows=16" in overrides:
         assert len(shapes) == 1 and threads == ["compiler"]
     # The first batch may be of another shape than was foreseen, and none is compiled again.

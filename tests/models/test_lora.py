@@ -42,7 +42,12 @@ from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
-from tba_jax.weights.transport import CheckpointTransport, MemoryTransport, MergingTransport
+from tba_jax.weights.transport import (
+    CheckpointTransport,
+    MemoryTransport,
+    MergingTransport,
+    make_publish_program,
+)
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
@@ -239,9 +244,10 @@ def test_the_step_on_a_mesh_equals_that_of_one_device(shape):
 
 
 def fake_transport(kind, path, wanted):
+    program = make_publish_program(jnp.dtype(jnp.bfloat16))
     if kind == "memory":
-        return MemoryTransport(jnp.dtype(jnp.bfloat16), wanted)
-    return CheckpointTransport(str(path), keep=2, dtype=jnp.dtype(jnp.bfloat16), shardings=wanted)
+        return MemoryTransport(program, wanted, timeout_s=60)
+    return CheckpointTransport(str(path), program, wanted, keep=2, timeout_s=60)
 
 
 @pytest.mark.parametrize("kind", ["memory", "checkpoint"])

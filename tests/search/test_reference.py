@@ -14,7 +14,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.search.reference import Reference, make_reference_program
-from tba_jax.weights.transport import MemoryTransport
+from tba_jax.weights.transport import MemoryTransport, make_publish_program
 
 # Two key/value heads, which both devices keep; a vocabulary that they divide.
 CONFIG = tiny_config(qkv_bias=True, head_dim=8, mlp_size=24, vocab_size=64)
@@ -49,17 +49,18 @@ def test_published_weights_are_divided_as_searchers_want_and_outlive_a_donated_s
         lowering.weight_shardings(DIVISIBLE, searcher_mesh(first, num))
         for first, num in ((4, 2), (6, 2), (0, 2), (3, 1))
     ]
-    transport = MemoryTransport(
+    program = make_publish_program(
         jnp.dtype(jnp.float32),
-        wanted,
         lambda params: unstack_layers(params, DIVISIBLE),
         lowering.weight_shardings(DIVISIBLE, mesh),
     )
+    transport = MemoryTransport(program, wanted, timeout_s=60)
     transport.publish(0, state.params)
     old = state.params
     state, _ = step(state, jax.device_put(make_batch(p=4), shardings.batch))
     jax.block_until_ready(state)
     assert old["embed"].is_deleted()
+    assert transport.poll()
     for i, sharding in enumerate(wanted):
         params = transport.latest(i).params
         assert jax.tree.map(lambda x: x.sharding, params) == sharding
@@ -68,13 +69,12 @@ def test_published_weights_are_divided_as_searchers_want_and_outlive_a_donated_s
 
 def test_the_publish_program_moves_nothing_and_holds_one_copy():
     shardings, state, _ = sharded((1, 4, 2))
-    transport = MemoryTransport(
+    program = make_publish_program(
         jnp.dtype(jnp.bfloat16),
-        [None],
         lambda params: unstack_layers(params, DIVISIBLE),
         lowering.weight_shardings(DIVISIBLE, shardings.batch.mesh),
     )
-    compiled = transport._program.lower(state.params).compile()
+    compiled = program.lower(state.params).compile()
     held = sum(np.prod(x.sharding.shard_shape(x.shape)) * 2 for x in jax.tree.leaves(state.params))
     memory = compiled.memory_analysis()
     # Beside the arrays, the table of the tuple that they are returned in.

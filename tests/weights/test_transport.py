@@ -4,32 +4,57 @@
 import functools
 import json
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights.transport import CheckpointTransport, MemoryTransport, make_publish_program
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.weights.transport import (
+    CheckpointTransport,
+    MemoryTransport,
+    PublicationError,
+    make_publish_program,
+)
 
 
 def tree(value):
     return {"a": jnp.full((64, 3), value, jnp.float32), "b": {"c": jnp.arange(5.0) + value}}
 
 
+def memory(shardings=(None,), **changes):
+    program = make_publish_program(jnp.dtype(jnp.float32))
+    return MemoryTransport(program, list(shardings), **({"timeout_s": 60} | changes))
+
+
+def checkpoints(path, **changes):
+    program = make_publish_program(jnp.dtype(jnp.float32))
+    return CheckpointTransport(
+        str(path), program, [None], **({"keep": 2, "timeout_s": 60} | changes)
+    )
+
+
+def deliver(transport, version, params):
+    transport.publish(version, params)
+    assert transport.poll()
+
+
 def test_published_weights_survive_donation_of_their_source():
-    transport = MemoryTransport(jnp.dtype(jnp.float32), [None])
-    source = tree(1.0)
+    transport, source = memory(), tree(1.0)
     pointers = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(source)}
-    transport.publish(0, source)
-    published = transport.latest(0).params
-    assert pointers.isdisjoint(x.unsafe_buffer_pointer() for x in jax.tree.leaves(published))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(params):
         return jax.tree.map(lambda x: x * 0 - 7.0, params)
 
-    jax.block_until_ready(step(source))
+    transport.publish(0, source)
+    assert transport.latest(0) is None
+    jax.block_until_ready(step(source))  # before anybody delivers
+    assert transport.poll() and not transport.poll()
+    published = transport.latest(0).params
+    assert pointers.isdisjoint(x.unsafe_buffer_pointer() for x in jax.tree.leaves(published))
     np.testing.assert_array_equal(published["a"], np.full((64, 3), 1.0))
     np.testing.assert_array_equal(published["b"]["c"], np.arange(5.0) + 1.0)
 
@@ -48,18 +73,19 @@ def test_publication_casts_to_the_rollout_dtype():
     ],
 )
 def test_weights_of_another_shape_are_refused(other, message):
-    transport = MemoryTransport(jnp.dtype(jnp.float32), [None])
-    transport.publish(0, tree(0.0))
+    transport = memory()
+    deliver(transport, 0, tree(0.0))
+    transport.publish(1, other)
     with pytest.raises(ValueError, match=message):
-        transport.publish(1, other)
+        transport.poll()
     assert transport.latest(0).version == 0
 
 
 def test_each_searcher_gets_the_weights_on_its_device():
     devices = jax.local_devices()
     where = [None, *(jax.sharding.SingleDeviceSharding(d) for d in devices[1:3])]
-    transport = MemoryTransport(jnp.dtype(jnp.float32), where)
-    transport.publish(3, tree(2.0))
+    transport = memory(where)
+    deliver(transport, 3, tree(2.0))
     for searcher, device in enumerate(devices[:3]):
         published = transport.latest(searcher)
         assert published.version == 3
@@ -67,8 +93,8 @@ def test_each_searcher_gets_the_weights_on_its_device():
 
 
 def test_a_reader_never_sees_a_torn_version():
-    transport = MemoryTransport(jnp.dtype(jnp.float32), [None])
-    transport.publish(0, tree(0.0))
+    transport = memory()
+    deliver(transport, 0, tree(0.0))
     done = threading.Event()
     torn = []
 
@@ -79,23 +105,67 @@ def test_a_reader_never_sees_a_torn_version():
             if values != {float(version)}:
                 torn.append((version, values))
 
+    stop = StopFlag()
+    poller = Worker("poller", lambda: transport.poll(0.01), stop).start()
     reader = threading.Thread(target=read)
     reader.start()
     for version in range(1, 40):
         transport.publish(version, tree(float(version)))
+        if version % 10 == 0:
+            transport.settle()
+            assert transport.latest(0).version == version
     done.set()
     reader.join(30)
+    poller.close()
     assert torn == []
 
 
+def test_the_newest_replaces_one_that_nobody_took():
+    transport = memory()
+    for version in (1, 2, 3):
+        transport.publish(version, tree(float(version)))
+    assert transport.poll() and not transport.poll()
+    assert transport.latest(0).version == 3
+    assert float(transport.latest(0).params["a"][0, 0]) == 3.0
+
+
+def test_a_delivery_that_takes_too_long_ends_the_publisher():
+    transport = memory(timeout_s=0.05)
+    transport.publish(0, tree(0.0))
+    time.sleep(0.1)
+    with pytest.raises(PublicationError, match=r"has reached the searchers .*timeout_s = 0"):
+        transport.publish(1, tree(1.0))
+    assert transport.poll()  # it was slow, not lost
+    transport.publish(2, tree(2.0))
+    time.sleep(0.01)
+    transport.publish(3, tree(3.0))
+    assert transport.poll() and transport.latest(0).version == 3
+    assert transport.delivery_s < 0.1
+
+
+def test_storage_that_refuses_reaches_the_trainer_through_the_worker(tmp_path):
+    transport = checkpoints(tmp_path)
+    deliver(transport, 1, tree(1.0))
+    (tmp_path / "weights" / "1").rename(tmp_path / "kept")
+    (tmp_path / "weights").rmdir()
+    (tmp_path / "weights").write_text("not a folder")
+    stop = StopFlag()
+    poller = Worker("weight-poller", lambda: transport.poll(0.01), stop).start()
+    transport.publish(2, tree(2.0))
+    assert stop.wait(30)
+    with pytest.raises(WorkerError, match=r"weight-poller failed: PublicationError: publishing"):
+        stop.check()
+    poller.join(30)
+    assert transport.latest(0).version == 1
+    assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [1]
+    transport.close()
+
+
 def test_checkpoint_transport_round_trip_keeps_the_newest(tmp_path):
-    transport = CheckpointTransport(
-        str(tmp_path), keep=2, dtype=jnp.dtype(jnp.float32), shardings=[None]
-    )
+    transport = checkpoints(tmp_path)
     assert not transport.poll() and transport.latest(0) is None
     for version in (0, 5, 9):
-        transport.publish(version, tree(float(version)))
-        assert transport.poll()
+        deliver(transport, version, tree(float(version)))
         assert not transport.poll()
         published = transport.latest(0)
         assert published.version == version
@@ -105,10 +175,8 @@ def test_checkpoint_transport_round_trip_keeps_the_newest(tmp_path):
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["5", "9"]
 
 
-def test_a_version_being_read_is_spared_until_the_reader_is_done(tmp_path):
-    transport = CheckpointTransport(
-        str(tmp_path), keep=2, dtype=jnp.dtype(jnp.float32), shardings=[None]
-    )
+def test_a_publisher_does_not_wait_for_storage(tmp_path):
+    transport = checkpoints(tmp_path)
     reading, go_on = threading.Event(), threading.Event()
     restore = transport._reader.restore
 
@@ -124,20 +192,11 @@ def test_a_version_being_read_is_spared_until_the_reader_is_done(tmp_path):
     assert reading.wait(30)
     for version in (2, 3, 4, 5):
         transport.publish(version, tree(float(version)))
-    assert (tmp_path / "weights" / "1").exists()
+    transport.settle()
+    assert transport.latest(0) is None
     go_on.set()
     poller.join(30)
     assert transport.latest(0).version == 1
+    assert transport.poll() and transport.latest(0).version == 5
     transport.close()
-    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["4", "5"]
-
-
-def test_checkpoint_transport_delivers_the_last_of_versions_nobody_polled(tmp_path):
-    transport = CheckpointTransport(
-        str(tmp_path), keep=2, dtype=jnp.dtype(jnp.float32), shardings=[None]
-    )
-    transport.publish(1, tree(1.0))
-    transport.publish(2, tree(2.0))
-    assert transport.poll()
-    assert transport.latest(0).version == 2
-    transport.close()
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["1", "5"]
