@@ -17,6 +17,7 @@ from tba_jax.config import presets
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
+from tba_jax.devices.platform import take_gpu_memory
 from tba_jax.report import files
 from tba_jax.settings import ConfigError
 
@@ -86,6 +87,7 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     validate(config)
     workdir = local_folder(workdir, "workdir")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
+    take_gpu_memory()
     interruption = None
     # Python takes signals in its main thread only; elsewhere a run goes on to its end.
     if threading.current_thread() is threading.main_thread():

@@ -149,8 +149,10 @@ def _run_pod(config: Config, workdir: Path) -> int:
 def cli(argv: Sequence[str] | None = None) -> int:
     """Run the command; what a user can mend becomes one line on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
+    from tba_jax.devices.platform import take_gpu_memory
     from tba_jax.devices.worker import WorkerError
 
+    take_gpu_memory()
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
         print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")

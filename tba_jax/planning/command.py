@@ -87,8 +87,10 @@ class Planner:
             "compute": work["flops"] / chip["flops_per_s"],
             "memory": work["num_bytes"] / chip["bytes_per_s"],
         }
-        if chip["ici_bytes_per_s"]:
-            times["links"] = work["collective_bytes"] / chip["ici_bytes_per_s"]
+        if chip["link_bytes_per_s"]:
+            times["links"] = work["collective_bytes"] / chip["link_bytes_per_s"]
+        if chip["network_bytes_per_s"]:
+            times["network"] = work["network_bytes"] / chip["network_bytes_per_s"]
         bound = max(times, key=lambda name: times[name])
         return Program(**fixed, **work, roofline_s=times[bound], bound=bound)
 
@@ -176,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
         "--config", required=True, help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
     )
     parser.add_argument(
-        "--topology", default="", help="TPU slice, as v5e:2x4, v5p:2x2x4; none: what is attached"
+        "--topology",
+        default="",
+        help="TPU slice or GPU hosts, as v5e:2x4, v5p:2x2x4, h100:8, h100:2x8; none: the attached",
     )
     parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
     parser.add_argument(

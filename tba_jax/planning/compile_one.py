@@ -63,12 +63,18 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if request["chooses"]:
         assert chip is not None
         judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)
-        config, choice = layouts.choose(config, model_config, devices, chip.hbm_bytes, judge_bytes)
+        config, choice = layouts.choose(
+            config, model_config, devices, chip.usable_bytes, judge_bytes
+        )
     else:
         choice = layouts.place(config, devices)
     if request["program"]:
         planned = _programs(config, model_config, request["judges"], choice)
-        return _compile(next(p for p in planned if p.name == request["program"]))
+        wanted = next(p for p in planned if p.name == request["program"])
+        mesh = choice.placement.trainer_mesh
+        hosts = len({d.process_index for d in mesh.devices.flat})
+        # Searchers keep to one host.
+        return _compile(wanted, mesh.size // hosts if wanted.group == "trainer" else 0)
     assert chip is not None
     return {
         "config": dataclasses.asdict(config),
@@ -166,7 +172,7 @@ def _sizes(
     }
 
 
-def _compile(planned: Planned) -> dict[str, Any]:
+def _compile(planned: Planned, devices_per_host: int) -> dict[str, Any]:
     lowered = planned.lower()
     start = time.perf_counter()
     compiled = lowered.compile()
@@ -174,7 +180,9 @@ def _compile(planned: Planned) -> dict[str, Any]:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     if memory is None or text is None:
         raise ValueError("this backend does not tell what its programs take")
-    cost = hlo_cost.program_cost(text, unknown_trips=planned.unknown_trips)
+    cost = hlo_cost.program_cost(
+        text, unknown_trips=planned.unknown_trips, devices_per_host=devices_per_host
+    )
     hbm = dict(planned.resident)
     # What the device's own layout adds to resident arrays by padding is counted as an input.
     hbm["inputs"] = max(0.0, memory.argument_size_in_bytes - sum(planned.resident.values()))
@@ -186,6 +194,8 @@ def _compile(planned: Planned) -> dict[str, Any]:
         "flops": cost.flops,
         "num_bytes": cost.num_bytes,
         "collective_bytes": cost.collective_bytes,
+        "network_bytes": cost.network_bytes,
+        "launches": cost.launches,
         "uncounted": list(cost.uncounted),
         "compile_s": seconds,
     }

@@ -35,8 +35,9 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
         f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.3g} TFLOP/s, "
         f"{chip['bytes_per_s'] / 1e9:,.0f} GB/s"
     )
-    if chip["ici_bytes_per_s"]:
-        rates += f", links {chip['ici_bytes_per_s'] / 1e9:,.0f} GB/s"
+    for what in ("link", "network"):
+        if rate := chip[f"{what}_bytes_per_s"]:
+            rates += f", {what} {rate / 1e9:,.0f} GB/s"
     rates += " (measured here)" if chip["is_measured"] else " (published peaks)"
     hosts = facts["num_hosts"]
     per_host = facts["num_devices"] // hosts
@@ -148,6 +149,8 @@ def as_json(
                 "flops": p.flops,
                 "bytes": p.num_bytes,
                 "collective_bytes": p.collective_bytes,
+                "network_bytes": p.network_bytes,
+                "launches": p.launches,
                 "compile_s": p.compile_s,
                 "roofline_s": p.roofline_s,
                 "bound": p.bound,

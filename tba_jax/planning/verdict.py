@@ -31,10 +31,10 @@ class Program:
         name: train_step, publish, score_reference, prefill, admit, decode_chunk, ...
         group: trainer or searcher.
         hbm: bytes by kind; `arguments` kinds that are resident are counted there, not here.
-        flops, num_bytes, collective_bytes: of one execution.
+        flops, num_bytes, collective_bytes, network_bytes, launches: of one execution.
         compile_s: of the compiler alone.
         roofline_s: of one execution.
-        bound: what decides that: compute, memory or links.
+        bound: what decides that: compute, memory, links or network.
         variants: programs of this kind a run may load, one per shape.
         with_cache: it runs while the KV cache is there.
         calls_per_round: how often a round of a searcher runs it.
@@ -49,6 +49,8 @@ class Program:
     flops: float = 0.0
     num_bytes: float = 0.0
     collective_bytes: float = 0.0
+    network_bytes: float = 0.0
+    launches: int = 0
     compile_s: float = 0.0
     roofline_s: float = 0.0
     bound: str = ""
@@ -116,6 +118,7 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
         if hungriest is not None:
             parts += list(besides[hungriest.name].items())
             parts.append((f"inputs, results, temporaries of {hungriest.name}", hungriest.own_bytes))
+        parts += facts["chip"]["overheads"].items()
         peak = sum(size for _, size in parts)
         out.append(Occupancy(label, tuple(parts), peak, facts["chip"]["hbm_bytes"]))
     return out
@@ -188,7 +191,7 @@ def advice(
 ) -> list[str]:
     """What to change, most pressing first; each line says what for."""
     lines = []
-    capacity = facts["chip"]["hbm_bytes"]
+    capacity = facts["chip"]["hbm_bytes"] - sum(facts["chip"]["overheads"].values())
     over = {o.group: o for o in found if o.over_bytes}
     for p in programs:
         if p.failure and not p.is_too_large:
@@ -226,7 +229,9 @@ _GATHER_LESS = (
 
 
 def _gathers(facts: Mapping[str, Any], p: Program) -> bool:
-    return p.bound == "links" and facts["sizes"]["micro_batch_rows"] < facts["sizes"]["batch_rows"]
+    sizes = facts["sizes"]
+    is_sent = p.bound in ("links", "network")
+    return is_sent and sizes["micro_batch_rows"] < sizes["batch_rows"]
 
 
 def _is_named(occupancy: Occupancy, p: Program) -> bool:

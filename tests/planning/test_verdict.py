@@ -28,7 +28,7 @@ CONFIG = {
 
 def facts(**changes):
     return {
-        "chip": {"hbm_bytes": 16 * GIB},
+        "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
         "num_devices": 8,
         "takes_turns": False,
         "trainer_options": [2, 4, 6],

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU boxes that are not there: what an argument means, what is counted, what compilers do."""
+
+import functools
+import importlib.util
+import runpy
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from tba_jax.config.schema import freeze
+from tba_jax.devices.placement import PER_HOST
+from tba_jax.devices.site import Site, any_device
+from tba_jax.models import transformer
+from tba_jax.models.hf import config_json
+from tba_jax.models.shardings import ComputeSharding
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.planning import chips, layouts
+from tba_jax.planning.gpus import GPUS
+from tba_jax.planning.hlo_cost import program_cost
+from tba_jax.planning.model_shapes import PUBLISHED
+
+PRESETS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "math.py"))
+HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+needs_plugin = pytest.mark.skipif(
+    not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"
+)
+SMALL = TransformerConfig(
+    vocab_size=256,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=64,
+    mlp_size=256,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts", "per_host"),
+    [("h100:8", 1, 8), ("h100:2x8", 2, 8), ("h200:2x8", 2, 8), ("a100:4", 1, 4), ("b200:8", 1, 8)],
+)
+def test_an_argument_names_hosts_of_gpus(text, hosts, per_host):
+    found = chips.parse_topology(text)
+    assert (found.hosts, found.per_host) == (hosts, per_host)
+    assert found.chip.name == text.split(":")[0].upper()
+
+
+@pytest.mark.parametrize("text", ["h100:9", "h100:0", "h100:2x2x8", "h100:8@4", "h100:0x8"])
+def test_a_host_that_nobody_builds_is_refused(text):
+    with pytest.raises(ValueError, match="a host has 1 to 8 GPUs; wanted h100:GPUS or h100:HOSTSx"):
+        chips.parse_topology(text)
+
+
+def test_what_programs_do_not_get_is_named():
+    chip = chips.parse_topology("h100:8").chip
+    outside, slack = chip.overheads.values()
+    assert outside == pytest.approx(0.08 * chip.hbm_bytes)
+    assert slack == pytest.approx(0.02 * 0.92 * chip.hbm_bytes)
+    assert chip.usable_bytes == chip.hbm_bytes - outside - slack
+
+
+@pytest.mark.skipif(HAS_PLUGIN, reason="JAX's CUDA plugin is installed")
+def test_without_the_plugin_its_install_line_is_the_error():
+    with pytest.raises(ValueError, match=r"CUDA plugin .* not installed here \(pip install 'tba_"):
+        chips.parse_topology("h100:8").devices()
+
+
+CALL = """HloModule m
+ENTRY %main (q: bf16[2,64,4,32], k: bf16[2,64,4,32]) -> bf16[2,4,64,32] {{
+  %q = bf16[2,64,4,32]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,64,4,32]{{3,2,1,0}} parameter(1)
+  ROOT %a = bf16[2,4,64,32]{{3,2,1,0}} custom-call(%q, %k, %k), custom_call_target="{target}", \
+backend_config={{"cudnn_fmha_backend_config": {{"intermediate_tensor_shape": {{"element_type": \
+"BF16", "dimensions": ["2", "4", "64", "64"]}}, "mask_type": "{mask}", \
+"bmm1_dot_dimension_numbers": {{"lhs_contracting_dimensions": ["3"]}}}}}}
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("target", "mask", "products"),
+    [
+        ("__cudnn$fmhaSoftmax", "NO_MASK", 2),
+        ("__cudnn$fmhaSoftmax", "CAUSAL", 1),
+        ("__cudnn$fmhaSoftmax", "PADDING_CAUSAL", 1),
+        ("__cudnn$fmhaSoftmaxBackward", "CAUSAL", 2.5),
+    ],
+)
+def test_attention_by_cudnn_counts_its_products(target, mask, products):
+    found = program_cost(CALL.format(target=target, mask=mask))
+    assert found.flops == products * 2 * (2 * 4 * 64 * 64) * 32
+    assert found.uncounted == () and found.launches == 1
+
+
+GATHER = """HloModule m
+ENTRY %main (x: f32[8,64]) -> f32[128,64] {{
+  %x = f32[8,64]{{1,0}} parameter(0)
+  ROOT %g = f32[128,64]{{1,0}} all-gather(%x), replica_groups={groups}, dimensions={{0}}
+}}"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "members", "per_host"),
+    [
+        ("[1,16]<=[16]", 16, 8),
+        ("[2,8]<=[16]", 8, None),  # within a host
+        ("[8,2]<=[2,8]T(1,0)", 2, 1),  # one of each host
+        ("{{0,1,8,9},{2,3,10,11}}", 4, 2),
+        ("mesh['data'=2,'fsdp'=8] {'data'}", 2, 1),
+    ],
+)
+def test_what_leaves_a_host_is_shared_by_its_members(groups, members, per_host):
+    found = program_cost(GATHER.format(groups=groups), devices_per_host=8)
+    assert found.collective_bytes == 8 * 64 * 4 * (members - 1)
+    assert found.network_bytes == (found.collective_bytes / per_host if per_host else 0)
+    assert program_cost(GATHER.format(groups=groups)).network_bytes == 0
+
+
+def test_a_scatter_in_place_costs_what_it_writes():
+    @functools.partial(jax.jit, donate_argnums=0)
+    def write(cache, rows, at):
+        return cache.at[at].set(rows, unique_indices=True, mode="promise_in_bounds")
+
+    def shape(*size, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(size, dtype)
+
+    args = shape(4096, 256), shape(4, 256), shape(4, dtype=jnp.int32)
+    text = write.lower(*args).compile().as_text()
+    assert program_cost(text).num_bytes < 8 * 4 * 256 * 4
+
+
+def attention_of(platform, device):
+    """The program of a small model's hidden states, compiled for a device."""
+    where = SingleDeviceSharding(device)
+
+    def shape(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+
+    params = jax.tree.map(shape, transformer.abstract_params(SMALL, jnp.bfloat16))
+    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32, sharding=where)
+    run = functools.partial(
+        transformer.apply,
+        config=SMALL,
+        compute_dtype=jnp.bfloat16,
+        sharding=ComputeSharding(SMALL, any_device(platform)),
+    )
+    compiled = jax.jit(lambda p, x: run(p, x, x, x > 0)).lower(params, tokens).compile()
+    return compiled.as_text()
+
+
+@needs_plugin
+def test_a_program_for_a_gpu_is_that_of_a_gpu_in_a_process_without_one():
+    gpu, cpu = chips.parse_topology("h100:1").devices()[0], jax.devices("cpu")[0]
+    for device, has_cudnn in ((gpu, True), (cpu, False)):
+        platform = Site(Mesh(np.array([device]), ("model",))).platform
+        assert platform == ("cuda" if has_cudnn else "cpu")
+        assert ("__cudnn$fmha" in attention_of(platform, device)) == has_cudnn
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", GPUS)
+def test_every_target_is_one_that_xla_compiles_for(name):
+    device = chips.parse_topology(f"{name}:1").devices()[0]
+    assert (device.device_kind, device.platform) == (GPUS[name].kind, "gpu")
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
+    assert program_cost(text).flops == 2 * 256**3
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("text", "preset", "model", "layout", "trainer"),
+    [
+        ("h100:1", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "shared", 1),
+        ("h100:8", "gsm8k", "realtreetune/rho-1b-sft-GSM8K", "split", 4),
+        ("h100:2x8", "math", "Qwen/Qwen2.5-7B", PER_HOST.name, 8),
+        ("h200:8", "math", "Qwen/Qwen2.5-7B", "split", 4),
+    ],
+)
+def test_hosts_of_gpus_are_split_freely(text, preset, model, layout, trainer):
+    topology = chips.parse_topology(text)
+    config = freeze(PRESETS["get_config"](preset))
+    shape = config_json.transformer_config(PUBLISHED[model])
+    _, found = layouts.choose(config, shape, topology.devices(), topology.chip.usable_bytes)
+    assert (found.name, found.placement.trainer_mesh.size) == (layout, trainer)
