@@ -51,7 +51,7 @@ def build(
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: model folder, data or reward function are not usable, or the model is not the
             one that the adapters of a checkpoint were trained on; says which and why.
-        CheckpointError: the newest checkpoint is not readable.
+        CheckpointError: no checkpoint is intact, or the newest that is cannot be read.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
     step = make_step_program(shared)
@@ -59,7 +59,7 @@ def build(
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
-        start = open_start(shared, progress.phase)
+        start = open_start(shared, progress.phase, progress.note)
         search = build_searchers(
             shared,
             base=start.base,

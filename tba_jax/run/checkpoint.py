@@ -5,8 +5,8 @@ A checkpoint holds the train state (arrays, sharded) and the host state: the rep
 outboxes, the prompt streams, the counters. Plain Orbax items keep only process 0's host content, so
 host state goes through `HostStateHandler`: one file per process inside the same composite save.
 Processes meet through the coordination service of `jax.distributed` alone, never through a program
-on devices that searchers work on. It owns the invariant that a checkpoint is either complete or
-invisible, and that nothing on disk is pickled.
+on devices that searchers work on. It owns the invariants that a checkpoint is either complete or
+invisible, that nothing on disk is pickled, and that what is restored is what was saved.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import sys
 import threading
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import future as ocp_future
 
+from tba_jax.run import digests
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
@@ -41,6 +42,9 @@ _READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
+
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax gives to folders under way
 
 
 def _has_no_traceback(record: std_logging.LogRecord) -> bool:
@@ -154,6 +158,8 @@ class Checkpoints:
         if processes is not None and not read_only:
             # With named processes Orbax leaves the folder to us.
             self._folder.mkdir(parents=True, exist_ok=True)
+        if not read_only and jax.process_index() == 0:
+            self._sweep()
         multiprocessing = ocp.options.MultiprocessingOptions(active_processes=processes)
         self._manager = ocp.CheckpointManager(
             self._folder,
@@ -169,7 +175,9 @@ class Checkpoints:
                 create=not read_only and processes is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
-                async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+                async_options=ocp.options.AsyncOptions(
+                    timeout_secs=timeout_s, post_finalization_callback=self._list_files
+                ),
                 multiprocessing_options=multiprocessing,
             ),
         )
@@ -177,6 +185,69 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """Newest complete checkpoint, None when there is none."""
         return self._manager.latest_step()
+
+    def _sweep(self) -> None:
+        """Remove what interrupted saves left; nobody else writes here, the run's lock says."""
+        for folder in self._folder.iterdir() if self._folder.is_dir() else ():
+            if _UNFINISHED in folder.name:
+                folder.rmtree()
+
+    def _list_files(self) -> None:
+        """Digest what was written: in process 0, before the checkpoint becomes visible."""
+        for folder in self._folder.iterdir():
+            step, is_unfinished, _ = folder.name.partition(_UNFINISHED)
+            if step == str(self._saving) and (is_unfinished or folder.name == step):
+                digests.write(folder)
+                return
+        raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
+
+    def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
+        """What of a checkpoint is not as it was written, a clause for each file.
+
+        Args:
+            step: of the checkpoint.
+            below: only the files of this item.
+            share: (i, n) for the i-th of n processes that divide the files.
+        """
+        return digests.damage(self._folder / str(step), below=below, share=share)
+
+    def damaged(self, step: int, found: Sequence[str]) -> CheckpointError:
+        """The error that says so, and the way out."""
+        older = [s for s in self._manager.all_steps() if s < step]
+        way_out = (
+            "There is no older one. Put back an intact copy of that folder, or start again in "
+            "another work directory"
+        )
+        if older:
+            way_out = f"The main command puts it aside and continues from checkpoint {max(older)}"
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        return CheckpointError(
+            f"checkpoint {self._folder / str(step)} is damaged: {found[0]}{more}. {way_out}"
+        )
+
+    def put_aside(self, step: int, found: Sequence[str]) -> epath.Path:
+        """Move a damaged checkpoint out of the way; a call of process 0 alone.
+
+        Returns:
+            Where it is kept.
+
+        Raises:
+            CheckpointError: there is no older one to go on with; it stays where it is.
+        """
+        if not any(s < step for s in self._manager.all_steps()):
+            raise self.damaged(step, found)
+        kept = self._folder.parent / "damaged_checkpoints"
+        kept.mkdir(exist_ok=True)
+        taken = {path.name for path in kept.iterdir()}
+        name = next(
+            n for n in (f"{step}", *(f"{step}.{i}" for i in range(1, 1000))) if n not in taken
+        )
+        (self._folder / str(step)).rename(kept / name)
+        return kept / name
+
+    def look_again(self) -> None:
+        """Forget what the folder held; every process calls it after `put_aside`."""
+        self._manager.reload()
 
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
         """Start an asynchronous save; arrays and host state are copied before it returns.
@@ -277,7 +348,8 @@ class Checkpoints:
             that saved where their number was another.
 
         Raises:
-            CheckpointError: no checkpoint, or an unreadable one; it is left as it is.
+            CheckpointError: no checkpoint, or an unreadable one; it is left as it is. Whether its
+                files are as they were written is not looked at here: see `damage`.
         """
         step = self._resolve(step)
         restored = self._read(
@@ -290,8 +362,10 @@ class Checkpoints:
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_states(self, step: int | None = None) -> tuple[int, list[HostState]]:
-        """Only the host states, as `restore`: what the inspection commands need."""
+        """Only the host states, as `restore` and intact: what the inspection commands need."""
         step = self._resolve(step)
+        if found := self.damage(step, below="host_state/"):
+            raise self.damaged(step, found)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
         return step, restored["host_state"]
 

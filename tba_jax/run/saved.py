@@ -53,7 +53,12 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     model_config = source.config
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    step, state, host_states = checkpoints.restore(abstract_state(config, model_config, mesh))
+    newest = checkpoints.latest_step()
+    if newest is not None and (found := checkpoints.damage(newest)):
+        raise checkpoints.damaged(newest, found)
+    step, state, host_states = checkpoints.restore(
+        abstract_state(config, model_config, mesh), newest
+    )
     params, policy = state.params, policy_config(config, model_config)
     if policy.adapters is not None:
         lora.check_base(source.folder, host_states[0].facts.base_fingerprint)

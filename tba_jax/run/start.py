@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from tba_jax.devices.site import Site
 from tba_jax.models import lora
-from tba_jax.run.host_state import HostState
+from tba_jax.run.host_state import CheckpointError, HostState
 from tba_jax.run.searching import make_references
 from tba_jax.run.shared import Shared
 from tba_jax.run.training import abstract_state, make_optimizer_from, make_step_shardings
@@ -40,23 +40,24 @@ class Start:
     host_states: tuple[HostState, ...] = ()
 
 
-def open_start(shared: Shared, phase: Callable[[str], None]) -> Start:
+def open_start(shared: Shared, phase: Callable[[str], None], note: Callable[[str], None]) -> Start:
     """Load the model, and restore the newest checkpoint of the work directory if there is one.
 
     Args:
         shared: what it stands on; all processes of the run call this.
         phase: told what takes long.
+        note: told what was lost.
 
     Raises:
         ValueError: weights are not usable, or not those that the adapters of the checkpoint were
-            trained on. CheckpointError: the newest checkpoint is not readable.
+            trained on. CheckpointError: no checkpoint is intact, or the newest that is cannot be
+            read.
     """
     config, sites, model = shared.config, shared.sites, shared.model
     policy, mesh = shared.policy, sites.trainer.mesh
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
-    # Read once: a host that looked a moment later might see another one.
-    newest = shared.cluster.broadcast_json(shared.checkpoints.latest_step())
+    newest = _newest_intact(shared, note)
     references: dict[Site, Reference] = {}
     params, base = None, None
     if newest is None or has_adapters or config.reference.placement == "searcher":
@@ -81,3 +82,37 @@ def open_start(shared: Shared, phase: Callable[[str], None]) -> Start:
         lora.check_base(model.folder, host_states[0].facts.base_fingerprint)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, references, newest, tuple(host_states))
+
+
+def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
+    """Step of the newest checkpoint whose files are as they were written, None without any.
+
+    Damaged ones are put aside. All processes call this, and divide the reading.
+
+    Raises:
+        CheckpointError: the oldest is damaged too; in all processes.
+    """
+    checkpoints, cluster = shared.checkpoints, shared.cluster
+    while True:
+        # Read once: a host that looked a moment later might see another one.
+        step = cluster.broadcast_json(checkpoints.latest_step())
+        if step is None:
+            return None
+        share = (cluster.process_id, cluster.num_processes)
+        found = sum(cluster.gather_json(checkpoints.damage(step, share=share)), [])
+        if not found:
+            return step
+        answer: dict[str, str] = {}
+        if cluster.is_primary:
+            try:
+                answer = {"kept": str(checkpoints.put_aside(step, found))}
+            except CheckpointError as error:
+                answer = {"lost": str(error)}
+        answer = cluster.broadcast_json(answer)
+        if "lost" in answer:
+            raise CheckpointError(answer["lost"])
+        note(
+            f"checkpoint {step} is damaged ({found[0]}) and was put aside as {answer['kept']}; "
+            "the run continues from the one before it"
+        )
+        checkpoints.look_again()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints: exact, atomic, placed where asked, and clear when damaged."""
 
+import json
 import threading
 import time
 
@@ -111,9 +112,74 @@ def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
     checkpoints.close()
     file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(CheckpointError, match="checkpoints/20 cannot be read.*checkpoint 10"):
+    with pytest.raises(CheckpointError, match="checkpoints/20 is damaged.*checkpoint 10"):
         load_host_states(str(tmp_path))
     assert file.exists()
+
+
+def saved_twice(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"), keep=2)
+    for step in (10, 20):
+        checkpoints.save(step, {"w": jnp.arange(2**14, dtype=jnp.float32)}, HOST)
+    checkpoints.wait()
+    assert checkpoints.damage(20) == checkpoints.damage(10) == []
+    return checkpoints
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_one_flipped_bit_of_any_file_is_named(tmp_path):
+    checkpoints = saved_twice(tmp_path)
+    folder = tmp_path / "checkpoints" / "20"
+    written = json.loads((folder / "digests.json").read_text())["files"]
+    weights = max(written, key=lambda name: written[name][0])
+    assert weights.startswith("train_state/ocdbt.process_0/d/") and len(written) >= 8
+    rng = np.random.default_rng(0)
+    for name, (size, digest) in written.items():
+        at = int(rng.integers(size))
+        flip(folder / name, at)
+        (found,) = checkpoints.damage(20)
+        assert found.startswith(f"{name} has the digest ") and found.endswith(f", not {digest}")
+        flip(folder / name, at)
+    # Divided over two who look, one of them sees it.
+    flip(folder / weights, 99)
+    both = [checkpoints.damage(20, share=(i, 2)) for i in (0, 1)]
+    assert sorted(map(len, both)) == [0, 1]
+    flip(folder / "digests.json", 30)
+    (found,) = checkpoints.damage(20)
+    assert found.startswith("digests.json")
+    checkpoints.close()
+
+
+def test_a_damaged_checkpoint_is_put_aside_unless_it_is_the_last(tmp_path):
+    checkpoints = saved_twice(tmp_path)
+    kept = checkpoints.put_aside(20, ["x has 3 bytes, not 4"])
+    assert (
+        str(kept) == str(tmp_path / "damaged_checkpoints" / "20")
+        and (kept / "train_state").is_dir()
+    )
+    checkpoints.look_again()
+    assert checkpoints.latest_step() == 10
+    with pytest.raises(CheckpointError, match="10 is damaged: x has 3 bytes, not 4. There is no"):
+        checkpoints.put_aside(10, ["x has 3 bytes, not 4"])
+    assert checkpoints.latest_step() == 10
+    checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # the number is free again
+    checkpoints.close()
+
+
+def test_an_interrupted_save_is_swept_by_the_next_run(tmp_path):
+    checkpoints = saved_twice(tmp_path)
+    checkpoints.close()
+    left = tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp"
+    (left / "train_state").mkdir(parents=True)
+    Checkpoints(str(tmp_path / "checkpoints"), read_only=True)
+    assert left.exists()  # whoever only reads leaves it alone: it may be under way
+    Checkpoints(str(tmp_path / "checkpoints")).close()
+    assert not left.exists()
 
 
 def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
