@@ -8,6 +8,7 @@ same command runs on every host, under jax.distributed. Nothing heavy is importe
 reward processes import this module again when they start.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -52,6 +53,12 @@ _NUM_PROCESSES = flags.DEFINE_integer(
 _PROCESS_ID = flags.DEFINE_integer(
     "process_id", None, "pod: which of them this is, from 0 (or JAX_PROCESS_ID)."
 )
+_ACCEPT_CHANGED = flags.DEFINE_multi_enum(
+    "accept_changed",
+    [],
+    ["data", "model", "reward", "tokenizer"],
+    "Resume although this changed since the run was saved; may be given several times.",
+)
 _DRY_RUN = flags.DEFINE_bool(
     "dry_run", False, "Resolve and check the config, print it, touch nothing, exit."
 )
@@ -82,7 +89,14 @@ def main(argv: Sequence[str]) -> int:
             raise UserError("a schedule is replayed in one process; give another placement")
         return _run_pod(config, workdir)
     interrupted = Interruption()
-    outcome = train(config, workdir, interrupted=interrupted, events=events, start_s=_PROCESS_START)
+    outcome = train(
+        config,
+        workdir,
+        interrupted=interrupted,
+        accept_changed=_ACCEPT_CHANGED.value,
+        events=events,
+        start_s=_PROCESS_START,
+    )
     if outcome.step < config.num_steps and events is not None and not interrupted():
         print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
         return 0
@@ -115,12 +129,23 @@ def _run_pod(config: Config, workdir: Path) -> int:
     interrupted = Interruption()
     cluster = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
     last_words = LastWords(cluster)
+    held = contextlib.ExitStack()
     try:
-        if claim_together(cluster, config, workdir):
+        is_finished, hold = claim_together(cluster, config, workdir, held)
+        if is_finished:
             outcome = finished_before(config, workdir)
         else:
             with peer_errors(cluster):
-                outcome = conduct(config, workdir, cluster, interrupted, start_s=_PROCESS_START)
+                outcome = conduct(
+                    config,
+                    workdir,
+                    cluster,
+                    interrupted,
+                    hold=hold,
+                    accept_changed=_ACCEPT_CHANGED.value,
+                    start_s=_PROCESS_START,
+                )
+        held.close()
         code = 0
         if cluster.is_primary:
             code = _say(outcome, config, workdir, interrupted.signal_number)

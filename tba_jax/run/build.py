@@ -8,7 +8,7 @@ except the reward processes' own and the one that compiles what the run will cal
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from tba_jax.config.schema import Config
@@ -36,6 +36,7 @@ def build(
     clock: RunClock,
     progress: ProgressDisplay,
     extra_writers: Sequence[Any] = (),
+    accept_changed: Collection[str] = (),
 ) -> Run:
     """Make every part and restore the newest checkpoint of the work directory, if there is one.
 
@@ -46,12 +47,12 @@ def build(
         clock: started when the process did.
         progress: the display that phases are announced on.
         extra_writers: more metric sinks.
+        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError: model folder, data or reward function are not usable, or the model is not the
-            one that the adapters of a checkpoint were trained on; says which and why.
-        CheckpointError: no checkpoint is intact, or the newest that is cannot be read.
+        ValueError: model folder, data or reward function are not usable; says which and why.
+        UserError, CheckpointError: as `open_start`.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
     step = make_step_program(shared)
@@ -59,7 +60,7 @@ def build(
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
-        start = open_start(shared, progress.phase, progress.note)
+        start = open_start(shared, progress.phase, progress.note, accept_changed)
         search = build_searchers(
             shared,
             base=start.base,

@@ -5,7 +5,7 @@ It prints nothing but progress; what an outcome means to a user is the command's
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from tba_jax.run import drivers, evaluations
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
 from tba_jax.run.closing import host_counts, write_report_json
-from tba_jax.run.errors import UserError
+from tba_jax.run.errors import UserError, WorkdirLost
+from tba_jax.run.lock import Hold
+from tba_jax.run.rescue import rescue
 from tba_jax.run.rewarding import make_task
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import drive_schedule
@@ -33,6 +35,8 @@ def conduct(
     cluster: Cluster,
     interrupted: Callable[[], bool],
     *,
+    hold: Hold | None,
+    accept_changed: Collection[str] = (),
     events: Sequence[Mapping[str, Any]] | None = None,
     start_s: float,
 ) -> Outcome:
@@ -43,14 +47,17 @@ def conduct(
         workdir: claimed.
         cluster: the processes of the run; every one of them calls this.
         interrupted: looked at between steps.
+        hold: of the work directory, in process 0; None in the others.
+        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
         events: schedule to replay; None: the configured driver.
         start_s: `time.perf_counter` when the run's time began to count.
 
     Raises:
         UserError: the reward function cannot be used.
+        WorkdirLost: the directory is gone, or in other hands.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
-    run = _open(config, workdir, cluster, start_s)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed)
     try:
         _drive(run, interrupted, events)
         # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
@@ -62,6 +69,10 @@ def conduct(
         run.logs.progress.phase("saving")
         run.shared.checkpoints.wait()
         counts = cluster.gather_json(host_counts(run))
+        run.confirm_hold()
+    except WorkdirLost as error:
+        run.abort()
+        raise WorkdirLost(f"{error}. {rescue(run)}") from error
     except BaseException:
         run.abort()
         raise
@@ -74,7 +85,14 @@ def conduct(
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
-def _open(config: Config, workdir: Path, cluster: Cluster, start_s: float) -> Run:
+def _open(
+    config: Config,
+    workdir: Path,
+    cluster: Cluster,
+    start_s: float,
+    hold: Hold | None,
+    accept_changed: Collection[str],
+) -> Run:
     """The connected parts, with a progress display."""
     task = make_task(config)
     progress = ProgressDisplay(
@@ -85,17 +103,21 @@ def _open(config: Config, workdir: Path, cluster: Cluster, start_s: float) -> Ru
         console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
     )
     try:
-        for line in (*notes(config), open_cache(config.compilation_cache)):
+        taken = hold.taken_over if hold is not None else ""
+        for line in (*notes(config), taken, open_cache(config.compilation_cache)):
             if line:
                 progress.note(line)
-        return build(
+        run = build(
             config,
             workdir,
             cluster=cluster,
             clock=RunClock(time.perf_counter, start_s),
             progress=progress,
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
+            accept_changed=accept_changed,
         )
+        run.hold = hold
+        return run
     except BaseException:
         progress.close()
         raise

@@ -59,6 +59,8 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
             step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
         )
     run.shared.checkpoints.check()
+    if run.hold is not None:
+        run.hold.check()
     if run.trainer.plan.save:
         run.save()
     return is_logged

@@ -10,6 +10,10 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, without a traceback."""
 
 
+class WorkdirLost(RuntimeError):
+    """The work directory is gone, or another process has taken it over; the message says which."""
+
+
 def tell(error: BaseException) -> int:
     """Print an error, with its traceback where that may help; the exit code."""
     from tba_jax.devices.worker import WorkerError
@@ -49,6 +53,7 @@ def is_mendable(error: BaseException) -> bool:
         RewardFailure,
         NonFiniteError,
         TurnError,
+        WorkdirLost,
     )
     if isinstance(error, named):
         return True

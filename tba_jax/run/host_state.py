@@ -15,8 +15,9 @@ import numpy as np
 
 from tba_jax.flow.state import PartState
 
-FORMAT = 3
-"""1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts."""
+FORMAT = 4
+"""1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts;
+4: what the run was made of."""
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 
@@ -32,14 +33,16 @@ class Facts:
     Attributes:
         seed: of the run.
         num_processes, num_searchers: of the whole run.
-        base_fingerprint: of the weights that adapters are trained on; "" where all are trained.
+        run_id: the run's own name.
+        fingerprints: names of what it was made of (`identity.KINDS`).
         format: in which it was written.
     """
 
     seed: int
     num_processes: int
     num_searchers: int
-    base_fingerprint: str = ""
+    run_id: str = ""
+    fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
 
 

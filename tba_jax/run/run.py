@@ -21,6 +21,7 @@ from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
 from tba_jax.run.clock import RunClock
 from tba_jax.run.evaluating import load_start_weights
 from tba_jax.run.host_state import HostState
+from tba_jax.run.lock import Hold
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
@@ -92,6 +93,7 @@ class Run:
         ahead: compiles what will be called.
         evaluations: evaluates a version, now or on another thread; evaluated: what came of it.
         last_saved_step: step of the newest checkpoint, -1 before the first.
+        hold: of the work directory; None where another process has it, or nobody needs it.
     """
 
     shared: Shared
@@ -104,6 +106,7 @@ class Run:
     ahead: Ahead
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
+    hold: Hold | None = None
 
     @property
     def config(self) -> Config:
@@ -157,9 +160,19 @@ class Run:
         step = self.trainer.step_index
         if step == self.last_saved_step:
             return
+        self.confirm_hold()
         # The next step is donated this state; the save has its own copy by then.
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
+
+    def confirm_hold(self) -> None:
+        """Look whether the work directory is there and still this run's.
+
+        Raises:
+            WorkdirLost: it is not.
+        """
+        if self.hold is not None:
+            self.hold.confirm()
 
     def evaluate(self, version: int, params: Any) -> None:
         """Evaluate on this thread, and record it."""

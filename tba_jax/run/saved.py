@@ -61,7 +61,7 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
     )
     params, policy = state.params, policy_config(config, model_config)
     if policy.adapters is not None:
-        lora.check_base(source.folder, host_states[0].facts.base_fingerprint)
+        lora.check_base(source.folder, host_states[0].facts.fingerprints["model"])
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=param_shardings(model_config, mesh),

@@ -7,14 +7,14 @@ heavy before there is something to do. Flags, and what is printed, belong to the
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import Outcome, claim_workdir, finished_before, is_finished
+from tba_jax.run.workdir import Outcome, claim, finished_before, holds_run
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -25,6 +25,7 @@ def train(
     workdir: Path,
     *,
     interrupted: Callable[[], bool] = lambda: False,
+    accept_changed: Collection[str] = (),
     events: Sequence[Mapping[str, Any]] | None = None,
     start_s: float | None = None,
 ) -> Outcome:
@@ -34,23 +35,35 @@ def train(
         config: validated; its placement is not pod.
         workdir: is made, or holds a run with this very config.
         interrupted: looked at between steps; a run that it stops can be continued.
+        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
         events: schedule to replay in place of driving; then the directory holds no run.
         start_s: `time.perf_counter` when time began to count; None: now.
 
     Raises:
-        UserError: the directory holds another run, or the reward function cannot be used.
+        UserError: the directory holds another run, or another process holds it; what the run was
+            made of changed; or the reward function cannot be used.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
-    if claim_workdir(workdir, config):
-        if events is not None:
-            raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
-        if is_finished(workdir, config.num_steps):
-            return finished_before(config, workdir)
-    cluster = start_cluster(config)
-    from tba_jax.run.conduct import conduct
+    if events is not None and holds_run(workdir, config):
+        raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+    hold = claim(workdir, config)
+    if hold is None:
+        return finished_before(config, workdir)
+    with hold:
+        cluster = start_cluster(config)
+        from tba_jax.run.conduct import conduct
 
-    return conduct(config, workdir, cluster, interrupted, events=events, start_s=start_s)
+        return conduct(
+            config,
+            workdir,
+            cluster,
+            interrupted,
+            hold=hold,
+            accept_changed=accept_changed,
+            events=events,
+            start_s=start_s,
+        )
 
 
 def start_cluster(

@@ -17,12 +17,12 @@ from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.models import model as models
-from tba_jax.models.hf import hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import Facts
+from tba_jax.run.identity import fingerprints, run_id_of
 from tba_jax.run.modeling import model_path, policy_config
 from tba_jax.run.placing import Sites, open_sites, place_run
 from tba_jax.run.rewarding import Rewards, make_task, open_rewards
@@ -67,13 +67,13 @@ class Shared:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What the states that are saved belong to; reads the files of a model with adapters."""
-        has_adapters = self.policy.adapters is not None
+        """What the states that are saved belong to; reads files of the model and the data."""
         return Facts(
             self.config.seed,
             self.cluster.num_processes,
             self.num_searchers,
-            hf_weights.fingerprint(self.model.folder) if has_adapters else "",
+            run_id_of(self.workdir),
+            fingerprints(self.config, self.task, self.model.folder),
         )
 
 

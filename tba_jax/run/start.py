@@ -6,13 +6,14 @@ what is trained, which the next step donates.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax.numpy as jnp
 
 from tba_jax.devices.site import Site
 from tba_jax.models import lora
+from tba_jax.run import identity
 from tba_jax.run.host_state import CheckpointError, HostState
 from tba_jax.run.searching import make_references
 from tba_jax.run.shared import Shared
@@ -40,18 +41,24 @@ class Start:
     host_states: tuple[HostState, ...] = ()
 
 
-def open_start(shared: Shared, phase: Callable[[str], None], note: Callable[[str], None]) -> Start:
+def open_start(
+    shared: Shared,
+    phase: Callable[[str], None],
+    note: Callable[[str], None],
+    accepted: Collection[str] = (),
+) -> Start:
     """Load the model, and restore the newest checkpoint of the work directory if there is one.
 
     Args:
         shared: what it stands on; all processes of the run call this.
         phase: told what takes long.
         note: told what was lost.
+        accepted: of `identity.KINDS`, what may have changed since the checkpoint was written.
 
     Raises:
-        ValueError: weights are not usable, or not those that the adapters of the checkpoint were
-            trained on. CheckpointError: no checkpoint is intact, or the newest that is cannot be
-            read.
+        ValueError: weights are not usable. UserError: what the run was made of changed.
+        CheckpointError: no checkpoint is intact, the newest that is cannot be read, or it is
+            another run's.
     """
     config, sites, model = shared.config, shared.sites, shared.model
     policy, mesh = shared.policy, sites.trainer.mesh
@@ -78,8 +85,8 @@ def open_start(shared: Shared, phase: Callable[[str], None], note: Callable[[str
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
     _, state, host_states = shared.checkpoints.restore(target, newest)
-    if has_adapters:
-        lora.check_base(model.folder, host_states[0].facts.base_fingerprint)
+    for line in identity.check(newest, host_states[0].facts, shared.facts, accepted):
+        note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, references, newest, tuple(host_states))
 

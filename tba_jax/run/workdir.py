@@ -5,8 +5,10 @@ It compares configs and reads what is there; it imports no jax. Its invariant: a
 holds a run is never given to another config.
 """
 
+import contextlib
 import json
 import os
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +19,11 @@ from tba_jax.run.errors import UserError
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
+    from tba_jax.run.lock import Hold
+
+
+# Orbax lists a checkpoint's files by a pattern that begins with its path.
+_WILD = frozenset("*?[]")
 
 
 class Outcome(NamedTuple):
@@ -40,40 +47,65 @@ def default_workdir(config: Config) -> str:
     return os.path.join("runs", f"{config.name.replace('/', '-')}-seed{config.seed}")
 
 
-def claim_workdir(workdir: Path, config: Config) -> bool:
-    """Create the directory, or check that the run in it has this very config.
-
-    Returns:
-        Whether it holds a run already.
+def holds_run(workdir: Path, config: Config) -> bool:
+    """Whether the directory holds a run with this very config; only looks.
 
     Raises:
-        UserError: it holds a run with another config; the difference is shown.
+        UserError: it holds a run with another config (the difference is shown), or it cannot be a
+            work directory.
+    """
+    wild = sorted(set(str(workdir.absolute())) & _WILD)
+    if wild:
+        raise UserError(
+            f"the path of the work directory {workdir} has {' and '.join(wild)} in it, which "
+            "checkpoints cannot be restored from: storage takes it for a pattern. Give another "
+            "--workdir"
+        )
+    path = workdir / "config.json"
+    # What failed before it left anything may be corrected in place.
+    if not (path.exists() and _is_begun(workdir)):
+        return False
+    try:
+        old = json.loads(path.read_text())["config"]
+        if not isinstance(old, dict):
+            raise TypeError(f"config is a {type(old).__name__}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not readable as the config of a run ({error}); give another --workdir"
+        ) from error
+    lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
+    if lines:
+        raise UserError(
+            f"{workdir} holds a run with another config: " + "; ".join(lines) + ". Give "
+            "another --workdir, or the old values to resume"
+        )
+    return True
+
+
+def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
+    """Make the directory a run's.
+
+    Args:
+        workdir: held by this process, or about to be.
+        config: of the run.
+        run_id: its name; "": a new one.
+
+    Raises:
+        UserError: the directory cannot be written to.
     """
     path = workdir / "config.json"
-    flat = config_lib.flatten(config)
-    # What failed before it left anything may be corrected in place.
-    if path.exists() and _is_begun(workdir):
-        try:
-            old = json.loads(path.read_text())["config"]
-        except (OSError, json.JSONDecodeError, KeyError) as error:
-            raise UserError(
-                f"{path} is not readable as the config of a run ({error}); give another --workdir"
-            ) from error
-        lines = config_lib.difference(old, json.loads(json.dumps(flat)))
-        if lines:
-            raise UserError(
-                f"{workdir} holds a run with another config: " + "; ".join(lines) + ". Give "
-                "another --workdir, or the old values to resume"
-            )
-        return True
     unfinished = path.with_name("config.json.unfinished")
+    facts = {
+        "config": config_lib.flatten(config),
+        "versions": versions(),
+        "run_id": run_id or uuid.uuid4().hex[:16],
+    }
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps({"config": flat, "versions": versions()}, indent=1))
+        unfinished.write_text(json.dumps(facts, indent=1))
         os.replace(unfinished, path)
     except OSError as error:
         raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
-    return False
 
 
 def _is_begun(workdir: Path) -> bool:
@@ -89,15 +121,27 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
     path = workdir / "report.json"
     if not path.is_file() or not (workdir / "report.html").is_file():
         return False
-    after = json.loads(path.read_text())["eval"]["after"]
-    return after is not None and after["step"] == num_steps
+    try:
+        after = json.loads(path.read_text())["eval"]["after"]
+        return after is not None and after["step"] == num_steps
+    except (ValueError, KeyError, TypeError):
+        return False  # damaged: it is made again from the checkpoint
 
 
-def claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
+def claim_together(
+    cluster: "Cluster", config: Config, workdir: Path, held: contextlib.ExitStack
+) -> "tuple[bool, Hold | None]":
     """Check that every process has the same command; process 0 claims the directory for all.
 
+    Args:
+        cluster: the processes, all of which call this.
+        config: of the run.
+        workdir: its directory.
+        held: lets go of it when it ends.
+
     Returns:
-        Whether the run in it is finished.
+        Whether the run in it is finished; and what holds the directory, in process 0 alone, unless
+        it is.
 
     Raises:
         UserError: configs differ, or the directory is refused; the same in all processes.
@@ -117,10 +161,13 @@ def claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
                 f"{'; '.join(wrong)}. Start the same command on every host"
             )
     answer: dict[str, Any] = {}
+    hold = None
     if cluster.is_primary:
         try:
-            is_begun = claim_workdir(workdir, config)
-            answer = {"finished": is_begun and is_finished(workdir, config.num_steps)}
+            hold = claim(workdir, config)
+            if hold is not None:
+                held.enter_context(hold)
+            answer = {"finished": hold is None}
         except UserError as error:
             answer = {"refused": str(error)}
     answer = cluster.broadcast_json(answer)
@@ -131,7 +178,30 @@ def claim_together(cluster: "Cluster", config: Config, workdir: Path) -> bool:
             f"process {cluster.process_id} does not see the work directory {workdir} that process "
             "0 made: a pod needs a directory that all hosts share"
         )
-    return answer["finished"]
+    return answer["finished"], hold
+
+
+def claim(workdir: Path, config: Config) -> "Hold | None":
+    """Hold the directory for a run, begin that or find it there.
+
+    Returns:
+        What holds it; None where the run in it is finished, which needs none.
+
+    Raises:
+        UserError: another process holds it, it holds another run, or it cannot be written to.
+    """
+    from tba_jax.run.lock import Hold
+
+    if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
+        return None
+    hold = Hold(workdir)
+    try:
+        if not holds_run(workdir, config):  # now that nobody else can begin one
+            begin_run(workdir, config)
+    except BaseException:
+        hold.release()
+        raise
+    return hold
 
 
 def finished_before(config: Config, workdir: Path) -> Outcome:

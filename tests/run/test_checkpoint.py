@@ -19,7 +19,9 @@ from tba_jax.run.checkpoint import (
 )
 from tba_jax.run.host_state import Facts, HostState
 
-FACTS = Facts(seed=0, num_processes=1, num_searchers=2, base_fingerprint="f00d")
+FACTS = Facts(
+    seed=0, num_processes=1, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"}
+)
 HOST = HostState(
     FACTS,
     {

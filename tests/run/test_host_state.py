@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.state import PartState
-from tba_jax.run.host_state import CheckpointError, Facts, HostState, pack, unpack
+from tba_jax.run.host_state import FORMAT, CheckpointError, Facts, HostState, pack, unpack
 
-FACTS = Facts(seed=3, num_processes=1, num_searchers=2, base_fingerprint="f00d")
+FACTS = Facts(
+    seed=3, num_processes=1, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"}
+)
 ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}
 
 
@@ -34,7 +36,9 @@ def test_objects_are_not_pickled():
 @pytest.mark.parametrize("number", [2, 9])
 def test_another_format_is_refused_with_the_way_out(number):
     data = pack(HostState(Facts(0, 1, 1, format=number), {}))
-    with pytest.raises(CheckpointError, match=f"format {number} .* format 3; continue the run"):
+    with pytest.raises(
+        CheckpointError, match=f"format {number} .* format {FORMAT}; continue the run"
+    ):
         unpack(data)
 
 
@@ -42,5 +46,7 @@ def test_the_first_format_which_did_not_name_itself_is_refused_too():
     out = io.BytesIO()
     meta = np.frombuffer(json.dumps({"buffer": {"step": 7}, "run": {}}).encode(), np.uint8)
     np.savez(out, allow_pickle=False, **{"__meta__": meta, "buffer/tokens": np.arange(3)})
-    with pytest.raises(CheckpointError, match="format 1 .* format 3; continue the run with"):
+    with pytest.raises(
+        CheckpointError, match=f"format 1 .* format {FORMAT}; continue the run with"
+    ):
         unpack(out.getvalue())

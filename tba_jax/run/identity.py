@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint belongs to: the run that made it, and what that run was made of.
+
+Names are digests: of the model's weights, the tokenizer's files, the data, the reward's source.
+Whoever continues a run compares them; what changed meanwhile would change its results without a
+word. Invariant: a checkpoint of another run is not continued, and what changed is named.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import google_crc32c
+
+from tba_jax.config.schema import Config
+from tba_jax.models.hf import folders, hf_weights
+from tba_jax.rewards.functions import split_functions
+from tba_jax.run.errors import UserError
+from tba_jax.run.host_state import CheckpointError, Facts
+from tba_jax.tasks.registry import Task
+
+KINDS = ("data", "model", "reward", "tokenizer")
+"""What --accept_changed may name."""
+
+_SAMPLED_PROBLEMS = 512  # of each split, evenly spaced: data made by a program has no file
+
+
+def fingerprints(config: Config, task: Task, model_folder: Path) -> dict[str, str]:
+    """A name for each of KINDS, as this process finds it.
+
+    Args:
+        config: of the run.
+        task: its task.
+        model_folder: of the model that it starts from, with its tokenizer.
+
+    Raises:
+        ValueError: one of them cannot be read.
+    """
+    return {
+        "data": _digest(_data(config, task)),
+        "model": hf_weights.fingerprint(model_folder),
+        "reward": _digest(_reward(config, task)),
+        "tokenizer": _digest(
+            _file(model_folder / name)
+            for name in hf_weights.TOKENIZER_FILES
+            if (model_folder / name).is_file()
+        ),
+    }
+
+
+def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> list[str]:
+    """Whether a checkpoint may be continued.
+
+    Args:
+        step: of the checkpoint.
+        saved: of the checkpoint.
+        now: of this process.
+        accepted: those of KINDS that may have changed.
+
+    Returns:
+        A line for each change that is accepted.
+
+    Raises:
+        CheckpointError: it is another run's.
+        UserError: something changed that was not accepted.
+    """
+    for name, before, after in (
+        ("run", saved.run_id, now.run_id),
+        ("seed", saved.seed, now.seed),
+    ):
+        if before != after:
+            raise CheckpointError(
+                f"checkpoint {step} is of {name} {before}, and the work directory is of {name} "
+                f"{after}: it was copied in. Move it away, or put back the config.json that it "
+                "came with"
+            )
+    changed = [kind for kind in KINDS if saved.fingerprints[kind] != now.fingerprints[kind]]
+    refused = [kind for kind in changed if kind not in accepted]
+    if refused:
+        raise UserError(
+            f"{' and '.join(refused)} changed since checkpoint {step} was written ("
+            + "; ".join(
+                f"{kind}: {saved.fingerprints[kind]} then, {now.fingerprints[kind]} now"
+                for kind in refused
+            )
+            + "). Put back what the run began with, or go on with what is there now: "
+            + " ".join(f"--accept_changed={kind}" for kind in refused)
+        )
+    return [f"{kind} changed since checkpoint {step} was written; accepted" for kind in changed]
+
+
+def _data(config: Config, task: Task) -> Iterator[str]:
+    """Its files, where it is on this machine, and some of its problems."""
+    path = Path(config.task.data_path).expanduser()
+    for source in (path, Path(config.task.start_path).expanduser()):
+        if not str(source) or source == Path():
+            continue
+        files = sorted(source.glob("*")) if source.is_dir() else [source]
+        yield from (_file(file) for file in files if file.is_file())
+    for size, problem in (
+        (task.train_size(), task.train_problem),
+        (task.eval_size(), task.eval_problem),
+    ):
+        yield str(size)
+        for index in range(0, size, max(1, size // _SAMPLED_PROBLEMS)):
+            yield json.dumps(problem(index), sort_keys=True, default=str)
+
+
+def _reward(config: Config, task: Task) -> Iterator[str]:
+    """Source of the functions that are not the package's own, and weights of the models."""
+    own = Path(__file__).parents[1]
+    for name in (config.task.reward or task.reward, config.eval.gold_reward):
+        if ":" not in name:
+            yield name  # a kind, or none
+            continue
+        for function in split_functions(name):
+            module = function.rpartition(":")[0]
+            source = _source(module)
+            yield function
+            if source is not None and own not in source.parents:
+                yield _file(source)
+    for path in (config.reward.model_path, config.eval.gold_model, config.victim.path):
+        if path:
+            yield hf_weights.fingerprint(folders.resolve(path))
+
+
+def _source(module: str) -> Path | None:
+    """File of a module; None where it has none, or cannot be found (its loading will say so)."""
+    if module.endswith(".py"):
+        path = Path(module).expanduser().absolute()
+        return path if path.is_file() else None
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+
+
+def _file(path: Path) -> str:
+    """Name, size and CRC-32C of a file."""
+    size, value = 0, 0
+    try:
+        with open(path, "rb") as file:
+            while piece := file.read(2**22):
+                size += len(piece)
+                value = google_crc32c.extend(value, piece)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    return f"{path.name} {size} {value:08x}"
+
+
+def _digest(parts: Iterator[str]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode(errors="surrogatepass") + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def run_id_of(workdir: str | os.PathLike[str]) -> str:
+    """The name that a run was given when its work directory was claimed; "" where it has none."""
+    try:
+        saved: Mapping[str, object] = json.loads((Path(workdir) / "config.json").read_text())
+        return str(saved.get("run_id", ""))
+    except (OSError, ValueError, AttributeError):
+        return ""  # not claimed: parts of a run, built by themselves

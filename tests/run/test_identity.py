@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint belongs to: every part of a run that changes has another name."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import tba_jax
+from tba_jax.run.errors import UserError
+from tba_jax.run.host_state import CheckpointError, Facts
+from tba_jax.run.identity import KINDS, check, fingerprints
+from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.rewarding import make_task
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.fixture
+def made_of(tmp_path):
+    """A model folder, a data file and a reward file, and a function that names them."""
+    model = tmp_path / "model"
+    shutil.copytree(START_MODEL, model)
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4000)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = tmp_path / "mine.py"
+    reward.write_text("def reward(prompts, completions, **columns):\n    return [1.0]\n")
+
+    def names():
+        config = tba_jax.load_config(
+            "math",
+            task={
+                "name": "custom",
+                "data_path": str(data),
+                "reward": f"{reward}:reward",
+                "num_eval_prompts": 8,
+            },
+        )
+        return fingerprints(config, make_task(config), model)
+
+    return names, model, data, reward
+
+
+def test_each_part_that_changes_has_another_name(made_of):
+    names, model, data, reward = made_of
+    before = names()
+    assert before == names() and set(before) == set(KINDS)
+
+    def changed():
+        now = names()
+        return [kind for kind in KINDS if now[kind] != before[kind]]
+
+    # One row of 4,000, of the same length.
+    data.write_text(data.read_text().replace('"1234"', '"1243"'))
+    assert changed() == ["data"]
+    reward.write_text(reward.read_text().replace("1.0", "2.0"))
+    assert changed() == ["data", "reward"]
+    weights = safetensors.numpy.load_file(model / "model.safetensors")
+    safetensors.numpy.save_file(
+        {name: np.asarray(x * 1.5, x.dtype) for name, x in weights.items()},
+        model / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    assert changed() == ["data", "model", "reward"]
+    tokens = model / "tokenizer_config.json"
+    tokens.write_text(tokens.read_text() + "\n")
+    assert changed() == list(KINDS)
+
+
+THEN = Facts(1, 1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
+
+
+def test_what_changed_is_named_with_the_way_on():
+    now = dataclasses.replace(THEN, fingerprints=THEN.fingerprints | {"data": "d00d", "model": "1"})
+    assert check(20, THEN, THEN, ()) == []
+    with pytest.raises(UserError) as caught:
+        check(20, THEN, now, ())
+    assert str(caught.value) == (
+        "data and model changed since checkpoint 20 was written (data: f00d then, d00d now; "
+        "model: f00d then, 1 now). Put back what the run began with, or go on with what is there "
+        "now: --accept_changed=data --accept_changed=model"
+    )
+    with pytest.raises(UserError, match="^model changed.*--accept_changed=model$"):
+        check(20, THEN, now, ["data"])
+    assert check(20, THEN, now, ["data", "model"]) == [
+        "data changed since checkpoint 20 was written; accepted",
+        "model changed since checkpoint 20 was written; accepted",
+    ]
+
+
+@pytest.mark.parametrize("changes", [{"run_id": "run-b"}, {"seed": 2}])
+def test_a_checkpoint_of_another_run_is_not_continued(changes):
+    now = dataclasses.replace(THEN, **changes)
+    with pytest.raises(CheckpointError, match="checkpoint 20 is of .* it was copied in"):
+        check(20, THEN, now, KINDS)
