@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
+from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
 from tba_jax.models import transformer
 from tba_jax.models.attention import KVCache
@@ -125,14 +126,23 @@ def lower_all(
         stop_ids=ints(n, num_stop_ids),
     )
     prompts = ints(prefill_prompts, prompt_length), ints(prefill_prompts)
-    yield "prefill", lambda: decoder.prefill.lower(weights, *prompts)
+    device = next(iter(where.device_set))
+
+    def lower(program: Any, *args: Any, **static: Any) -> Callable[[], jax.stages.Lowered]:
+        def run() -> jax.stages.Lowered:
+            with traced_for(device):
+                return program.lower(*args, **static)
+
+        return run
+
+    yield "prefill", lower(decoder.prefill, weights, *prompts)
     prefilled = caches(prefill_prompts, prompt_length)
-    yield "admit", lambda: decoder.admit.lower(history, prefilled, ints(n), ints(n))
+    yield "admit", lower(decoder.admit, history, prefilled, ints(n), ints(n))
     grown = -(-cache_length * 3 // 2 // 8) * 8
-    yield "resize", lambda: decoder.resize.lower(history[0], length=grown)
-    yield "take", lambda: decoder.take.lower(history[0], ints(max(1, n // 2)))
+    yield "resize", lower(decoder.resize, history[0], length=grown)
+    yield "take", lower(decoder.take, history[0], ints(max(1, n // 2)))
     for name, variant in CHUNK_VARIANTS.items():
-        yield name, lambda kind=variant: decoder.run_chunk.lower(weights, history, slots, **kind)
+        yield name, lower(decoder.run_chunk, weights, history, slots, **variant)
 
 
 def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:

@@ -126,8 +126,20 @@ def admit(
         rows: which prefilled prompt.
     """
 
+    # A window of each slot. Indexed as `into.at[slots, :, :s]`, columns are scattered like slots,
+    # and XLA for GPUs transposes the whole cache to bring the two side by side, and back.
+    windows = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+
     def copy(into: Array, source: Array) -> Array:
-        return into.at[slots, :, : source.shape[2]].set(source[rows], mode="drop")
+        return jax.lax.scatter(
+            into,
+            jnp.asarray(slots)[:, None],
+            source[rows],
+            windows,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
     return jax.tree.map(copy, history, prefilled)
 

@@ -26,8 +26,8 @@ Implementation = Literal["xla", "cudnn", "tpu_kernel"]
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
-    head_dim a multiple of 8 up to 128. One token over a cache goes through xla: cuDNN wants
-    another layout, and the copy would cost more than the attention.
+    head_dim a multiple of 8 up to 128. One token over a cache goes through `decode_kernel`: cuDNN
+    wants another layout, and the copy would cost more than the attention.
 tpu_kernel: `attention_kernels`, off until somebody measures it on a TPU.
 """
 
@@ -240,8 +240,15 @@ def attend_cached(
         recent: of this chunk, [n g m e].
         index: the column of this token; those up to it are visible.
         implementation: who computes it.
-        sharding: of the caches on a mesh; tpu_kernel alone needs it.
+        sharding: of the caches on a mesh; kernels alone need it.
     """
+    if implementation == "cudnn":
+        from tba_jax.models import decode_kernel
+
+        out, written = decode_kernel.attend_step(
+            q, k, v, history, history_length, recent, index, sharding
+        )
+        return out, KVCache(*written)
     at = (0, 0, index, 0)
 
     def write(cache: Array, new: Array) -> Array:

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models.partial_softmax import Partial
+from tba_jax.models.per_shard import cache_axes, per_shard
 
 _LANES = 128  # of a vector register; splash works on blocks of multiples of it
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
@@ -52,8 +53,8 @@ def attend_causal(
         segments: which positions are valid, or the number of each one's sequence, 0 at padding.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
-    rows, heads = _axes(sharding)
-    return _per_shard(
+    rows, heads = cache_axes(sharding)
+    return per_shard(
         _splash,
         sharding,
         (
@@ -81,33 +82,10 @@ def attend_history(
         length: valid columns of each slot, possibly 0.
         sharding: of the caches on a mesh; None: one device.
     """
-    rows, heads = _axes(sharding)
+    rows, heads = cache_axes(sharding)
     cache = PartitionSpec(rows, heads, None, None)
-    return _per_shard(_flash_decode, sharding, (cache, cache, cache, PartitionSpec(rows)), cache)(
+    return per_shard(_flash_decode, sharding, (cache, cache, cache, PartitionSpec(rows)), cache)(
         q, keys, values, length
-    )
-
-
-def _axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
-    """Mesh axes of the rows and of the key/value heads of a cache [n g c e]."""
-    spec = () if sharding is None else tuple(sharding.spec)
-    rows, heads, *rest = (*spec, None, None)
-    if any(axis is not None for axis in rest):
-        raise ValueError(
-            f"attention kernels got a cache [slots, heads, columns, head_dim] sharded by {spec}; "
-            "only slots and heads can be divided"
-        )
-    return rows, heads
-
-
-def _per_shard(
-    function: Callable[..., Any], sharding: NamedSharding | None, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
-    """`function` on each device's part: the compiler cannot divide a kernel by itself."""
-    if sharding is None:
-        return function
-    return jax.shard_map(
-        function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 

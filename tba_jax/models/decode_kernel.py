@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One new token over its cache on an NVIDIA GPU: one Pallas (Triton) kernel for a layer's step.
+
+By einsum that is ten launches a layer: two columns written, and for each part of the cache two
+products, a maximum and a sum, then the merge. Here a program of one slot and key/value head reads
+the columns that the slot has filled, takes the new key and value into the recent part on the way,
+writes them there, and normalises at the end. jax's own decode kernel
+(`jax.experimental.pallas.ops.gpu.decode_attention`) is deprecated, wants caches whose columns are
+divided by its splits, and leaves writing and merging to others. The invariant it owns: the numbers
+of `attention.attend_cached`, whatever the columns hold that a slot has not filled.
+
+Compiled for h100 and checked in interpret mode; nobody has measured it on a GPU. On other devices
+it runs interpreted: correct and very slow.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tba_jax.models.per_shard import cache_axes, per_shard
+
+_MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
+_LEAST = 16  # rows and columns of a product of tensor cores
+_COLUMNS = 64  # of the cache in one step of the loop: 32 KiB of keys and values of 128 bfloat16
+_WARPS, _STAGES = 4, 3
+
+
+def attend_step(
+    q: Float[Array, "n g r e"],
+    k: Float[Array, "n g e"],
+    v: Float[Array, "n g e"],
+    history: tuple[Float[Array, "n g c e"], Float[Array, "n g c e"]],
+    length: Int[Array, " n"],
+    recent: tuple[Float[Array, "n g m e"], Float[Array, "n g m e"]],
+    index: Int[Array, ""],
+    sharding: NamedSharding | None = None,
+) -> tuple[Float[Array, "n g r e"], tuple[Array, Array]]:
+    """(output, `recent` with k and v at column `index`), the softmax over both parts of the cache.
+
+    Args:
+        q, k, v: of the new token; q and k rotated.
+        history: keys and values; what lies behind `length` is not used.
+        length: valid columns of each slot, possibly 0.
+        recent: keys and values of this chunk; those before `index` are used. Written in place where
+            nobody else holds them.
+        index: column of the new token.
+        sharding: of the caches on a mesh; None: one device.
+    """
+    rows, heads = cache_axes(sharding)
+    cache = PartitionSpec(rows, heads, None, None)
+    slot = PartitionSpec(rows)
+    # One array: its rotations, biases and casts are then one launch instead of one for each part.
+    token = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
+    out, *written = per_shard(
+        _attend_step,
+        sharding,
+        (cache, cache, cache, slot, cache, cache, PartitionSpec()),
+        (cache, cache, cache),
+    )(token, *history, length, *recent, index)
+    return out, (written[0], written[1])
+
+
+def _attend_step(
+    token: Array,
+    keys: Array,
+    values: Array,
+    length: Array,
+    recent_keys: Array,
+    recent_values: Array,
+    index: Array,
+) -> tuple[Array, Array, Array]:
+    n, g, r, e = token.shape[0], token.shape[1], token.shape[2] - 2, token.shape[3]
+    c, m = keys.shape[2], recent_keys.shape[2]
+    rows, width, recent_rows = (max(_LEAST, pl.next_power_of_2(x)) for x in (r, e, m))
+    columns = pl.cdiv(c, _COLUMNS) * _COLUMNS
+
+    # Blocks reach past the arrays where a power of two does; every load and store has a mask.
+    def block(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *shape), lambda i, j: (i, j, *[0] * len(shape)))
+
+    dtype = keys.dtype
+
+    def run(*args: Array, interpret: bool) -> list[Array]:
+        return pl.pallas_call(
+            functools.partial(_kernel, sizes=(r, e, m)),
+            grid=(n, g),
+            in_specs=[
+                block(max(rows, pl.next_power_of_2(r + 2)), width),
+                block(columns, width),
+                block(columns, width),
+                pl.BlockSpec((None,), lambda i, j: (i,)),
+                block(recent_rows, width),
+                block(recent_rows, width),
+                pl.BlockSpec((), lambda i, j: ()),
+            ],
+            out_specs=[block(rows, width), block(recent_rows, width), block(recent_rows, width)],
+            out_shape=[
+                jax.ShapeDtypeStruct((n, g, r, e), token.dtype),
+                jax.ShapeDtypeStruct(recent_keys.shape, dtype),
+                jax.ShapeDtypeStruct(recent_values.shape, dtype),
+            ],
+            input_output_aliases={4: 1, 5: 2},
+            compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=_STAGES),
+            interpret=interpret,
+            name="decode_step",
+        )(*args)
+
+    args = (token, keys, values, length.astype(jnp.int32), recent_keys, recent_values, index)
+    out, new_keys, new_values = jax.lax.platform_dependent(
+        *args,
+        cuda=functools.partial(run, interpret=False),
+        default=functools.partial(run, interpret=True),
+    )
+    return out, new_keys, new_values
+
+
+def _kernel(
+    token_ref: Any,
+    keys_ref: Any,
+    values_ref: Any,
+    length_ref: Any,
+    recent_keys_ref: Any,
+    recent_values_ref: Any,
+    index_ref: Any,
+    out_ref: Any,
+    *new_refs: Any,
+    sizes: tuple[int, int, int],
+) -> None:
+    """One slot and key/value head; `sizes` are r, e, m of the arrays, blocks are powers of two."""
+    r, e, m = sizes
+    rows, width = out_ref.shape
+    recent_rows = recent_keys_ref.shape[0]
+    length, index = length_ref[...], index_ref[...]
+    is_dim = jnp.arange(width) < e
+
+    def load(ref: Any, start: Any, num: int, limit: Any) -> Array:
+        """[num width], zero from row `limit` of the array on: weight 0 does not undo a nan."""
+        seen = start + jnp.arange(num) < limit
+        at = ref.at[pl.ds(start, num), pl.ds(0, width)]
+        return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0.0)
+
+    def add(carry: Any, k: Array, v: Array, seen: Array) -> Any:
+        """The softmax so far with more columns."""
+        out, before, total = carry
+        scores = jnp.where(seen[None], plgpu.dot(q, k.T), _MASKED)
+        most = jnp.maximum(before, jnp.max(scores, axis=1))
+        shrink, weights = jnp.exp(before - most), jnp.exp(scores - most[:, None])
+        new = plgpu.dot(weights.astype(v.dtype), v)
+        return out * shrink[:, None] + new, most, total * shrink + jnp.sum(weights, axis=1)
+
+    q = (load(token_ref, 0, rows, r) * e**-0.5).astype(keys_ref.dtype)
+
+    # The new token is visible to itself, so the sums start above zero.
+    k, v = (load(token_ref, row, 1, r + 2).astype(keys_ref.dtype) for row in (r, r + 1))
+    place = jnp.arange(recent_rows)
+    is_own = (place == index)[:, None]
+    recent_keys = jnp.where(is_own, k, load(recent_keys_ref, 0, recent_rows, index))
+    recent_values = jnp.where(is_own, v, load(recent_values_ref, 0, recent_rows, index))
+    start = (
+        jnp.zeros((rows, width), jnp.float32),
+        jnp.full((rows,), _MASKED, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    carry = add(start, recent_keys, recent_values, place <= index)
+
+    def more(i: Array, carry: Any) -> Any:
+        first = i * _COLUMNS
+        seen = first + jnp.arange(_COLUMNS) < length
+        k = load(keys_ref, first, _COLUMNS, length)
+        return add(carry, k, load(values_ref, first, _COLUMNS, length), seen)
+
+    out, _, total = jax.lax.fori_loop(0, pl.cdiv(length, _COLUMNS), more, carry)
+    out = (out / total[:, None]).astype(out_ref.dtype)
+    is_row = jnp.arange(rows) < r
+    plgpu.store(
+        out_ref.at[pl.ds(0, rows), pl.ds(0, width)], out, mask=is_row[:, None] & is_dim[None]
+    )
+    own = is_own & is_dim[None] & (place < m)[:, None]
+    for ref, new in zip(new_refs, (recent_keys, recent_values), strict=True):
+        plgpu.store(ref.at[pl.ds(0, recent_rows), pl.ds(0, width)], new, mask=own)
