@@ -30,9 +30,9 @@ STANDS_ON = {
     "config": ["search", "train", "report"],
     "presets": ["config"],
     "run": ["config"],
-    "planning": ["run", "bench"],
+    "planning": ["run"],
     "commands": ["run"],
-    "bench": ["run"],
+    "bench": ["planning"],
     "studies": ["commands", "bench"],
     "assets": ["commands"],
 }

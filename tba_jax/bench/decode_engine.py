@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax.bench import roofline
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
@@ -31,6 +30,7 @@ from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.planning import roofline
 
 _39M = TransformerConfig(
     vocab_size=32_000,

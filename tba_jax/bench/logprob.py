@@ -29,8 +29,9 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Float32, Int
 
-from tba_jax.bench import reporting, roofline
+from tba_jax.bench import reporting
 from tba_jax.models.fused_logprobs import VOCAB_BLOCK, fused_logprobs
+from tba_jax.planning import roofline
 
 _MIB = 2**20
 _TEMPERATURE = 0.7

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from tba_jax.bench import roofline
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.flow.batch import Batch
 from tba_jax.models import model as models
@@ -32,6 +31,7 @@ from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.planning import roofline
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.tb import TrajectoryBalance

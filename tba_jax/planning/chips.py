@@ -225,7 +225,7 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
             return dataclasses.replace(chip, hbm_bytes=float(memory), overheads=overheads)
     if not memory:  # the devices of a CPU share the machine's memory
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
-    from tba_jax.bench import roofline
+    from tba_jax.planning import roofline
 
     rates = roofline.measure_rates("float32", 2**28)
     return Chip(

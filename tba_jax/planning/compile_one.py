@@ -28,6 +28,7 @@ from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
 from tba_jax.planning.judges import judge_residents, plan_judges
+from tba_jax.planning.minimum import minima
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
 from tba_jax.run import training
 
@@ -76,6 +77,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         # Searchers keep to one host.
         return _compile(wanted, mesh.size // hosts if wanted.group == "trainer" else 0)
     assert chip is not None
+    least = minima(config, model_config, choice.placement)
     return {
         "config": dataclasses.asdict(config),
         "chip": dataclasses.asdict(chip),
@@ -98,6 +100,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
                 "variants": p.variants,
                 "with_cache": p.with_cache,
                 "calls_per_round": p.calls_per_round,
+                "minimum": least[p.name]._asdict() if p.name in least else None,
             }
             for p in _programs(config, model_config, request["judges"], choice)
         ],

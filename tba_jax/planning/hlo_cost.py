@@ -67,7 +67,8 @@ class Cost:
             (n - 1) / n of its result, a reduce-scatter of its operand, an all-reduce twice that.
         network_bytes: sent to other hosts: of a group that spans hosts the members of one share
             what leaves it, an adapter each, as rings of NCCL do.
-        launches: kernels, calls and collectives, one after the other.
+        launches: kernels, calls and collectives, one after the other. On TPU what is computed of
+            scalars and what is fetched ahead into fast memory is none.
         unknown_loops: loops whose trips the caller's number stands for.
         uncounted: targets of custom calls whose FLOPs are unknown, sorted.
     """
@@ -151,13 +152,12 @@ class _Counter:
             return self._fusion(x, body)
         flops, uncounted = flops_of(x, body)
         sent = _sent(x, body)
-        is_call = x.opcode == "custom-call" and target(x) in FREE_CALLS
         return Cost(
             flops=flops,
             num_bytes=_traffic(x, body),
             collective_bytes=sent,
             network_bytes=_leaving(x, sent, self._devices_per_host) if sent else 0.0,
-            launches=0 if is_call else 1,
+            launches=int(_is_launch(x)),
             uncounted=uncounted,
         )
 
@@ -186,6 +186,14 @@ class _Counter:
         if not is_below or operands[1].opcode != "constant":
             return None
         return int(operands[1].literal)
+
+
+def _is_launch(x: Instruction) -> bool:
+    """Whether an instruction outside fusions is a kernel or a call, and not a TPU's prefetch."""
+    if x.opcode == "custom-call":
+        return target(x) not in FREE_CALLS
+    is_prefetch = x.opcode in ("copy-start", "slice-start")
+    return not is_prefetch and any(array.dims for array in x.arrays)
 
 
 def _operand_arrays(x: Instruction, body: Mapping[str, Instruction]) -> Iterator[Array]:

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.bench import decode, decode_engine, decode_peers, roofline
+from tba_jax.bench import decode, decode_engine, decode_peers
 from tba_jax.models import transformer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.planning import roofline
 
 
 def test_work_by_hand():

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from tba_jax.bench import decode_engine, roofline, train_step
+from tba_jax.bench import decode_engine, train_step
+from tba_jax.planning import roofline
 
 
 def test_flops_by_hand():

@@ -120,7 +120,7 @@ def measure_rates(dtype: Any, num_bytes: int) -> Rates:
     """
     rows = 1024
     x = jnp.ones((rows, max(1, num_bytes // jnp.dtype(dtype).itemsize // rows)), dtype)
-    size = 2048 if jax.default_backend() == "cpu" else 8192
+    size = 2048 if jax.devices()[0].platform == "cpu" else 8192
     a = jnp.ones((size, size), dtype)
     return Rates(
         bytes_per_s=max(

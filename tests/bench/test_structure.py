@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What programs are made of: counts beside a minimum that no program goes below."""
+
+import dataclasses
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from tba_jax.bench import structure
+from tba_jax.config.schema import freeze, replace
+from tba_jax.planning import compile_one
+from tba_jax.planning.children import Answer
+from tba_jax.planning.command import Planner
+from tba_jax.planning.hlo_cost import program_cost
+from tba_jax.planning.model_shapes import published_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+ROOT = Path(__file__).parents[2]
+START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
+
+
+def in_process(request, *, timeout_s):
+    del timeout_s
+    return Answer(json.loads(json.dumps(compile_one.answer(request))))
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """The miniature's programs on this machine's devices."""
+    presets = runpy.run_path(str(ROOT / "configs" / "math.py"))
+    config = replace(
+        freeze(presets["get_config"]("arithmetic")),
+        {"num_cpu_devices": 1, "placement": "split", "batch.num_length_buckets": 1},
+    )
+    model, _ = published_config(str(START_MODEL))
+    request = {"topology": "", "model": model, "judges": {}, "cache": ""}
+    planner = Planner(request, 60.0, in_process)
+    facts = planner.describe(dataclasses.asdict(config), chooses=False)
+    planned = {p["name"]: p for p in facts["programs"]}
+    return {
+        name: structure.row(planned[name], planner.compile(facts, name), 4)
+        for name in structure.PROGRAMS
+    }
+
+
+def test_no_program_does_less_than_its_minimum(rows):
+    assert set(rows) == set(structure.PROGRAMS)
+    for name, r in rows.items():
+        assert r["bytes_ratio"] >= 0.99, name
+        assert r["launches"] > 0, name
+        if name in ("publish", "admit"):
+            assert r["flops"] == r["min_flops"] == 0
+        else:
+            assert 0.99 <= r["flops_ratio"], name
+
+
+def test_a_decode_step_computes_what_it_must(rows):
+    """Products of all slots with every weight, and attention over the whole cache."""
+    assert rows["decode_chunk"]["flops_ratio"] == pytest.approx(1, abs=0.05)
+
+
+def test_the_table_names_every_program_and_what_failed(rows):
+    failed = rows["admit"] | {"failure": "the compiler aborted"}
+    result = {
+        "command": "python -m tba_jax.bench.structure",
+        "date": "today",
+        "model": "m",
+        "targets": {"v5e:2x4": {"programs": [rows["decode_chunk"], failed]}},
+    }
+    lines = list(structure.table(result))
+    assert lines[-1].startswith("| `v5e:2x4` | `admit` | the compiler aborted |")
+    assert "`decode_chunk`" in lines[-2] and len({line.count("|") for line in lines[2:]}) == 1
+
+
+LAUNCHES = """HloModule m
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %y = f32[8]{0} exponential(%x)
+  ROOT %out = (s32[], f32[8]{0}) tuple(%next, %y)
+}
+%condition (p: (s32[], f32[8])) -> pred[] {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(5)
+  ROOT %less = pred[] compare(%i, %n), direction=LT
+}
+ENTRY %main (a: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %a = (s32[], f32[8]{0}) parameter(0)
+  ROOT %w = (s32[], f32[8]{0}) while(%a), condition=%condition, body=%body, \
+backend_config={"known_trip_count": {"n": "5"}}
+}"""
+
+
+def test_launches_of_a_loop_are_those_of_its_trips_without_scalars():
+    assert program_cost(LAUNCHES).launches == 5
+
+
+def test_an_unknown_program_is_refused(capsys):
+    arguments = ["--config=math", "--targets=nowhere:2x2"]
+    assert structure.main(arguments) == 1
+    assert "no chip 'nowhere'" in capsys.readouterr().err
