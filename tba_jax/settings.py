@@ -14,11 +14,17 @@ value, rule and remedy, in one line.
 """
 
 import dataclasses
+import math
 import typing
 from collections.abc import Iterator
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
+
+# Counts are int32 on devices and in files; rates, times and bounds are computed in float32.
+_LARGEST = 2**31
+_LARGEST_BYTES = 2**53
+_LARGEST_FLOAT = 1e30
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -117,6 +123,26 @@ class Setting:
             return f"must be above {self.above}" if self.above else "must be positive"
         return "" if self.at_least is None else f"must be at least {self.at_least}"
 
+    @property
+    def _size(self) -> str:
+        """What every number must be, so that what is computed from it exists."""
+        if self.type is int:
+            return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
+        if self.type is float and self.at_most is None:
+            return f"must be a finite number{', or inf' * (self.default == math.inf)}"
+        return ""
+
+    @property
+    def _is_bytes(self) -> bool:
+        return self.name.endswith("_bytes")
+
+    def _has_size(self, value: Any) -> bool:
+        if self.type is int:
+            return abs(value) < (_LARGEST_BYTES if self._is_bytes else _LARGEST)
+        if self.type is float:
+            return abs(value) < _LARGEST_FLOAT or (value == math.inf == self.default)
+        return True
+
     def check(self, value: Any) -> None:
         """Refuse a value that is not among the choices or within the bounds.
 
@@ -129,6 +155,8 @@ class Setting:
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
         )
+        if ok and not self._has_size(value):
+            need(False, self.name, value, self._size, f"The default is {self.default}.")
         if self.choices:
             remedy = f"Set --config.{self.name}={self.default} for the default behaviour."
         elif self.at_most is not None:

@@ -6,6 +6,7 @@ It reads a config and touches no device and no file of the run.
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
+from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import need
 from tba_jax.tasks.registry import entry_of
@@ -30,6 +31,7 @@ def validate(config: Config) -> None:
         "Set --config.compilation_cache=auto for the default behaviour.",
     )
     _groups(config)
+    _buffer(config)
     _rows(config)
     _packed_rows(config)
     _rounding(config)
@@ -57,6 +59,20 @@ def _groups(config: Config) -> None:
         config.replay.capacity_per_prompt,
         f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
         f"Set --config.replay.capacity_per_prompt={k} or more.",
+    )
+
+
+def _buffer(config: Config) -> None:
+    """Room for a batch, at the least: one response of each of its prompts."""
+    batch = config.batch.num_prompts
+    least = 1 if entry_of(config.task.name).has_one_prompt else batch
+    need(
+        config.replay.max_bytes >= least * RESPONSE_OVERHEAD_BYTES,
+        "replay.max_bytes",
+        config.replay.max_bytes,
+        f"a batch of {batch} prompts cannot be held in as little",
+        f"Bookkeeping alone takes {least * RESPONSE_OVERHEAD_BYTES}; give it room for the "
+        "responses that should be kept, at 300 bytes and four for each token.",
     )
 
 

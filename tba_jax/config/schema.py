@@ -73,7 +73,7 @@ class Config:
     """A run: fields of its own, and a section for each part."""
 
     name: str = field("default", "names the run's folder: FILE/PRESET, set by the preset")
-    seed: int = field(0, "root of every random number of the run")
+    seed: int = field(0, "root of every random number of the run", at_least=0)
     driver: Literal["async", "sync"] = field(
         "async", "async: searcher threads beside the trainer; sync: one thread"
     )

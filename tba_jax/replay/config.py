@@ -7,6 +7,10 @@ from typing import Literal
 
 from tba_jax.settings import Section, field, need, share
 
+# Bookkeeping of one response beside its tokens and log-probs, so that bytes are about those of the
+# process. Measured by tba_jax.bench.replay_buffer: table row, two bytes objects.
+RESPONSE_OVERHEAD_BYTES = 220
+
 
 @dataclass(frozen=True)
 class ReplaySettings(Section):

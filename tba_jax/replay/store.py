@@ -31,6 +31,7 @@ from tba_jax.flow.records import (
     unpack_prompts,
 )
 from tba_jax.flow.trajectory import Prompt, Trajectory
+from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
 
 # The trajectory's scalars, then: its id, how many equal responses it stands for, how often they
 # were drawn in all, and the trainer step of the merge they came with.
@@ -52,10 +53,6 @@ PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
 )
 _DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position: in the prompt's list of rows
 _NO_ID = -1  # id of a free row
-
-# Bookkeeping of one response beside its tokens and log-probs, so that num_bytes is about process
-# memory. Measured by tba_jax.bench.replay_buffer: table row, two bytes objects.
-RESPONSE_OVERHEAD_BYTES = 220
 
 OrderField = Literal["version_min", "reward"]
 

@@ -38,15 +38,6 @@ class RewardSettings(Section):
         0.5, "above this share of a round the run stops", on_resume=True
     )
 
-    def check(self) -> None:
-        need(
-            not self.model_path or self.missing_eos > -math.inf,
-            "reward.missing_eos",
-            self.missing_eos,
-            "must be a number, or inf for the response's own score",
-            "For example --config.reward.missing_eos=-1.0.",
-        )
-
 
 @dataclass(frozen=True)
 class VictimSettings(Section):

@@ -19,6 +19,7 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.run import evaluations
+from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 from tba_jax.run.watchdog import Watchdog
 from tba_jax.search.continuous import ContinuousSearch
@@ -32,6 +33,9 @@ DELIVERY_S = 0.1
 # too late is worth a word where more than this share of them does.
 WARN_AFTER = 25
 LATE_SHARE = 0.05
+# Batches' worth of groups that are merged without a step: then no more of them make one possible.
+# Generous: a policy that repeats itself may bring little that is new for a while.
+STARVED_BATCHES = 20
 # Time that the threads of a failed run get to end their current step.
 STOP_S = 10.0
 
@@ -111,13 +115,23 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
             }
         values = trainer.step(run.is_interrupted(interrupted))
         if values is None:
-            raise RuntimeError(
-                "the replay buffer holds nothing to train on: every response of the last rounds "
-                f"was rejected or aged out; ledger: {run.buffer.ledger()}"
+            raise starved(
+                run, "every response of the last rounds was rejected, evicted or aged out"
             )
         sync = trainer.plan.sync
         if after_step(run, values, extra):
             extra = {}
+
+
+def starved(run: Run, why: str) -> StarvedError:
+    """The error of a run whose buffer gives no batch, with where its responses went."""
+    counts = {name: n for name, n in run.buffer.ledger().items() if n}
+    return StarvedError(
+        f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay buffer: "
+        f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
+        f"{run.config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
+        "replay.max_bytes, replay.max_age, batch.num_prompts and the rejections"
+    )
 
 
 def _search(run: Run) -> None:
@@ -259,6 +273,7 @@ class _AsyncLoop:
         self._searches = searches
         self._admission = admission
         self._num_merged = 0
+        self._merged_before = 0  # groups, at the last step
         self._warn_at: float = run.trainer.step_index + WARN_AFTER
         self._stop = stop
         self._watchdog = watchdog
@@ -295,7 +310,9 @@ class _AsyncLoop:
                 self._stop.wait(POLL_S)
                 reports += self._merge()
                 self._drain()
+                self._check_starved()
                 continue
+            self._merged_before = trainer.num_merged_groups
             sync = trainer.plan.sync
             self._admission.note_step(values["train/step_s"])
             self._report_progress()
@@ -349,11 +366,21 @@ class _AsyncLoop:
             if interrupted():
                 return reports
             reports += self._merge()
+            self._check_starved()
             self._stop.wait(POLL_S)
         # The first step of a process compiles; the display drops the phase when a step is made.
         run.logs.progress.phase("compiling the training step")
         run.trainer.counters.wait_s += run.clock() - start
         return reports
+
+    def _check_starved(self) -> None:
+        """End a run that searches for ever without a step, which no watchdog sees."""
+        config, num_hosts = self._run.config, self._run.cluster.num_processes
+        first = -(-config.search.initial_fill // config.search.samples_per_prompt)
+        wanted = max(config.batch.num_prompts, first) / num_hosts
+        merged = self._run.trainer.num_merged_groups - self._merged_before
+        if merged > STARVED_BATCHES * wanted:
+            raise starved(self._run, f"{merged:,} groups were merged since the last step, and none")
 
     def _merge(self) -> list[RoundReport]:
         """Merge; finished rounds are a sign of life."""

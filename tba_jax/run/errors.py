@@ -10,6 +10,10 @@ class UserError(Exception):
     """A mistake of the user's: printed as one line, without a traceback."""
 
 
+class StarvedError(RuntimeError):
+    """Searchers fill a buffer that no batch can be drawn from; the message says why."""
+
+
 class WorkdirLost(RuntimeError):
     """The work directory is gone, or another process has taken it over; the message says which."""
 
@@ -52,6 +56,7 @@ def is_mendable(error: BaseException) -> bool:
         PublicationError,
         RewardFailure,
         NonFiniteError,
+        StarvedError,
         TurnError,
         WorkdirLost,
     )

@@ -112,3 +112,12 @@ def test_a_path_that_storage_takes_for_a_pattern_is_refused_before_anything_is_m
     done = run(tmp_path / "run[1]", *QUICK, cache=cache)
     assert done.returncode == 2 and "run[1] has [ and ] in it" in done.stderr
     assert not any(tmp_path.iterdir())
+
+
+def test_a_buffer_that_holds_no_batch_ends_the_run_that_would_search_for_ever(cache, tmp_path):
+    """One response of each prompt would fit by its bookkeeping, and does not with its tokens."""
+    done = run(tmp_path / "run", "eval.period=0", "replay.max_bytes=900", cache=cache)
+    assert done.returncode == 1
+    assert "error: no batch of 4 prompts can be drawn from the replay buffer" in done.stderr
+    assert "of 900 bytes); responses so far: {'generated': " in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr

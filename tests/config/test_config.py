@@ -3,6 +3,7 @@
 
 import ast
 import json
+import math
 import os
 import runpy
 import subprocess
@@ -228,12 +229,25 @@ def test_no_field_is_dead():
         ({"eval.gold_reward": "judge"}, "eval.gold_reward = 'judge': must read package.module"),
         (
             {"reward.model_path": "m", "reward.missing_eos": float("-inf")},
-            "reward.missing_eos = -inf: must be a number, or inf",
+            "reward.missing_eos = -inf: must be a finite number, or inf",
         ),
         ({"reward.batch_size": 0}, "config.reward.batch_size = 0: must be at least 1"),
         ({"eval.num_samples": 4}, "greedy responses to a prompt are all the same"),
         ({"eval.temperature": -1.0}, "config.eval.temperature = -1.0: must be at least 0.0"),
         ({"sync.keep": 1}, "config.sync.keep = 1: must be at least 2"),
+        ({"seed": -1}, "config.seed = -1: must be at least 0"),
+        ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
+        ({"num_steps": 10**12}, "config.num_steps = 1000000000000: must be below 2,147,483,648"),
+        ({"replay.max_bytes": 2**60}, "replay.max_bytes = .*: must be below 9,007,199,254,740,992"),
+        ({"reward.timeout_s": math.inf}, "config.reward.timeout_s = inf: must be a finite number"),
+        (
+            {"optimizer.learning_rate": math.inf},
+            "learning_rate = inf: must be a finite number. The",
+        ),
+        ({"objective.beta": 1e300}, "config.objective.beta = 1e.300: must be a finite number"),
+        ({"reward.offset": math.nan}, "config.reward.offset = nan: must be a finite number"),
+        ({"reward.missing_eos": math.nan}, "missing_eos = nan: must be a finite number, or inf"),
+        ({"replay.max_bytes": 3_000}, "replay.max_bytes = 3000: a batch of 16 prompts cannot"),
     ],
 )
 def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
