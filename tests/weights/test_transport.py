@@ -65,6 +65,16 @@ def test_publication_casts_to_the_rollout_dtype():
     assert float(out["a"][0, 0]) == 1.5
 
 
+def test_launching_a_copy_is_not_taken_for_work_that_is_over_at_once():
+    # XLA:CPU makes copies of any size on the thread that calls, but for the operations beside it.
+    program = make_publish_program(jnp.dtype(jnp.float32))
+    analysis = program.lower(tree(1.0)).compile().cost_analysis()
+    assert analysis is not None and analysis["flops"] >= 1000
+    odd = {"a": jnp.array([[-0.0, jnp.nan, jnp.inf, 1e-40]])}
+    copied = program(odd)["a"]
+    assert np.asarray(copied).tobytes() == np.asarray(odd["a"]).tobytes()
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [
