@@ -34,6 +34,9 @@ class RewardSettings(Section):
         on_resume=True,
     )
     timeout_s: float = field(10.0, "per item; a hung worker is killed", above=0, on_resume=True)
+    max_memory_gib: float = field(
+        16.0, "that a reward process may allocate; 0: any", at_least=0, on_resume=True
+    )
     max_failure_rate: float = share(
         0.5, "above this share of a round the run stops", on_resume=True
     )

@@ -230,14 +230,24 @@ def score_chunk(
         )
     rewards: list[float | None] = []
     for value in values:
-        number = value.item() if hasattr(value, "item") else value  # an array's element
-        if number is not None and not isinstance(number, numbers.Real):
+        number, error, _ = _attempt(_number, value)
+        if error is not None:
+            shown, failure, _ = _attempt(repr, value)
             return outcome(
-                unusable=f"returned {value!r:.80}, a {type(value).__name__}, as a reward; want a "
-                "list with one float or None per completion"
+                unusable=f"returned {'an object' if failure else shown[:80]}, a "
+                f"{type(value).__name__}, as a reward ({type(error).__name__}: {error!s:.200}); "
+                "want a list with one float or None per completion"
             )
-        rewards.append(None if number is None else float(number))
+        rewards.append(number)
     return outcome(rewards)
+
+
+def _number(value: Any) -> float | None:
+    """One returned reward; raises what its own conversion raises."""
+    number = value.item() if hasattr(value, "item") else value  # an array's element
+    if number is not None and not isinstance(number, numbers.Real):
+        raise TypeError("no number")
+    return None if number is None else float(number)
 
 
 def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> float | None:
@@ -259,6 +269,11 @@ def _is_in_a_file(error: BaseException) -> bool:
     return bool(frames) and os.path.isfile(frames[-1].filename)
 
 
+def _shortened(report: str) -> str:
+    """A traceback's beginning and end; the message of an exception may be megabytes."""
+    return report if len(report) <= 8000 else f"{report[:4000]}\n...\n{report[-4000:]}"
+
+
 def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException | None, str]:
     """(value, None, "") of a call, or (None, what it raised, the traceback of that as text).
 
@@ -274,4 +289,4 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException |
         ]
         report.stack = traceback.StackSummary.from_list(users)
         lines = report.format() if users else report.format_exception_only()
-        return None, error, "".join(lines)
+        return None, error, _shortened("".join(lines))

@@ -158,6 +158,7 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
         num_workers=settings.reward.num_workers or workers_by_cores(),
         timeout_s=settings.reward.timeout_s,
         max_failure_rate=settings.reward.max_failure_rate,
+        max_memory_bytes=int(settings.reward.max_memory_gib * 2**30),
         weights=use.weights,
         columns=tuple(use.columns),
         is_part=use.is_part,

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
+from tba_jax.rewards import containment
 from tba_jax.rewards.functions import (
     Outcome,
     load_error,
@@ -55,6 +56,8 @@ CHUNK_S = 0.01
 POLL_S = 0.2
 # Times a task is sent again because the pool around it broke; after that the task is to blame.
 MAX_RESENDS = 3
+_LARGEST = float(np.finfo(np.float32).max)  # rewards are stored and computed with as float32
+_MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 
 class RewardFailure(RuntimeError):
@@ -64,14 +67,17 @@ class RewardFailure(RuntimeError):
 # --- in the reward process ---------------------------------------------------------------------
 
 
-def _start_process(functions: Sequence[str], folder: str, parent: int) -> None:
+def _start_process(
+    functions: Sequence[str], folder: str, parent: int, groups: str, max_memory_bytes: int
+) -> None:
     """Make a new process ready: its imports are over before the clock of its first task starts."""
+    containment.enter(groups, max_memory_bytes)
 
     def exit_with_parent() -> None:
         # A parent that was killed cannot stop a process that hangs in user code.
         while os.getppid() == parent:
             time.sleep(1.0)
-        os._exit(1)
+        containment.leave()
 
     threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
     if folder not in sys.path:
@@ -142,13 +148,14 @@ class _Call:
         for item, reward in zip(items, rewards, strict=True):
             if reward is None:
                 self.fail(function, item, "reward_none", "the function returned None")
-            elif not math.isfinite(reward):
+            elif not abs(reward) <= _LARGEST:
                 self.fail(function, item, "reward_nan", f"the function returned {reward}")
             else:
                 self.values[function][item] = reward
 
     def fail(self, function: int, item: int, reason: str, text: str) -> None:
         self.reasons[function][item] = reason
+        text = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... (cut)"
         self.first_traceback = self.first_traceback or (
             f"{text}\nprompt: {self._prompts[item]!r:.500}\n"
             f"completion: {self._completions[item]!r:.500}"
@@ -198,6 +205,7 @@ class RewardPool:
             stuck in C code needs another 3 s to be killed. A process that ends itself with status
             0 in the middle of an item looks like one that hangs.
         max_failure_rate: share of one call's items that may fail before `score` raises.
+        max_memory_bytes: of each process; 0: any.
         is_part: its reward is one of several: items that no function applies to are no failures.
     """
 
@@ -208,6 +216,7 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         max_failure_rate: float,
+        max_memory_bytes: int = 0,
         weights: Sequence[float] = (),
         columns: Collection[str] | None = None,
         is_part: bool = False,
@@ -231,6 +240,10 @@ class RewardPool:
         # Measured seconds per item of each function.
         self._item_s: list[float | None] = [None] * len(self._functions)
         self._progress_s = 0.0  # when a task of any thread last ended
+        # Deadlines in a row that single items missed, before any item ever met one.
+        self._missed = [0] * len(self._functions)
+        self._groups = containment.Groups()
+        self._max_memory_bytes = max_memory_bytes
         self._pool = self._new_pool()
         self._warm_up = self._pool.schedule(load_error, args=(self._functions, columns))
 
@@ -238,7 +251,13 @@ class RewardPool:
         return ProcessPool(
             max_workers=self._num_workers,
             initializer=_start_process,
-            initargs=(self._functions, os.getcwd(), os.getpid()),
+            initargs=(
+                self._functions,
+                os.getcwd(),
+                os.getpid(),
+                self._groups.folder,
+                self._max_memory_bytes,
+            ),
             context=multiprocessing.get_context("spawn"),
         )
 
@@ -291,8 +310,9 @@ class RewardPool:
             has_eos: as for every RewardSource; a text reward does not see it.
 
         Raises:
-            RewardFailure: more than `max_failure_rate` of the items failed; with the first
-                traceback. Raised as soon as that is certain.
+            RewardFailure: more than `max_failure_rate` of the items failed, with the first
+                traceback, raised as soon as that is certain; or no item ever met its deadline, and
+                as many missed theirs in a row as there are processes.
             ValueError: the function cannot be loaded, columns of other lengths, or a result that
                 is not a list of numbers or None, one per completion.
             RuntimeError: the pool was closed meanwhile.
@@ -355,6 +375,7 @@ class RewardPool:
     def _collect(self, call: _Call, pending: "dict[futures.Future[Outcome], _Task]") -> None:
         """Wait a moment for tasks to end; note what they brought or send their items again."""
         ended, _ = futures.wait(pending, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
+        self._groups.sweep()
         if ended:
             self._progress_s = time.monotonic()
         else:
@@ -372,6 +393,20 @@ class RewardPool:
             else:
                 reason = "reward_crash" if reason == "resend" else reason
                 call.fail(task.function, task.items[0], reason, text)
+                self._note_deadline(call, task.function, reason)
+
+    def _note_deadline(self, call: _Call, function: int, reason: str) -> None:
+        """A function that never met a deadline costs one for each process, not for each item."""
+        if reason != "reward_timeout" or self._item_s[function] is not None:
+            return
+        self._missed[function] += 1
+        if self._missed[function] >= max(2, self._num_workers):  # one may be a hard one
+            raise RewardFailure(
+                f"reward function {self._functions[function]} met no deadline yet: the first "
+                f"{self._missed[function]} items each took longer than reward.timeout_s = "
+                f"{self._timeout_s} s. Raise it if the function is that slow. First failure:\n"
+                f"{call.first_traceback}"
+            )
 
     def _outcome(
         self, future: "futures.Future[Outcome]", function: int
@@ -442,7 +477,9 @@ class RewardPool:
                 return
             self._closed = True
             self._warm_up.cancel()
-            if not self._dispose(self._pool, timeout_s):
+            is_gone = self._dispose(self._pool, timeout_s)
+            self._groups.close()
+            if not is_gone:
                 raise TimeoutError(
                     f"the processes of reward function {self.function} did not stop within "
                     f"{timeout_s:.0f} s"

@@ -38,6 +38,15 @@ def score_one(text):
         return float("inf")
     if text == "none":
         return None
+    if text == "huge":
+        return 1e39
+    if text == "memory":
+        return float(len(bytearray(2**31)))
+    if text == "message":
+        raise ValueError("x" * 10**7)
+    if text.startswith("child "):  # a shell, and what it starts, outlive a killed Python
+        name = text.split()[1]
+        os.system(f"sleep 600 & echo $! > {name}; sleep 600")
     if text == "pid":
         return os.getpid()
     if text.startswith("imported "):
@@ -64,6 +73,17 @@ def sizes(prompts, completions, **columns):
     if completions[0] == "slow":
         time.sleep(0.03 * len(completions))
     return [float(len(completions))] * len(completions)
+
+class Odd(float):
+    def __float__(self):
+        raise KeyError("no number today")
+
+def odd(prompts, completions, **columns):
+    return [Odd(1.0) for _ in completions]
+
+def wide(prompts, completions, **columns):
+    import numpy
+    return [numpy.zeros(3) for _ in completions]
 
 def words(prompts, completions, **columns):
     return ["good"] * len(completions)
@@ -92,6 +112,7 @@ def make_pool(
         num_workers=num_workers,
         timeout_s=timeout_s,
         max_failure_rate=max_failure_rate,
+        max_memory_bytes=2**30,
     )
 
 
@@ -129,6 +150,9 @@ def test_items_keep_their_order_and_columns():
         ("kill", "reward_crash", "died"),
         ("nan", "reward_nan", "returned nan"),
         ("inf", "reward_nan", "returned inf"),
+        ("huge", "reward_nan", "returned 1e+39"),
+        ("memory", "reward_error", "MemoryError"),
+        ("message", "reward_error", "(cut)"),
         ("none", "reward_none", "returned None"),
     ],
 )
@@ -263,7 +287,12 @@ def test_too_many_failures_are_reported_before_every_item_was_tried():
     ("function", "message"),
     [
         ("user_rewards:one_short", "user_rewards:one_short returned 3 rewards for 4 completions"),
-        ("user_rewards:words", "user_rewards:words returned 'good', a str, as a reward; want"),
+        ("user_rewards:words", "words returned 'good', a str, as a reward .*no number.; want"),
+        ("user_rewards:odd", "odd returned 1.0, a Odd, as a reward .KeyError: 'no number today'"),
+        (
+            "user_rewards:wide",
+            "wide returned array.*, a ndarray, as a reward .ValueError: can only",
+        ),
     ],
 )
 def test_malformed_result_is_an_error_not_a_reward(function, message):
@@ -351,6 +380,47 @@ def test_processes_die_with_a_killed_parent(folder):
     while time.monotonic() < deadline and _runs(pid):
         time.sleep(0.1)
     assert not _runs(pid)
+
+
+def test_what_a_killed_process_started_is_killed_too(folder):
+    pool = make_pool()
+    assert score(pool, ["a", "child grandchild.pid"]).reasons == [None, "reward_timeout"]
+    pid = int((folder / "grandchild.pid").read_text())
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _runs(pid):
+        score(pool, ["a"])
+    assert not _runs(pid)
+    records = Path(pool._groups.folder)
+    pool.close()
+    assert not records.exists()
+
+
+def test_what_a_process_started_goes_with_it_when_the_pool_is_closed(folder):
+    pool = make_pool(timeout_s=600.0)
+    thread = threading.Thread(
+        target=lambda: pytest.raises(RuntimeError, score, pool, ["child late.pid"]), daemon=True
+    )
+    thread.start()
+    file = folder / "late.pid"
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    pid = int(file.read_text())
+    assert _runs(pid)
+    pool.close()
+    thread.join(10)
+    assert not _runs(pid)
+
+
+def test_a_reward_that_always_hangs_costs_a_deadline_for_each_process():
+    pool = make_pool(num_workers=2)
+    start = time.monotonic()
+    with pytest.raises(RewardFailure, match="met no deadline yet: the first 2 items each took"):
+        score(pool, ["hang"] * 64)
+    # A chunk on each process, then an item on each; a machine under load may double that.
+    assert time.monotonic() - start < 64 * TIMEOUT_S / 2 / 2
+    pool.close()
 
 
 def _runs(pid):

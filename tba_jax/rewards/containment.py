@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reward process may take, and that nothing of it stays behind.
+
+Each process leads a process group of its own, which the processes that it starts belong to. When
+it is gone, killed at a deadline or with its parent, the group is killed. A process that leaves the
+group on purpose (setsid) is not followed. It knows nothing of rewards. Invariant: a group is killed
+only when its leader is gone, so no id that was given out anew is ever signalled.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# Files that a reward writes by accident must not fill the disk of the run.
+MOST_FILE_BYTES = 2**32
+_SWEEP_S = 1.0
+
+
+def enter(folder: str, max_memory_bytes: int) -> None:
+    """In a new process: lead a group, be known, and take no more than this.
+
+    Args:
+        folder: where processes make themselves known.
+        max_memory_bytes: of data that the process itself allocates; 0: any.
+    """
+    if sys.platform == "win32":
+        return
+    os.setpgid(0, 0)
+    # The parent may have closed the pool meanwhile; then this process ends soon.
+    with contextlib.suppress(OSError):
+        (Path(folder) / str(os.getpid())).write_text(_began(os.getpid()))
+    import resource
+
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MOST_FILE_BYTES}
+    if max_memory_bytes:
+        limits[resource.RLIMIT_DATA] = max_memory_bytes
+    for kind, limit in limits.items():
+        _, hard = resource.getrlimit(kind)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, hard))
+    # A file that grows too large is an exception and not the end of the process.
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+
+def leave() -> None:
+    """In a process whose parent is gone: end, with everything that it started."""
+    if sys.platform != "win32":
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+class Groups:
+    """The groups of a pool's processes, in the parent."""
+
+    def __init__(self) -> None:
+        self.folder = tempfile.mkdtemp(prefix="tba_jax_rewards_")
+        self._swept_s = 0.0
+
+    def sweep(self, *, now: bool = False) -> int:
+        """Kill what processes that are gone have left; how many groups. At most once a second.
+
+        Args:
+            now: also if it was done a moment ago.
+        """
+        if not now and time.monotonic() - self._swept_s < _SWEEP_S:
+            return 0
+        self._swept_s = time.monotonic()
+        return sum(self._killed(record) for record in self._records())
+
+    def close(self) -> None:
+        """Kill what is left of all groups, once their leaders were told to end."""
+        self.sweep(now=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # the system empties its temporary folder
+
+    def _records(self) -> list[Path]:
+        with contextlib.suppress(FileNotFoundError):  # closed by another thread
+            return [Path(entry.path) for entry in os.scandir(self.folder)]
+        return []
+
+    def _killed(self, record: Path) -> bool:
+        try:
+            leader, began = int(record.name), record.read_text()
+        except FileNotFoundError:
+            return False
+        if not began or _began(leader) == began:
+            return False  # being written, or alive
+        record.unlink(missing_ok=True)
+        # No process gets the id of a group that has members, so if this id is another process's by
+        # now the group is empty.
+        if _began(leader):
+            return False
+        try:
+            os.killpg(leader, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def _began(pid: int) -> str:
+    """When a process was started, in ticks since the machine was; "" for none or a dead one."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            stat = file.read().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if stat[0] in "ZX" else stat[19]  # fields 3 and 22 of proc(5)
