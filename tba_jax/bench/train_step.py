@@ -3,8 +3,9 @@
 
     python -m tba_jax.bench.train_step --model_shape=39m --peers=torch --json
 
-The load: groups of full rows, one Trajectory Balance step with AdamW and clipping. `naive` is a
-plain JAX step of the same model (full logits, nothing computed again), `torch` is transformers with
+The load: groups of full rows, one Trajectory Balance step with AdamW and clipping. `shared` is our
+step with every prompt computed once for its responses (`batch.share_prompts`), `naive` a plain JAX
+step of the same model (full logits, nothing computed again), `torch` is transformers with
 torch's AdamW. All sides load one checkpoint of random weights and report the loss of their first
 step; where these differ the figures are worth nothing, and the command fails. Every side runs in a
 fresh process per repeat, one after the other; `step_s` is the median over the steps of all repeats.
@@ -73,7 +74,8 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     written = processes.run_side(
         "write", job | {"shape": args.model_shape}, folder, cpu, command=ours
     )
-    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in ("tba_jax", "naive", *peers)}
+    sides = ("tba_jax", "shared", "naive", *peers)
+    reports: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     torch = (args.peer_python, "-P", train_step_torch.__file__)
     for _ in range(args.repeats):
         for side, found in reports.items():
@@ -85,8 +87,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             print(f"{side}: {step_s:.3f} s, loss {found[-1]['loss']:.4f}", file=sys.stderr)
     _check_losses({name: x[0]["loss"] for name, x in reports.items()}, args.dtype)
     tokens = args.num_prompts * args.group_size * (args.prompt_tokens + args.response_tokens)
-    figures = {name: _figures(x, tokens, written["model_flops"]) for name, x in reports.items()}
-    mine = figures.pop("tba_jax")
+    flops = {name: written["model_flops"] for name in sides} | {"shared": written["shared_flops"]}
+    figures = {name: _figures(x, tokens, flops[name]) for name, x in reports.items()}
+    mine, shared = figures.pop("tba_jax"), figures.pop("shared")
     rate = statistics.median(x["flops_per_s"] for x in reports["tba_jax"])
     return {
         "tokens_per_s": mine["tokens_per_s"],
@@ -95,6 +98,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "peers": {
             name: {**x, "ratio": x["step_s"] / mine["step_s"], "mfu": x["flops_per_s"] / rate}
             for name, x in figures.items()
+        },
+        "shared": {
+            **shared,
+            "mfu": shared["flops_per_s"] / rate,
+            "speedup": mine["step_s"] / shared["step_s"],
+            "peers": {name: x["step_s"] / shared["step_s"] for name, x in figures.items()},
         },
         **mine,
         "matmul_flops_per_s": rate,
@@ -161,7 +170,12 @@ def _table(result: Mapping[str, Any]) -> list[str]:
         f"{'':>8} {'tokens/s':>10} {'step':>9} {'least':>9} {'CPU time':>9} {'ratio':>7} "
         f"{'MFU':>6} {'temporaries':>12} {'process':>9}",
     ]
-    for name, x in {"tba_jax": {**result, "ratio": 1.0}, **result["peers"]}.items():
+    shared = dict(result["shared"], ratio=1 / result["shared"]["speedup"])
+    for name, x in {
+        "tba_jax": {**result, "ratio": 1.0},
+        "shared": shared,
+        **result["peers"],
+    }.items():
         temporaries = x.get("temporary_bytes")
         rows.append(
             f"{name:>8} {x['tokens_per_s']:>10.1f} {x['step_s']:>7.3f} s {x['min_step_s']:>7.3f} s "

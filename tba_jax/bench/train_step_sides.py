@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs in our own processes of `tba_jax.bench.train_step`: checkpoint, our step, the naive.
+"""What runs in our own processes of `tba_jax.bench.train_step`: checkpoint, our steps, the naive.
 
     python -m tba_jax.bench.train_step_sides JOB.json
 
 The naive step is what one writes first: the same model with everything kept for the backward pass,
 logits of all positions in float32, their log-softmax, the same optimiser. It does not know peers,
-repeats or medians. The invariant it owns: both sides start from the same weights and batch and
+repeats or medians. The invariant it owns: all sides start from the same weights and batch and
 report the loss of their first step, which must then be equal.
 """
 
@@ -25,7 +25,10 @@ import numpy as np
 import optax
 
 from tba_jax.bench.decode_engine import SHAPES
-from tba_jax.flow.batch import Batch
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
@@ -45,7 +48,9 @@ from tba_jax.train.target import Target
 def main(argv: Sequence[str]) -> int:
     """Run one job; the result goes to the file that the job names."""
     job = json.loads(Path(argv[0]).read_text())
-    result = {"write": write, "tba_jax": measure, "naive": measure}[job["side"]](job)
+    result = {"write": write, "tba_jax": measure, "shared": measure, "naive": measure}[job["side"]](
+        job
+    )
     Path(job["result"]).write_text(json.dumps(result))
     return 0
 
@@ -67,11 +72,11 @@ def write(job: dict[str, Any]) -> dict[str, Any]:
         # Random tokens have about this log-prob under random weights.
         reference_logprob=rng.normal(-response * np.log(config.vocab_size), 3, (p, k)),
     )
+    sizes = {"num_rows": p * k, "prompt_tokens": prompt, "response_tokens": response}
     return {
         "num_params": transformer.num_params(config),
-        "model_flops": roofline.train_flops(
-            config, num_rows=p * k, prompt_tokens=prompt, response_tokens=response
-        ),
+        "model_flops": roofline.train_flops(config, **sizes),
+        "shared_flops": roofline.train_flops(config, **sizes, responses_per_prompt=k),
     }
 
 
@@ -84,7 +89,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     optimizer = make_optimizer(
         OptimizerSettings(weight_decay=job["weight_decay"], clip_norm=job["clip_norm"]), schedule
     )
-    make = _our_step if job["side"] == "tba_jax" else _naive_step
+    make = _naive_step if job["side"] == "naive" else _our_step
     state = init_state(params, optimizer, keep_reference=False)
     del params
     batch = jax.device_put(_batch(job))
@@ -127,24 +132,49 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _batch(job: dict[str, Any]) -> Batch:
+def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
+    """As the trainer lays it out, with prompts shared on that side."""
     arrays = np.load(job["batch"])
-    rewards, t = arrays["rewards"], job["response_tokens"]
-    rows, m = np.arange(rewards.size), job["micro_batch_rows"] or rewards.size
-    # Whole groups in micro-batches, whose rows are spread over the batch.
-    order = rows.reshape(-1, m).T.reshape(-1)
-    tokens = arrays["tokens"].reshape(rewards.size, -1)
-    return Batch(
-        tokens=tokens[order],
-        slots=(order + 1).astype(np.int32),
-        behavior_token_logprobs=np.full((rewards.size, t), -1, np.float32),
-        prompt_lengths=np.full(rewards.shape, job["prompt_tokens"], np.int32),
-        response_lengths=np.full(rewards.shape, t, np.int32),
-        rewards=rewards,
-        reference_logprob=arrays["reference_logprob"].astype(np.float32),
-        versions=np.zeros(rewards.shape, np.int32),
-        weights=np.ones(rewards.shape, np.float32),
+    tokens, rewards, x = arrays["tokens"], arrays["rewards"], job["prompt_tokens"]
+    p, k, _ = tokens.shape
+
+    def trajectory(i: int, j: int) -> Trajectory:
+        return Trajectory(
+            prompt_id=i,
+            response_tokens=tokens[i, j, x:],
+            reward=float(rewards[i, j]),
+            reward_parts={},
+            behavior_token_logprobs=np.full(job["response_tokens"], -1, np.float32),
+            reference_logprob=float(arrays["reference_logprob"][i, j]),
+            version_min=0,
+            version_max=0,
+            searcher=0,
+            round=0,
+            sampling_temperature=1.0,
+            finish_reason="length",
+        )
+
+    draws = [
+        Draw(
+            prompt=Prompt(i, "", tokens[i, 0, :x], {}),
+            trajectories=tuple(trajectory(i, j) for j in range(k)),
+            weights=(1,) * k,
+            is_fresh=True,
+            trajectory_ids=tuple(range(k)),
+            num_repeats=0,
+        )
+        for i in range(p)
+    ]
+    packing = Packing(
+        num_prompts=p,
+        group_size=k,
+        padding=Padding((x,), (job["response_tokens"],), 0),
+        policy_temperature=1.0,
+        shares_prompts=job["side"] == "shared",
+        micro_batch_rows=job["micro_batch_rows"],
+        is_whole=job["micro_batch_rows"] >= k,
     )
+    return packing.batch(draws, tuple)
 
 
 def _our_step(
@@ -158,7 +188,7 @@ def _our_step(
         Target(Schedule(job["beta"])),
         Scoring(compute_dtype=job["dtype"]),
         micro_batch_rows=job["micro_batch_rows"],
-        is_whole=job["micro_batch_rows"] % job["group_size"] == 0,
+        is_whole=job["micro_batch_rows"] >= job["group_size"],
         remat=job["remat"],
     )
     return make_train_step(config, optimizer, schedule, settings)
@@ -173,7 +203,7 @@ def _naive_step(
     p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
 
     def loss_fn(params: Any, batch: Batch) -> Any:
-        tokens = batch.tokens[jnp.argsort(batch.slots)]
+        tokens = batch.tokens[jnp.argsort(batch.slots[:, 0])]
         dtype = jnp.dtype(job["dtype"])
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         mask = jnp.ones(tokens.shape, bool)

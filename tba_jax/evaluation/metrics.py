@@ -139,10 +139,12 @@ class ReferenceDistance:
 
     def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
         """Negative log-likelihood under the reference and both divergences of each response."""
-        prompts = [p.tokens for p in responses.prompts]
-        groups = self._padding.rows(prompts, responses.tokens, responses.lengths)
-        tokens, t = groups.tokens.reshape(-1, groups.tokens.shape[-1]), groups.t
-        prompt_lengths, lengths = groups.prompt_lengths.reshape(-1), responses.lengths.reshape(-1)
+        _, n, width = responses.tokens.shape
+        prompts = [p.tokens for p in responses.prompts for _ in range(n)]
+        lengths = responses.lengths.reshape(-1)
+        tokens, prompt_lengths, _, t = self._padding.rows(
+            prompts, responses.tokens.reshape(-1, 1, width), lengths[:, None]
+        )
         reference = self._reference_params()
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
         found = []

@@ -12,17 +12,20 @@ HostOrDeviceArray: TypeAlias = Any
 
 
 class Batch(NamedTuple):
-    """p prompts with up to K distinct responses each, a padded row for each response.
+    """p prompts with up to K distinct responses each, in padded rows: a prompt and c responses.
 
     Place j of prompt i, [i, j] in the arrays of responses, is slot i * K + j + 1 of the batch (of
     all hosts together). Places behind the distinct responses of a prompt are empty: 0 everywhere.
-    Rows are laid out as [prompt, left-padded to a bucket | response, right-padded to a bucket], so
-    the response of every row begins at the same position s - t. Their order means nothing.
+    Rows are laid out as [prompt, left-padded to a bucket | c responses, right-padded to a bucket
+    each], so the first response of every row begins at the same position s - c t. With c > 1 all
+    responses of a row are to its prompt, which is there once; the last of them may be missing. The
+    order of rows means nothing.
 
     Attributes:
         tokens: int32 [n s].
-        slots: int32 [n], the slot whose response a row is; 0: a row of padding.
-        behavior_token_logprobs: float32 [n t], 0 at padding.
+        slots: int32 [n c], the slot of each response; 0 where there is none. The first of a row is
+            there, or the row is padding.
+        behavior_token_logprobs: float32 [n c t], 0 at padding.
         prompt_lengths: int32 [p k], tokens of the prompt without padding.
         response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
         rewards: float32 [p k].
@@ -30,7 +33,7 @@ class Batch(NamedTuple):
         versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
             temperature than the policy's, so that no version's log-probs are its behaviour's.
         weights: float32 [p k], how often each response was drawn; those of a prompt sum to K.
-        is_action: bool [n t], as in `Trajectory`; None: every response token is an action.
+        is_action: bool [n c t], as in `Trajectory`; None: every response token is an action.
         prompts: int32 [p x], the prompts alone, left-padded to a bucket; None unless a learned
             log Z reads them.
     """
@@ -49,19 +52,23 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """The same in rows that hold several sequences, a prompt and one of its responses each.
+    """The same in rows that hold several sequences: a prompt, then one or more responses to it.
 
-    Sequences lie side by side in a row, whole, and padding (slot 0) is behind them.
+    Sequences lie side by side in a row, whole, and padding (slot 0) is behind them. A prompt begins
+    at position 0; what follows up to the next prompt is responses to it.
 
     Attributes:
         tokens: int32 [n s].
-        slots: int32 [n s], the slot whose sequence each position belongs to.
-        positions: int32 [n s], position in the sequence.
+        slots: int32 [n s], the slot whose response each position belongs to; of a prompt, that of
+            the response behind it.
+        positions: int32 [n s], position in the sequence; responses begin at their prompt's length.
         behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
         prompt_lengths, response_lengths, rewards, reference_logprob, versions, weights: [p k], as
             in `Batch`.
         is_action: bool [n s], False at prompts and padding; None: every response token is one.
         prompts: as in `Batch`.
+        contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,
+            0 at padding; None: every response has a prompt of its own.
     """
 
     tokens: HostOrDeviceArray
@@ -76,3 +83,4 @@ class PackedBatch(NamedTuple):
     weights: HostOrDeviceArray
     is_action: HostOrDeviceArray | None = None
     prompts: HostOrDeviceArray | None = None
+    contexts: HostOrDeviceArray | None = None

@@ -7,20 +7,34 @@ once, whatever the shape, and as often as it was drawn is a weight.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
-from tba_jax.flow.placing import Places, most_rows, place
+from tba_jax.flow.placing import Places, most_rows, place, rows_at_once
 from tba_jax.flow.trajectory import Draw, Trajectory
 
 # Padded rows: with three lengths of prompts and responses these are enough programs.
 _PADDED_BUCKETS = 4
 # Packed rows have one length.
 _PACKED_BUCKETS = 6
+
+
+class Shape(NamedTuple):
+    """Rows that a batch may have.
+
+    Attributes:
+        responses: c, of a row.
+        at_once: rows of a micro-batch; 0: all.
+        buckets: numbers of rows that are compiled for, ascending.
+    """
+
+    responses: int
+    at_once: int
+    buckets: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +51,11 @@ class Packing:
         padding: the shapes of padded rows.
         policy_temperature: what the policy's logits are divided by. A response drawn at another
             temperature has no version of the policy.
-        row_length: tokens of rows that hold several responses; 0: one response a row.
+        row_length: tokens of packed rows; 0: padded rows.
+        shares_prompts: padded rows hold a prompt and up to K responses to it, packed ones a prompt
+            before all of their responses to it; else each response has a prompt of its own.
         row_multiple: the number of rows is a multiple (devices that divide them).
-        micro_batch_rows: rows whose gradients are made at a time, a multiple too; 0: all.
+        micro_batch_rows: responses whose gradients are made at a time, a multiple too; 0: all.
         is_whole: all rows of a draw are in one micro-batch.
         has_prompts: prompts alone are part of the batch.
         has_equal_weights: distinct responses of a draw count the same, K together; else as often
@@ -52,6 +68,7 @@ class Packing:
     padding: Padding
     policy_temperature: float
     row_length: int = 0
+    shares_prompts: bool = False
     row_multiple: int = 1
     micro_batch_rows: int = 0
     is_whole: bool = False
@@ -60,18 +77,39 @@ class Packing:
     first_slot: int = 0
 
     @property
-    def row_buckets(self) -> tuple[int, ...]:
-        """Numbers of rows that are compiled for, ascending."""
-        multiple = self.micro_batch_rows or self.row_multiple
-        most = most_rows(
-            self.num_prompts,
-            self.group_size,
-            micro_batch_rows=multiple,
-            is_whole=self.is_whole,
-        )
+    def shapes(self) -> tuple[Shape, ...]:
+        """Those that are compiled for; the first always suffices.
+
+        Rows of up to K responses may hold half as many, and so on: where few of a group are
+        distinct they are shorter. A group of more is then divided, and its prompt computed again.
+        """
+        if not self.shares_prompts or self.row_length:
+            return (self._shape(1),)
+        widest = self.group_size
         if self.micro_batch_rows:
-            return (most,)
-        return row_buckets(most, multiple, _PACKED_BUCKETS if self.row_length else _PADDED_BUCKETS)
+            widest = min(widest, self.micro_batch_rows // self.row_multiple)
+        widths = dict.fromkeys(math.ceil(widest / 2**i) for i in range(_PADDED_BUCKETS))
+        shapes = (self._shape(c) for c in widths)
+        return tuple(x for x in shapes if x.responses == widest or self._holds_groups(x))
+
+    def _holds_groups(self, shape: Shape) -> bool:
+        needed = math.ceil(self.group_size / shape.responses)
+        return not (self.is_whole and needed > shape.at_once)
+
+    def _shape(self, c: int) -> Shape:
+        at_once = rows_at_once(self.micro_batch_rows, c, self.row_multiple)
+        if at_once:
+            pieces = math.ceil(self.group_size / c)
+            most = most_rows(
+                self.num_prompts, pieces, micro_batch_rows=at_once, is_whole=self.is_whole
+            )
+            return Shape(c, at_once, (most,))
+        if self.shares_prompts and not self.row_length:
+            # One for each prompt; where they do not suffice a wider one does.
+            return Shape(c, 0, row_buckets(self.num_prompts, self.row_multiple, 1))
+        num = _PACKED_BUCKETS if self.row_length else _PADDED_BUCKETS
+        most = self.num_prompts * self.group_size
+        return Shape(c, 0, row_buckets(most, self.row_multiple, num))
 
     def batch(
         self, draws: Sequence[Draw], agree: Callable[[Sequence[int]], Sequence[int]]
@@ -85,16 +123,21 @@ class Packing:
         Raises:
             ValueError: a prompt or response is longer than its largest bucket, or both than a row.
         """
-        places = self._places(draws)
-        prompt, response, num_rows = agree((*_longest(draws), places.num_rows))
+        shapes = self.shapes
+        candidates = [self._places(draws, shape) for shape in shapes]
+        needs = (places.num_rows for places in candidates)
+        prompt, response, *needed = agree((*_longest(draws), *needs))
         prompt, response = self.padding.lengths(prompt, response)
-        num_rows = bucket_length(num_rows, self.row_buckets)
-        ends = None if self.row_length else prompt
-        length = self.row_length or prompt + response
+        best = _cheapest(shapes, needed, prompt, response)
+        shape, places = shapes[best], candidates[best]
+        num_rows, c = bucket_length(needed[best], shape.buckets), shape.responses
+        length = self.row_length or prompt + c * response
         rows = _Rows.filled(
-            draws, places, self.group_size, (num_rows, length), self.padding.pad_id, ends
+            self._sequences(draws, places, shape, None if self.row_length else (prompt, response)),
+            (num_rows, length),
+            self.padding.pad_id,
         )
-        rows = rows.interleaved(num_rows // (self.micro_batch_rows or num_rows))
+        rows = rows.interleaved(num_rows // (shape.at_once or num_rows))
         slots = np.where(rows.slots > 0, rows.slots + self.first_slot, 0).astype(np.int32)
         of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
         if self.has_equal_weights:
@@ -111,18 +154,23 @@ class Packing:
                 rows.positions,
                 rows.behavior,
                 is_action=rows.is_action,
+                contexts=rows.contexts if self.shares_prompts else None,
                 **of_slots,
             )
+
+        def of_responses(x: np.ndarray) -> np.ndarray:
+            return x[:, prompt:].reshape(num_rows, c, response)
+
         return Batch(
             rows.tokens,
-            slots.max(axis=1),
-            rows.behavior[:, prompt:],
-            is_action=None if rows.is_action is None else rows.is_action[:, prompt:],
+            of_responses(slots).max(axis=2),
+            of_responses(rows.behavior),
+            is_action=None if rows.is_action is None else of_responses(rows.is_action),
             **of_slots,
         )
 
-    def _places(self, draws: Sequence[Draw]) -> Places:
-        """Where the sequences lie, before micro-batches are spread over the batch.
+    def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
+        """Where the sequences lie, or c of a group at a time, before micro-batches are spread.
 
         Raises:
             ValueError: one is longer than a row.
@@ -137,12 +185,60 @@ class Packing:
                 f"{self.row_length}; raise config.batch.packed_length"
             )
         if not self.row_length:
-            lengths = [[1] * len(group) for group in lengths]
+            lengths = [[1] * math.ceil(len(group) / shape.responses) for group in lengths]
+        is_packed_after_prompts = self.row_length and self.shares_prompts
         return place(
             lengths,
             row_length=self.row_length or 1,
-            micro_batch_rows=self.micro_batch_rows if self.is_whole else 0,
+            micro_batch_rows=shape.at_once if self.is_whole else 0,
+            prompts=[len(d.prompt.tokens) for d in draws] if is_packed_after_prompts else None,
         )
+
+    def _sequences(
+        self,
+        draws: Sequence[Draw],
+        places: Places,
+        shape: Shape,
+        padded: tuple[int, int] | None,
+    ) -> Iterator["_Sequence"]:
+        """All sequences in their places.
+
+        Args:
+            draws: p draws.
+            places: from `_places` for this shape.
+            shape: of the rows.
+            padded: lengths of prompt and response in padded rows; None: packed ones.
+        """
+        piece, starts, c = 0, places.starts.tolist(), shape.responses
+        empty = np.zeros(0, np.int32)
+        for i, d in enumerate(draws):
+            x = d.prompt.tokens
+            for j, y in enumerate(d.trajectories):
+                at = piece + j // c
+                row, slot = int(places.rows[at]), i * self.group_size + j + 1
+                if padded is not None:
+                    first = padded[0] + j % c * padded[1]
+                    yield _Sequence(slot, x, y, row, len(x), padded[0], first)
+                    continue
+                own = x if places.leads[at] else empty
+                end = starts[at] + len(own)
+                yield _Sequence(slot, own, y, row, len(x), end, end)
+            piece += math.ceil(len(d.trajectories) / c)
+
+
+def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, response: int) -> int:
+    """The index of the shape with the fewest tokens to work on, the first of equals."""
+
+    def tokens(i: int) -> float:
+        shape, rows = shapes[i], needed[i]
+        if rows > shape.buckets[-1]:
+            return math.inf
+        # Micro-batches without a response are not worked on.
+        size = shape.at_once
+        worked = math.ceil(rows / size) * size if size else bucket_length(rows, shape.buckets)
+        return worked * (prompt + shape.responses * response)
+
+    return min(range(len(shapes)), key=tokens)
 
 
 def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
@@ -166,6 +262,28 @@ def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
     )
 
 
+class _Sequence(NamedTuple):
+    """A response and its prompt in a row.
+
+    Attributes:
+        slot: of the response.
+        prompt: its tokens, none where they lie before another response.
+        response: what was drawn.
+        row: where they are.
+        position: of the first token of the response, the length of the prompt.
+        prompt_end: position behind the prompt.
+        first: position of the first token of the response.
+    """
+
+    slot: int
+    prompt: np.ndarray
+    response: Trajectory
+    row: int
+    position: int
+    prompt_end: int
+    first: int
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rows:
     """Rows [n s] that hold whole sequences; slots and positions are 0 at padding."""
@@ -177,21 +295,14 @@ class _Rows:
     is_action: np.ndarray | None
 
     @classmethod
-    def filled(
-        cls,
-        draws: Sequence[Draw],
-        places: Places,
-        group_size: int,
-        shape: tuple[int, int],
-        pad_id: int,
-        prompt_end: int | None,
-    ) -> "_Rows":
-        """All sequences in their places; with `prompt_end`, so that all prompts end there.
+    def filled(cls, sequences: Iterable[_Sequence], shape: tuple[int, int], pad_id: int) -> "_Rows":
+        """All sequences in their places.
 
         Without a token that an environment wrote no mask is carried. That is decided batch by
         batch: hosts that share batches will have to agree on it.
         """
-        has_environment = any(y.is_action is not None for d in draws for y in d.trajectories)
+        sequences = list(sequences)
+        has_environment = any(x.response.is_action is not None for x in sequences)
         rows = cls(
             np.full(shape, pad_id, np.int32),
             np.zeros(shape, np.int32),
@@ -199,24 +310,25 @@ class _Rows:
             np.zeros(shape, np.float32),
             np.zeros(shape, bool) if has_environment else None,
         )
-        sequences = (
-            (i * group_size + j + 1, d.prompt.tokens, y)
-            for i, d in enumerate(draws)
-            for j, y in enumerate(d.trajectories)
-        )
-        for (slot, x, y), row, start in zip(
-            sequences, places.rows.tolist(), places.starts.tolist(), strict=True
-        ):
-            first = start if prompt_end is None else prompt_end - len(x)
-            middle, end = first + len(x), first + len(x) + len(y.response_tokens)
-            rows.tokens[row, first:middle] = x
-            rows.tokens[row, middle:end] = y.response_tokens
-            rows.slots[row, first:end] = slot
-            rows.positions[row, first:end] = np.arange(end - first)
-            rows.behavior[row, middle:end] = y.behavior_token_logprobs
+        for slot, x, y, row, position, end, first in sequences:
+            n, last = len(x), first + len(y.response_tokens)
+            of_prompt, of_response = slice(end - n, end), slice(first, last)
+            rows.tokens[row, of_prompt] = x
+            rows.tokens[row, of_response] = y.response_tokens
+            rows.slots[row, of_prompt] = rows.slots[row, of_response] = slot
+            rows.positions[row, of_prompt] = np.arange(n)
+            rows.positions[row, of_response] = position + np.arange(last - first)
+            rows.behavior[row, of_response] = y.behavior_token_logprobs
             if rows.is_action is not None:
-                rows.is_action[row, middle:end] = True if y.is_action is None else y.is_action
+                rows.is_action[row, of_response] = True if y.is_action is None else y.is_action
         return rows
+
+    @property
+    def contexts(self) -> np.ndarray:
+        """As in `PackedBatch`: a prompt begins at position 0."""
+        is_there = self.slots > 0
+        begun = np.cumsum(is_there & (self.positions == 0), axis=1, dtype=np.int32)
+        return np.where(is_there, begun, 0).astype(np.int32)
 
     def interleaved(self, num: int) -> "_Rows":
         """Row q of micro-batch b of `num`, b * m + q here, as row q * num + b."""

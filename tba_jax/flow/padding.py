@@ -49,12 +49,12 @@ def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray
 
 
 class PaddedRows(NamedTuple):
-    """Prompts with K responses each, laid out as `Batch.tokens`.
+    """Prompts with c responses each, laid out as `Batch.tokens`.
 
     Attributes:
-        tokens: int32 [p k s], prompt left-padded to s - t, response right-padded to t.
-        prompt_lengths: int32 [p k].
-        response_lengths: int32 [p k].
+        tokens: int32 [b s], prompt left-padded to s - c t, responses right-padded to t.
+        prompt_lengths: int32 [b].
+        response_lengths: int32 [b c].
         t: padded length of the responses.
     """
 
@@ -98,20 +98,15 @@ class Padding:
         """Prompts before the responses to them, at the smallest buckets that hold them.
 
         Args:
-            prompts: p prompts.
-            responses: int32 [p k n], right-padded to no less than the bucket of the longest.
-            response_lengths: int32 [p k]; not all 0.
+            prompts: b prompts.
+            responses: int32 [b c n], right-padded to no less than the bucket of the longest.
+            response_lengths: int32 [b c]; not all 0.
 
         Raises:
             ValueError: when no bucket is large enough.
         """
         lengths = np.array([len(x) for x in prompts], np.int32)
         s, t = self.lengths(int(lengths.max()), int(response_lengths.max()))
-        k = responses.shape[1]
-        padded = np.repeat(left_pad(prompts, s, self.pad_id)[:, None], k, axis=1)
-        return PaddedRows(
-            np.concatenate([padded, responses[:, :, :t]], axis=-1),
-            np.repeat(lengths[:, None], k, axis=1),
-            response_lengths,
-            t,
-        )
+        flat = responses[:, :, :t].reshape(len(prompts), -1)
+        tokens = np.concatenate([left_pad(prompts, s, self.pad_id), flat], axis=1)
+        return PaddedRows(tokens, lengths, response_lengths, t)

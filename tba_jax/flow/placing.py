@@ -3,6 +3,7 @@
 
 It knows sizes alone, no tokens. First fit, the largest first: equal sizes keep their order. Two
 invariants stand here: a sequence is never cut, and nothing needs more rows than `most_rows` says.
+A step cuts its micro-batches by the same `rows_at_once`.
 """
 
 import math
@@ -19,11 +20,25 @@ class Places(NamedTuple):
         rows: the row of each.
         starts: its first position there.
         num_rows: rows that are needed.
+        leads: where prompts are shared, whether its prompt lies before it and not before another
+            one of its group; else all True.
     """
 
     rows: np.ndarray
     starts: np.ndarray
     num_rows: int
+    leads: np.ndarray
+
+
+def rows_at_once(responses: int, responses_per_row: int, multiple: int) -> int:
+    """Rows of a micro-batch for so many responses, or the nearest number below; 0 for 0: all.
+
+    Args:
+        responses: of a micro-batch.
+        responses_per_row: c.
+        multiple: the result is one of it (devices that divide the rows).
+    """
+    return max(1, responses // multiple // responses_per_row) * multiple if responses else 0
 
 
 def most_rows(num_prompts: int, group_size: int, *, micro_batch_rows: int, is_whole: bool) -> int:
@@ -43,7 +58,11 @@ def most_rows(num_prompts: int, group_size: int, *, micro_batch_rows: int, is_wh
 
 
 def place(
-    lengths: Sequence[Sequence[int]], *, row_length: int, micro_batch_rows: int = 0
+    lengths: Sequence[Sequence[int]],
+    *,
+    row_length: int,
+    micro_batch_rows: int = 0,
+    prompts: Sequence[int] | None = None,
 ) -> Places:
     """Places of all sequences, group by group, in rows of `row_length`.
 
@@ -52,53 +71,71 @@ def place(
         row_length: what a row holds.
         micro_batch_rows: rows of a micro-batch that must hold a group whole; 0: groups lie anywhere
             and `num_rows` is as small as first fit finds.
+        prompts: of each group, how much of the length of each of its sequences is what they all
+            begin with, which a row then holds once, before those of the group that are there; None:
+            every sequence is there with all of its length.
     """
-    if not micro_batch_rows:
+    shared = [0] * len(lengths) if prompts is None else prompts
+    if not micro_batch_rows and prompts is None:
         flat = [n for group in lengths for n in group]
-        fit = _fit([], flat, row_length, len(flat))
+        fit = _fit([], flat, row_length, len(flat), 0)
         assert fit is not None, "as many rows as sequences always suffice"
-        return Places(fit.rows, fit.starts, len(fit.loads))
+        return Places(fit.rows, fit.starts, len(fit.loads), fit.leads)
+    size = micro_batch_rows or sum(map(len, lengths))
     bins: list[list[int]] = []  # of each micro-batch, what its rows hold
-    rows: dict[int, np.ndarray] = {}
-    starts: dict[int, np.ndarray] = {}
+    found: dict[int, _Fit] = {}
     for i in sorted(range(len(lengths)), key=lambda i: -sum(lengths[i])):
         for index in range(len(bins) + 1):
             loads = bins[index] if index < len(bins) else []
-            fit = _fit(loads, lengths[i], row_length, micro_batch_rows)
+            fit = _fit(loads, lengths[i], row_length, size, shared[i])
             if fit is not None:
                 bins[index:] = [fit.loads, *bins[index + 1 :]]
-                rows[i], starts[i] = fit.rows + index * micro_batch_rows, fit.starts
+                found[i] = fit._replace(rows=fit.rows + index * size)
                 break
-    in_order = range(len(lengths))
+    in_order = [found[i] for i in range(len(lengths))]
     return Places(
-        np.concatenate([rows[i] for i in in_order]),
-        np.concatenate([starts[i] for i in in_order]),
-        len(bins) * micro_batch_rows,
+        np.concatenate([fit.rows for fit in in_order]),
+        np.concatenate([fit.starts for fit in in_order]),
+        len(bins) * size if micro_batch_rows else len(bins[0]),
+        np.concatenate([fit.leads for fit in in_order]),
     )
 
 
 class _Fit(NamedTuple):
-    """(row and start of each sequence, what the rows then hold)."""
+    """(row and start of each sequence, what the rows then hold, whether it has its prompt)."""
 
     rows: np.ndarray
     starts: np.ndarray
     loads: list[int]
+    leads: np.ndarray
 
 
-def _fit(loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int) -> _Fit | None:
-    """First fit into rows that hold `loads` and new ones up to `most`; None: they do not fit."""
+def _fit(
+    loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int, prompt: int
+) -> _Fit | None:
+    """First fit into rows that hold `loads` and new ones up to `most`; None: they do not fit.
+
+    Rows that hold the prompt come first; there a sequence takes so much less.
+    """
     loads, smallest, begin = list(loads), min(sizes), 0
     rows, starts = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
+    leads = np.ones(len(sizes), bool)
+    holding: dict[int, None] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         # Rows that are full for all of them are not looked at again.
         while begin < len(loads) and loads[begin] + smallest > capacity:
             begin += 1
-        fitting = (r for r in range(begin, len(loads)) if loads[r] + sizes[i] <= capacity)
-        row = next(fitting, len(loads))
+        own = sizes[i] - prompt
+        row = next((r for r in holding if loads[r] + own <= capacity), -1) if prompt else -1
+        if row < 0:
+            fitting = (r for r in range(begin, len(loads)) if loads[r] + sizes[i] <= capacity)
+            row = next(fitting, len(loads))
         if row == most:
             return None
         if row == len(loads):
             loads.append(0)
-        rows[i], starts[i] = row, loads[row]
-        loads[row] += sizes[i]
-    return _Fit(rows, starts, loads)
+        rows[i], starts[i], leads[i] = row, loads[row], row not in holding
+        loads[row] += sizes[i] if leads[i] else own
+        if prompt:
+            holding[row] = None
+    return _Fit(rows, starts, loads, leads)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tba_jax.models import attention, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
@@ -95,10 +96,88 @@ def token_logprobs(
     )
     # The state at position i predicts token i + 1.
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
+    logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
+    in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
+    return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+
+
+def row_token_logprobs(
+    params: Any,
+    tokens: Int[Array, "b s"],
+    prompt_lengths: Int[Array, " b"],
+    response_lengths: Int[Array, "b c"],
+    *,
+    response_bucket: int,
+    config: TransformerConfig,
+    scoring: Scoring,
+    remat: Remat = "none",
+    sharding: ComputeSharding | None = None,
+) -> Float[Array, "b c t"]:
+    """`token_logprobs` of c responses to each prompt; with several the prompt is computed once.
+
+    Args:
+        params: model parameters; gradients flow here.
+        tokens: prompt left-padded to s - c t, then c responses right-padded to t, as
+            `Batch.tokens`.
+        prompt_lengths: prompt tokens without padding.
+        response_lengths: response tokens, EOS included; 0 where there is no response.
+        response_bucket: t, static.
+        config, scoring, remat, sharding: as in `token_logprobs`.
+
+    Raises:
+        ValueError: as `token_logprobs`.
+    """
+    (b, c), t = response_lengths.shape, response_bucket
+    if c == 1:  # in one stream and one softmax
+        return token_logprobs(
+            params,
+            tokens[:, None],
+            prompt_lengths[:, None],
+            response_lengths,
+            response_bucket=t,
+            config=config,
+            scoring=scoring,
+            remat=remat,
+            sharding=sharding,
+        )
+    _refuse_classifier(config)
+    compute_dtype = jnp.dtype(scoring.compute_dtype)
+    responses = tokens[:, tokens.shape[1] - c * t :].reshape(b, c, t)
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
+    prompt_end, hidden = shared_prompts.apply(
+        params,
+        tokens[:, : tokens.shape[1] - c * t],
+        responses,
+        # A row of padding has a prompt of padding.
+        jnp.maximum(prompt_lengths, 1),
+        config=config,
+        compute_dtype=compute_dtype,
+        remat=remat,
+        sharding=sharding,
+    )
+    # The last state of the prompt predicts the first token of every response.
+    first = jnp.broadcast_to(prompt_end[:, None, None], (b, c, 1, hidden.shape[-1]))
+    hidden = jnp.concatenate([first, hidden[:, :, :-1]], axis=2).reshape(b * c, t, -1)
+    targets = responses.reshape(b * c, t)
+    logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
+    in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
+    return jnp.where(in_response, logprobs.reshape(b, c, t), 0.0)
+
+
+def _response_logprobs(
+    params: Any,
+    hidden: Float[Array, "n t d"],
+    targets: Int[Array, "n t"],
+    config: TransformerConfig,
+    scoring: Scoring,
+    sharding: ComputeSharding | None,
+) -> Float[Array, "n t"]:
+    """Log-probs of the tokens of responses, given the states that predict them."""
 
     def of_tokens(states: Array, targets: Array) -> Array:
         return fused_logprobs(
-            states.astype(compute_dtype),
+            states.astype(jnp.dtype(scoring.compute_dtype)),
             _output_table(params, config),
             targets,
             temperature=scoring.temperature,
@@ -106,8 +185,8 @@ def token_logprobs(
             vocab_shards=1 if sharding is None else sharding.vocab_shards,
         )
 
-    logprobs = of_tokens(hidden, rows[:, s - t :])
-    if num_endless := min(scoring.min_new_tokens, t):
+    logprobs = of_tokens(hidden, targets)
+    if num_endless := min(scoring.min_new_tokens, targets.shape[1]):
         states = hidden[:, :num_endless]
         ends = [
             of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in scoring.eos_ids
@@ -116,8 +195,7 @@ def token_logprobs(
         # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
         others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
         logprobs = logprobs.at[:, :num_endless].add(-others)
-    in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+    return logprobs
 
 
 def packed_token_logprobs(
@@ -125,6 +203,8 @@ def packed_token_logprobs(
     tokens: Int[Array, "n s"],
     segments: Int[Array, "n s"],
     positions: Int[Array, "n s"],
+    contexts: Int[Array, "n s"] | None = None,
+    is_prompt: Bool[Array, "n s"] | None = None,
     *,
     config: TransformerConfig,
     scoring: Scoring,
@@ -134,13 +214,15 @@ def packed_token_logprobs(
     """log pi of every token given those before it in its own sequence, float32.
 
     0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
-    differs from row to row, and cutting them out would cost a gather.
+    differs from row to row.
 
     Args:
         params: model parameters; gradients flow here.
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: the sequence of each position, 0 at padding.
         positions: position in the sequence.
+        contexts: as `PackedBatch.contexts`: responses come after their prompt, which is there once.
+        is_prompt: with contexts, which positions are prompts.
         config, scoring, remat, sharding: as `token_logprobs`; a least length is not known here.
 
     Raises:
@@ -157,12 +239,17 @@ def packed_token_logprobs(
         segments > 0,
         config=config,
         compute_dtype=compute_dtype,
-        segments=segments,
+        visible=attention.packed(segments, contexts, is_prompt),
         remat=remat,
         sharding=sharding,
     )
+    if is_prompt is None:
+        states = hidden[:, :-1]
+    else:
+        before = _predictors(segments, is_prompt)
+        states = jnp.take_along_axis(hidden, before[:, 1:, None], axis=1)
     logprobs = fused_logprobs(
-        hidden[:, :-1].astype(compute_dtype),
+        states.astype(compute_dtype),
         _output_table(params, config),
         tokens[:, 1:],
         temperature=scoring.temperature,
@@ -170,6 +257,14 @@ def packed_token_logprobs(
         vocab_shards=1 if sharding is None else sharding.vocab_shards,
     )
     return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+
+
+def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:
+    """The position before each; of the first token of a response, the last one of its prompt."""
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    goes_on = segments == jnp.roll(segments, 1, axis=1)
+    last_of_prompt = jax.lax.cummax(jnp.where(is_prompt, index, 0), axis=1)
+    return jnp.where(goes_on | is_prompt, jnp.maximum(index - 1, 0), last_of_prompt)
 
 
 def _refuse_classifier(config: TransformerConfig) -> None:

@@ -120,10 +120,11 @@ def angles(positions: Int[Array, "*b"], dim: int, theta: float, scaling: Scaling
 
 
 def rotate(x: Float[Array, "*b n e"], rope: Rope) -> Float[Array, "*b n e"]:
-    """Every head of x turned by the angles of its position; float32 inside."""
+    """Every head of x turned by the angles of its position; float32 inside, or wider as x."""
     cos, sin = rope[0][..., None, :], rope[1][..., None, :]
     half = cos.shape[-1]
     a, b, rest = jnp.split(x, (half, 2 * half), axis=-1)
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    a, b = a.astype(wide), b.astype(wide)
     turned = (a * cos - b * sin).astype(x.dtype), (b * cos + a * sin).astype(x.dtype)
     return jnp.concatenate([*turned, rest], axis=-1)

@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention, rope
+from tba_jax.models.layer_loop import Remat, run_layers
 
 Params = Mapping[str, Any]
 
@@ -131,14 +132,6 @@ class TransformerConfig:
         """Rotated dimensions of a head."""
         return int(self.head_dim * self.rotary_fraction)
 
-
-Remat = Literal["none", "layers", "dots"]
-"""What is computed again in the backward pass instead of being kept.
-
-none: nothing.
-dots: all but the outputs of projections (attention scores, norms and activations come again).
-layers: whole layers; only what enters them is kept.
-"""
 
 Rope = rope.Rope | None  # None: learned positions, already in the residual stream
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
@@ -374,13 +367,13 @@ def apply(
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    segments: Int[Array, "b s"] | None = None,
+    visible: attention.Visible | None = None,
     remat: Remat = "none",
     sharding: Any = None,
 ) -> Float[Array, "b s d"]:
     """Hidden states after the final norm; a position attends to the valid ones up to itself.
 
-    Rows may be padded on either side, or hold several sequences side by side (`segments`); what
+    Rows may be padded on either side, or hold several sequences side by side (`visible`); what
     comes out at a padded position is finite and meaningless.
 
     Args:
@@ -392,8 +385,7 @@ def apply(
         config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
-        segments: of packed rows, the number of each position's sequence, 0 where `mask` is False;
-            sequences do not see one another.
+        visible: of packed rows, from `attention.packed`; None: one sequence a row.
         remat: what the backward pass computes again.
         sharding: a `shardings.ComputeSharding`: the devices that this is computed on. On a mesh it
             gathers the layers, and `params` come with their ends gathered. None: any one device.
@@ -401,39 +393,29 @@ def apply(
     Raises:
         ValueError: `remat` is not the name of a policy.
     """
-    if remat not in _REMAT:
-        raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
     angles = rotary(positions, config)
-    visible = attention.causal(mask) if segments is None else attention.packed(segments)
-    implementation = attention.choose(
-        "auto",
-        "any" if sharding is None else sharding.platform,
-        compute_dtype,
-        config.head_dim,
-        is_packed=segments is not None,
-    )
+    visible = attention.causal(mask) if visible is None else visible
+    is_packed = visible.segments is not None
+    implementation = choose_attention(config, compute_dtype, sharding, is_packed=is_packed)
 
-    def layer(x: Array, layer_params: Params) -> tuple[Array, None]:
-        def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            out = attention.attend_causal(q, k, v, visible, implementation=implementation)
-            return out, None
+    def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
+        out = attention.attend_causal(q, k, v, visible, implementation=implementation)
+        return out, None
 
-        if sharding is None:
-            return run_layer(layer_params, x, angles, attend, config=config)
-        layer_params = sharding.layer(layer_params, compute_dtype)
-        x, _ = run_layer(layer_params, x, angles, attend, config=config)
-        return sharding.rows(x), None
+    def layer(x: Array, layer_params: Params) -> Array:
+        return run_layer(layer_params, x, angles, attend, config=config)[0]
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
-    if sharding is not None:
-        x = sharding.rows(x)
-    run = _REMAT[remat](layer)
-    if isinstance(params["layers"], tuple):  # the decoder's layout
-        for layer_params in params["layers"]:
-            x, _ = run(x, layer_params)
-    else:
-        x, _ = jax.lax.scan(run, x, params["layers"])
+    x = run_layers(layer, x, params, compute_dtype=compute_dtype, remat=remat, sharding=sharding)
     return final_norm(params, x, config=config)
+
+
+def choose_attention(
+    config: TransformerConfig, compute_dtype: Any, sharding: Any, *, is_packed: bool = False
+) -> attention.Implementation:
+    """Who computes the attention of whole sequences; arguments as in `apply`."""
+    platform = "any" if sharding is None else sharding.platform
+    return attention.choose("auto", platform, compute_dtype, config.head_dim, is_packed=is_packed)
 
 
 def embed(
@@ -549,28 +531,21 @@ def _norm(
     """LayerNorm where there is a bias, else RMSNorm."""
     if bias is None:
         return _rms_norm(x, weight, eps)
-    y = x.astype(jnp.float32)
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = _rms_norm(y, weight, eps)
-    return (y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)).astype(x.dtype)
+    return (y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)).astype(x.dtype)
 
 
 def _rms_norm(
     x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float
 ) -> Float[Array, "*b d"]:
-    # float32: the mean of squares of bfloat16 values loses the small ones.
-    y = x.astype(jnp.float32)
+    # float32 at least: the mean of squares of bfloat16 values loses the small ones.
+    y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
-    return (y * jnp.broadcast_to(weight.astype(jnp.float32), y.shape)).astype(x.dtype)
+    return (y * jnp.broadcast_to(weight.astype(y.dtype), y.shape)).astype(x.dtype)
 
 
-_REMAT: dict[str, Callable[..., Any]] = {
-    "none": lambda layer: layer,
-    "layers": jax.checkpoint,
-    "dots": functools.partial(
-        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    ),
-}
 _ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),

@@ -193,9 +193,12 @@ def _trainer_programs(
         lengths = 1
     else:
         words = f"{sizes.prompts * sizes.group} responses, {batch.tokens.shape[1]} tokens"
+        if batch.slots.shape[1] > 1:
+            words += f" of a prompt with {batch.slots.shape[1]} of them"
         lengths = config.batch.num_length_buckets**2
-    num_hosts, micro = _num_hosts(placement), training.micro_batch_rows(config)
-    buckets = training.make_packing(config, 0, num_hosts=num_hosts).row_buckets
+    num_hosts = _num_hosts(placement)
+    shapes = training.make_packing(config, 0, num_hosts=num_hosts).shapes
+    at_once = shapes[0].at_once * num_hosts
     return [
         Planned(
             name="train_step",
@@ -203,9 +206,9 @@ def _trainer_programs(
             sizes=words,
             lower=lambda: train_step.lower(state, batch, *frozen),
             resident=state_bytes_by_kind(state) | _frozen_bytes(frozen),
-            variants=lengths * len(buckets),
+            variants=lengths * sum(len(shape.buckets) for shape in shapes),
             # Micro-batches, where all responses are distinct.
-            unknown_trips=batch.tokens.shape[0] // micro if micro else 1,
+            unknown_trips=batch.tokens.shape[0] // at_once if at_once else 1,
         ),
         Planned(
             name="publish",
@@ -320,16 +323,18 @@ def _scoring(
     site = Site(placement.searcher_meshes[0])
     program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
-    shape = (sizes.samples, 1)
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32)
-    tokens = jax.ShapeDtypeStruct((*shape, sizes.prompt + sizes.response), jnp.int32)
+    # A whole group in a row where prompts are shared, else rows of one response each.
+    c = sizes.samples if config.batch.share_prompts else 1
+    b = sizes.samples // c
+    of_rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, c))]
+    tokens = jax.ShapeDtypeStruct((b, sizes.prompt + c * sizes.response), jnp.int32)
     return Planned(
         name="score_reference",
         group="searcher",
-        sizes=f"{shape[0]} responses, {tokens.shape[2]} tokens",
-        lower=lambda: program.lower(params, tokens, rows, rows, response_bucket=sizes.response),
+        sizes=f"{sizes.samples} responses, {tokens.shape[1]} tokens",
+        lower=lambda: program.lower(params, tokens, *of_rows, response_bucket=sizes.response),
         resident={"reference parameters": shard_bytes(params)},
-        variants=config.batch.num_length_buckets**2,
+        variants=config.batch.num_length_buckets**2 * (2 if config.batch.share_prompts else 1),
         # At most: repeats within a group are scored once.
         calls_per_round=sizes.round_prompts,
     )
@@ -340,7 +345,8 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     sizes, num_hosts = sizes_of(config), _num_hosts(placement)
     p, k = sizes.prompts, sizes.group
     packing = training.make_packing(config, 0, num_hosts=num_hosts)
-    n = packing.row_buckets[-1] * num_hosts
+    shape = packing.shapes[0]
+    n, c = shape.buckets[-1] * num_hosts, shape.responses
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding)
@@ -361,12 +367,13 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
             slots=array(rows),
             positions=array(rows),
             behavior_token_logprobs=array(rows, jnp.float32),
+            contexts=array(rows) if config.batch.share_prompts else None,
             **of_responses,
         )
     return Batch(
-        tokens=array((n, sizes.prompt + sizes.response)),
-        slots=array((n,)),
-        behavior_token_logprobs=array((n, sizes.response), jnp.float32),
+        tokens=array((n, sizes.prompt + c * sizes.response)),
+        slots=array((n, c)),
+        behavior_token_logprobs=array((n, c, sizes.response), jnp.float32),
         **of_responses,
     )
 

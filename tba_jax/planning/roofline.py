@@ -79,19 +79,31 @@ def decode_work(
 
 
 def train_flops(
-    config: TransformerConfig, *, num_rows: int, prompt_tokens: int, response_tokens: int
+    config: TransformerConfig,
+    *,
+    num_rows: int,
+    prompt_tokens: int,
+    response_tokens: int,
+    responses_per_prompt: int = 1,
 ) -> float:
     """Floating-point operations of the forward and backward pass over rows without padding.
 
     6 per matrix entry and token; the output matrix for response tokens only; attention over
     visible pairs only. What is computed again in the backward pass does not count.
+
+    Args:
+        config: the architecture.
+        num_rows: responses.
+        prompt_tokens, response_tokens: of each.
+        responses_per_prompt: so many share the computation of their prompt.
     """
-    tokens = prompt_tokens + response_tokens
+    x, t, share = prompt_tokens, response_tokens, 1 / responses_per_prompt
     table = config.vocab_size * config.hidden_size
     inner = matrix_entries(config) - table
-    pairs = tokens * (tokens + 1) / 2
+    tokens = x * share + t
+    pairs = x * (x + 1) / 2 * share + x * t + t * (t + 1) / 2
     attention = 12 * config.num_layers * config.num_heads * config.head_dim
-    return num_rows * (6 * (inner * tokens + table * response_tokens) + attention * pairs)
+    return num_rows * (6 * (inner * tokens + table * t) + attention * pairs)
 
 
 def matrix_entries(config: TransformerConfig) -> int:

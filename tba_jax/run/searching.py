@@ -255,6 +255,7 @@ def build_searchers(
                 padding=make_padding(config, shared.tokenizer.pad_id),
                 outbox=outboxes[i],
                 clock=shared.clock,
+                shares_prompts=config.batch.share_prompts,
             ),
             given if shared.first_searcher + i == 0 else None,
         )

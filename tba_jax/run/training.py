@@ -74,6 +74,7 @@ def make_step_settings(
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
         micro_batch_rows=micro_batch_rows(config),
+        row_multiple=config.mesh.data * config.mesh.fsdp,
         is_whole=groups_stay_whole(config, num_hosts),
         remat=config.model.remat,
         rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
@@ -88,7 +89,7 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
 
 
 def micro_batch_rows(config: Config) -> int:
-    """Rows of a micro-batch; 0, all at a time, where a batch has no more than were asked for."""
+    """Responses of a micro-batch; 0, all at once, where a batch has no more than are asked for."""
     wanted = config.batch.micro_batch_rows
     return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
 
@@ -115,6 +116,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         padding=make_padding(config, pad_id),
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
+        shares_prompts=config.batch.share_prompts,
         row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts),
         micro_batch_rows=micro_batch_rows(config) // num_hosts,
         is_whole=groups_stay_whole(config, num_hosts),
@@ -267,7 +269,7 @@ def build_trainer(
 
 def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
     """What compiling the train step for this batch is called."""
-    return "train_step", tuple(batch.tokens.shape)
+    return "train_step", (*batch.tokens.shape, *batch.slots.shape)
 
 
 def _batch_placer(

@@ -31,7 +31,7 @@ class ReferenceScorer(Protocol):
         response_bucket: int,
         is_action: np.ndarray | None = None,
     ) -> jax.Array:
-        """[p S s], [p S], [p S], t, [p S t] -> [p S], dispatched without waiting."""
+        """[b s], [b], [b c], t, [b c t] -> [b c], dispatched without waiting."""
         ...
 
 
@@ -39,82 +39,127 @@ class Scored(NamedTuple):
     """Calls of the reference under way, and whose results they are.
 
     Attributes:
-        calls: results, float32 [n 1] each.
-        places: for each rollout, (call, row) of each of its responses.
+        calls: results, float32 [b c] each.
+        places: for each rollout, (call, row, place in it) of each of its responses.
     """
 
     calls: list[jax.Array]
-    places: list[list[tuple[int, int]]]
+    places: list[list[tuple[int, int, int]]]
 
     def sums(self) -> list[np.ndarray]:
         """log pi_ref of every response, [S] for each rollout; waits for it."""
-        values = [np.asarray(call)[:, 0] for call in self.calls]
-        return [np.array([values[c][r] for c, r in places]) for places in self.places]
+        values = [np.asarray(call) for call in self.calls]
+        return [np.array([values[c][b, j] for c, b, j in places]) for places in self.places]
+
+
+class _Bucket(NamedTuple):
+    """A shape of calls: padded prompt and response, who wrote it, responses to a prompt."""
+
+    prompt: int
+    response: int
+    is_single_turn: bool
+    width: int
 
 
 class _Row(NamedTuple):
     prompt: np.ndarray
-    transcript: Transcript
+    transcripts: Sequence[Transcript]
 
 
 def dispatch_reference(
-    reference: ReferenceScorer, rollouts: Sequence[Rollout], num_rows: int, padding: Padding
+    reference: ReferenceScorer,
+    rollouts: Sequence[Rollout],
+    num_responses: int,
+    padding: Padding,
+    *,
+    shares_prompts: bool = False,
 ) -> Scored:
     """Score every distinct response, without waiting.
 
-    A call always has `num_rows` rows of one pair of buckets, those that the response itself needs,
-    so that its log-prob does not depend, to the last bit, on what it is scored with.
+    A call always has room for `num_responses`, in one pair of buckets, those that the response
+    itself needs. So its log-prob does not depend, to the last bit, on other prompts, and without
+    shared prompts not on other responses either.
 
     Args:
         reference: scores them.
         rollouts: of any number of prompts.
-        num_rows: of a call.
+        num_responses: of a call.
         padding: the buckets.
+        shares_prompts: rows hold a prompt and several responses to it: all of a call, where three
+            quarters of them are there, else a quarter of a call.
     """
-    rows: dict[tuple[int, int, bool], list[_Row]] = {}
-    found: dict[tuple[int, bytes, bytes], tuple[tuple[int, int, bool], int]] = {}
-    keys: list[list[tuple[int, bytes, bytes]]] = []
-    for i, (prompt, transcripts) in enumerate(rollouts):
-        keys.append([])
-        for y in transcripts:
-            key = i, y.tokens.tobytes(), b"" if y.is_action is None else y.is_action.tobytes()
-            keys[-1].append(key)
-            if key not in found:
-                s, t = padding.lengths(len(prompt.tokens), len(y.tokens))
-                same = rows.setdefault((s, t, y.is_action is None), [])
-                found[key] = (s, t, y.is_action is None), len(same)
-                same.append(_Row(prompt.tokens, y))
+    rows: dict[_Bucket, list[_Row]] = {}
+    keys = [[_key(y) for y in transcripts] for _, transcripts in rollouts]
+    found: list[dict[tuple[bytes, bytes], tuple[_Bucket, int, int]]] = []
+    for prompt, transcripts in rollouts:
+        found.append({})
+        for (s, t, is_single), own in _by_bucket(prompt.tokens, transcripts, padding).items():
+            width = _width(len(own), num_responses) if shares_prompts else 1
+            bucket = _Bucket(s, t, is_single, width)
+            same = rows.setdefault(bucket, [])
+            for start in range(0, len(own), width):
+                part = own[start : start + width]
+                found[-1] |= {_key(y): (bucket, len(same), j) for j, y in enumerate(part)}
+                same.append(_Row(prompt.tokens, part))
     calls: list[jax.Array] = []
     first_call = {}
     for bucket, same in rows.items():
         first_call[bucket] = len(calls)
+        num_rows = num_responses // bucket.width
         for start in range(0, len(same), num_rows):
             part = same[start : start + num_rows]
             calls.append(_dispatch(reference, part, bucket, num_rows, padding.pad_id))
 
-    def place(key: tuple[int, bytes, bytes]) -> tuple[int, int]:
-        bucket, at = found[key]
-        return first_call[bucket] + at // num_rows, at % num_rows
+    def place(i: int, key: tuple[bytes, bytes]) -> tuple[int, int, int]:
+        bucket, row, j = found[i][key]
+        num_rows = num_responses // bucket.width
+        return first_call[bucket] + row // num_rows, row % num_rows, j
 
-    return Scored(calls, [[place(key) for key in own] for own in keys])
+    return Scored(calls, [[place(i, key) for key in own] for i, own in enumerate(keys)])
+
+
+def _key(y: Transcript) -> tuple[bytes, bytes]:
+    """Equal for responses to a prompt that have the same log-prob."""
+    return y.tokens.tobytes(), b"" if y.is_action is None else y.is_action.tobytes()
+
+
+def _by_bucket(
+    prompt: np.ndarray, transcripts: Sequence[Transcript], padding: Padding
+) -> dict[tuple[int, int, bool], list[Transcript]]:
+    """Distinct responses to a prompt by the buckets that they need."""
+    found: dict[tuple[int, int, bool], list[Transcript]] = {}
+    distinct: dict[tuple[bytes, bytes], Transcript] = {}
+    for y in transcripts:
+        distinct.setdefault(_key(y), y)
+    for y in distinct.values():
+        lengths = padding.lengths(len(prompt), len(y.tokens))
+        found.setdefault((*lengths, y.is_action is None), []).append(y)
+    return found
+
+
+def _width(num: int, most: int) -> int:
+    """Responses of a row, of `num` to one prompt; two widths, as each is compiled for."""
+    return most if 4 * num > 3 * most else max(1, most // 4)
 
 
 def _dispatch(
     reference: ReferenceScorer,
     rows: Sequence[_Row],
-    bucket: tuple[int, int, bool],
+    bucket: _Bucket,
     num_rows: int,
     pad_id: int,
 ) -> jax.Array:
-    """One call; rows that are missing repeat the first."""
-    s, t, is_single_turn = bucket
+    """One call; rows that are missing repeat the first, and responses that are have no tokens."""
+    s, t, is_single_turn, c = bucket
     rows = [*rows, *[rows[0]] * (num_rows - len(rows))]
-    responses = np.full((num_rows, 1, t), pad_id, np.int32)
+    responses = np.full((num_rows, c, t), pad_id, np.int32)
     is_action = np.zeros(responses.shape, bool)
-    lengths = np.array([[len(y.tokens)] for _, y in rows], np.int32)
-    for i, (_, y) in enumerate(rows):
-        responses[i, 0, : len(y.tokens)] = y.tokens
-        is_action[i, 0, : len(y.tokens)] = True if y.is_action is None else y.is_action
+    lengths = np.zeros((num_rows, c), np.int32)
+    for i, (_, transcripts) in enumerate(rows):
+        for j, y in enumerate(transcripts):
+            lengths[i, j] = n = len(y.tokens)
+            responses[i, j, :n] = y.tokens
+            is_action[i, j, :n] = True if y.is_action is None else y.is_action
     padded = Padding((s,), (t,), pad_id).rows([x for x, _ in rows], responses, lengths)
     return reference(*padded, None if is_single_turn else is_action)
 

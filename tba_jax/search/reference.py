@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.models.logprobs import response_mask, token_logprobs
+from tba_jax.models.logprobs import response_mask, row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
@@ -41,13 +41,14 @@ class Reference:
         response_bucket: int,
         is_action: np.ndarray | None = None,
     ) -> Array:
-        """Summed log pi_ref, float32 [p S], of padded responses; dispatched without waiting.
+        """Summed log pi_ref, float32 [b c], of padded responses; dispatched without waiting.
 
         Args:
-            tokens: int32 [p S s], as `Batch.tokens`.
-            prompt_lengths, response_lengths: int32 [p S].
-            response_bucket: padded length of the responses.
-            is_action: bool [p S t], which of their tokens count; None: all.
+            tokens: int32 [b s], as `Batch.tokens`.
+            prompt_lengths: int32 [b].
+            response_lengths: int32 [b c].
+            response_bucket: padded length of the responses, t.
+            is_action: bool [b c t], which of their tokens count; None: all.
         """
         return self._program(
             self.params,
@@ -64,7 +65,7 @@ def make_reference_program(
     scoring: Scoring,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Jitted summed log-probs, float32 [p S], of what `Reference` takes after the parameters.
+    """Jitted summed log-probs, float32 [b c], of what `Reference` takes after the parameters.
 
     Args:
         config: the architecture.
@@ -91,7 +92,7 @@ def _score(
     scoring: Scoring,
     sharding: ComputeSharding,
 ) -> Array:
-    token_values = token_logprobs(
+    token_values = row_token_logprobs(
         params,
         tokens,
         prompt_lengths,
@@ -101,5 +102,7 @@ def _score(
         scoring=scoring,
         sharding=sharding,
     )
-    mask = response_mask(tokens[..., -response_bucket:], response_lengths, scoring, is_action)
+    b, c = response_lengths.shape
+    responses = tokens[:, -c * response_bucket :].reshape(b, c, response_bucket)
+    mask = response_mask(responses, response_lengths, scoring, is_action)
     return jnp.sum(token_values * mask, axis=-1)

@@ -77,6 +77,7 @@ class SearchParts:
         grader: texts and rewards.
         reference: scores log pi_ref, or None where the trainer does.
         padding: of what the reference is given.
+        shares_prompts: as in `dispatch_reference`.
         outbox: where finished rounds go.
         clock: seconds since the run began.
     """
@@ -90,6 +91,7 @@ class SearchParts:
     padding: Padding
     outbox: Outbox
     clock: Callable[[], float]
+    shares_prompts: bool = False
 
     def finish(
         self, rollouts: Sequence[Rollout], numbers: Sequence[int]
@@ -107,7 +109,9 @@ class SearchParts:
         scored = None
         if self.reference is not None:
             size = self.sampler.settings.samples_per_prompt
-            scored = dispatch_reference(self.reference, rollouts, size, self.padding)
+            scored = dispatch_reference(
+                self.reference, rollouts, size, self.padding, shares_prompts=self.shares_prompts
+            )
         grades = grade_rollouts(self.grader, rollouts)
         graded = self.clock()
         # The device has worked on the reference meanwhile; only the rest of it is waited for.

@@ -18,7 +18,7 @@ from tba_jax.decoding.engine import Decoded
 from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -196,7 +196,7 @@ def make_start_program(
     sharding = ComputeSharding(config, any_device(site.platform))
 
     def program(params: Any, *rows: Array) -> Array:
-        return token_logprobs(
+        return row_token_logprobs(
             params,
             *rows,
             response_bucket=max_new_tokens,

@@ -17,7 +17,12 @@ class BatchSettings(Section):
         3, "padded lengths that training and decoding compile for", at_least=1
     )
     micro_batch_rows: int = field(
-        0, "rows per micro-batch, whose gradients are summed; 0: all", at_least=0
+        0, "responses per micro-batch, whose gradients are summed; 0: all", at_least=0
+    )
+    share_prompts: bool = field(
+        False,
+        "compute a prompt once for its responses, in training and for the reference, where they "
+        "fit a micro-batch; gains where prompts are not far shorter than responses",
     )
     packed_length: int = field(
         0, "tokens of rows that hold several responses; 0: one response a row", at_least=0

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from tba_jax.train.rows import Rows, Tokens
 
-LossOf = Callable[[Float[Array, "m t"], Tokens], Float[Array, ""]]
+LossOf = Callable[[Float[Array, "m *r t"], Tokens], Float[Array, ""]]
 """(the policy's token log-probs, what else is known of these rows) -> their part of the loss."""
 
 
@@ -47,8 +47,8 @@ class Cut:
         return jax.tree.map(take, tree)
 
     def put(
-        self, x: Float[Array, "n t"], index: Int[Array, ""], rows: Float[Array, "m t"]
-    ) -> Float[Array, "n t"]:
+        self, x: Float[Array, "n *r t"], index: Int[Array, ""], rows: Float[Array, "m *r t"]
+    ) -> Float[Array, "n *r t"]:
         """`x` with these rows for the micro-batch's."""
         parts = x.reshape(-1, self.num, *x.shape[1:])
         parts = jax.lax.dynamic_update_index_in_dim(parts, rows, index, axis=1)
@@ -73,13 +73,14 @@ def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
             "config.batch.micro_batch_rows a divisor of the rows of a batch"
         )
     num = num_rows // size if size else 1
-    holds = jnp.any(rows.tokens.slots.reshape(-1, num, rows.tokens.slots.shape[1]) > 0, (0, 2))
+    slots = rows.tokens.slots.reshape(num_rows // num, num, -1)
+    holds = jnp.any(slots > 0, (0, 2))
     return Cut(num, is_whole, jnp.max(jnp.where(holds, jnp.arange(1, num + 1), 0)))
 
 
 def gradients(
     rows: Rows, params: Any, loss_of: LossOf, cut: Cut
-) -> tuple[Float[Array, "n t"], Any]:
+) -> tuple[Float[Array, "n *r t"], Any]:
     """(token log-probs of all rows, gradients of the loss by the parameters).
 
     Args:
@@ -124,7 +125,7 @@ def gradients(
     return scored, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
 
 
-def score_all(rows: Rows, params: Any, cut: Cut) -> Float[Array, "n t"]:
+def score_all(rows: Rows, params: Any, cut: Cut) -> Float[Array, "n *r t"]:
     """Token log-probs of all rows, micro-batch by micro-batch; 0 where none was worked on."""
     if cut.num == 1:
         return rows.score(params, rows.inputs)

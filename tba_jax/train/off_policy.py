@@ -59,7 +59,7 @@ def weighted_quantile(
 
 
 def largest_gap(
-    policy: Float[Array, "n t"], behavior: Float[Array, "n t"], is_current: Bool[Array, "n t"]
+    policy: Float[Array, "*n t"], behavior: Float[Array, "*n t"], is_current: Bool[Array, "*n t"]
 ) -> Float[Array, ""]:
     """Largest |policy - behavior| per token over what the very version that is trained drew.
 

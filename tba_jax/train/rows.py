@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.models import lora
-from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
+from tba_jax.models.logprobs import packed_token_logprobs, response_mask, row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig
@@ -24,13 +24,16 @@ from tba_jax.train.objectives.base import GroupData, Totals
 
 
 class Tokens(NamedTuple):
-    """What is known of every token, as rows [n t]; 0 and False outside responses.
+    """What is known of every token, as n rows [n *r t]; 0 and False outside responses.
+
+    Packed rows have no axis r: responses lie side by side along t. Of padded rows it is that of
+    the c responses of a row.
 
     Attributes:
-        slots: int32, the response of each token, [n 1] where a row is one response; 0 at padding.
+        slots: int32, the response of each token, [n c 1] in padded rows; 0 at padding.
         counted: bool, the tokens that count in log pi(y|x).
         behavior: log-probs of the sampler.
-        begins: bool, the first token of each response; None where a row is one response.
+        begins: bool, the first token of each response; None in padded rows.
         reference: log-probs of the reference, where the trainer scores it.
     """
 
@@ -62,19 +65,19 @@ class Rows(NamedTuple):
 
     Attributes:
         inputs: arrays of n rows each, what `score` reads.
-        score: (params, some rows of inputs) -> [rows t] log-prob of every token of a response.
+        score: (params, some rows of inputs) -> log-prob of every token of a response, as `tokens`.
         tokens: of all rows.
-        is_current: bool, broadcastable to [n t], drawn by the very version that is trained.
+        is_current: bool, broadcastable to [n *r t], drawn by the very version that is trained.
         responses: of all rows.
     """
 
     inputs: Any
-    score: Callable[[Any, Any], Float[Array, "m t"]]
+    score: Callable[[Any, Any], Float[Array, "m *r t"]]
     tokens: Tokens
     is_current: Array
     responses: Responses
 
-    def sums(self, values: Float[Array, "n t"]) -> Float[Array, "p k"]:
+    def sums(self, values: Float[Array, "n *r t"]) -> Float[Array, "p k"]:
         """Sum over each response."""
         return _sums(values, self.tokens, self.responses.weight.shape)
 
@@ -85,7 +88,9 @@ class Rows(NamedTuple):
         prompts = jnp.float32(weight.shape[0])
         return Totals(prompts, jnp.sum(weight), jnp.sum(counted * weight))
 
-    def group_data(self, policy: Float[Array, "m t"], tokens: Tokens, totals: Totals) -> GroupData:
+    def group_data(
+        self, policy: Float[Array, "m *r t"], tokens: Tokens, totals: Totals
+    ) -> GroupData:
         """What an objective sees of some rows: responses in other rows are 0 and have no weight.
 
         Args:
@@ -113,19 +118,28 @@ class Rows(NamedTuple):
         )
 
 
-def _sums(values: Float[Array, "m t"], tokens: Tokens, shape: tuple[int, ...]) -> Array:
+def num_valid_tokens(batch: Batch | PackedBatch) -> Array:
+    """Tokens of all rows, padding apart; a prompt as often as it is in them."""
+    if isinstance(batch, PackedBatch):
+        return jnp.sum(batch.slots > 0)
+    of_prompts = _of_rows(batch.prompt_lengths, batch.slots[:, 0])
+    return jnp.sum(of_prompts) + jnp.sum(batch.response_lengths)
+
+
+def _sums(values: Float[Array, "m *r t"], tokens: Tokens, shape: tuple[int, ...]) -> Array:
     """[p k], sum over each response of these rows; 0 where it is in others."""
-    if tokens.slots.shape[1] == 1:
-        values = jnp.sum(values, axis=1, keepdims=True)
+    if tokens.begins is None:
+        values = jnp.sum(values, axis=-1, keepdims=True)
     sums = jax.ops.segment_sum(values.reshape(-1), tokens.slots.reshape(-1), math.prod(shape) + 1)
     return sums[1:].reshape(shape)
 
 
 def _by_response(values: Array, *, tokens: Tokens, length: Array) -> Array:
-    """[m t] -> [p k t], the tokens of each response of these rows from its first on."""
-    t = values.shape[1]
+    """[m *r t] -> [p k t], the tokens of each response of these rows from its first on."""
+    t = values.shape[-1]
     if tokens.begins is None:
-        found = jax.ops.segment_sum(values, tokens.slots[:, 0], length.size + 1)
+        slots = tokens.slots.reshape(-1)
+        found = jax.ops.segment_sum(values.reshape(-1, t), slots, length.size + 1)
         return found[1:].reshape(*length.shape, t)
     place = jnp.arange(values.size, dtype=jnp.int32).reshape(values.shape)
     # One more, so that 0 says that a response is in other rows.
@@ -177,35 +191,31 @@ def _of_rows(values: Array, slots: Array) -> Array:
 
 
 def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> Rows:
-    t = batch.behavior_token_logprobs.shape[1]
+    c, t = batch.behavior_token_logprobs.shape[1:]
     slots, is_action = batch.slots, batch.is_action
-    prompt_lengths = _of_rows(batch.prompt_lengths, slots)
     response_lengths = _of_rows(batch.response_lengths, slots)
     is_current = (slots > 0) & (_of_rows(batch.versions, slots) == step)
+    responses = batch.tokens[:, -c * t :].reshape(-1, c, t)
+    options = options | {"response_bucket": t}
 
-    mask = response_mask(
-        batch.tokens[:, None, -t:],
-        response_lengths[:, None],
-        scoring,
-        None if is_action is None else is_action[:, None],
-    )
-
-    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m t"]:
-        # To the log-probs every row is a prompt of its own.
-        tokens, prompts, responses = (x[:, None] for x in inputs[:3])
-        values = token_logprobs(params, tokens, prompts, responses, response_bucket=t, **options)
-        return values[:, 0] if is_action is None else jnp.where(inputs[3], values[:, 0], 0.0)
+    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m c t"]:
+        values = row_token_logprobs(params, *inputs[:3], **options)
+        return values if is_action is None else jnp.where(inputs[3], values, 0.0)
 
     return Rows(
         inputs=(
             batch.tokens,
-            prompt_lengths,
+            _of_rows(batch.prompt_lengths, slots[:, 0]),
             response_lengths,
             *(() if is_action is None else (is_action,)),
         ),
         score=score,
-        tokens=Tokens(slots[:, None], mask[:, 0], batch.behavior_token_logprobs),
-        is_current=is_current[:, None],
+        tokens=Tokens(
+            slots[..., None],
+            response_mask(responses, response_lengths, scoring, is_action),
+            batch.behavior_token_logprobs,
+        ),
+        is_current=is_current[..., None],
         responses=_responses(batch),
     )
 
@@ -218,12 +228,16 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
     if scoring.mask_eos:
         counted = counted & ~jnp.isin(batch.tokens, jnp.array(scoring.eos_ids, jnp.int32))
 
+    shared = ()
+    if batch.contexts is not None:
+        shared = batch.contexts, (batch.slots > 0) & ~is_response
+
     def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m s"]:
         *rows, is_scored = inputs
         return jnp.where(is_scored, packed_token_logprobs(params, *rows, **options), 0.0)
 
     return Rows(
-        inputs=(batch.tokens, batch.slots, batch.positions, is_scored),
+        inputs=(batch.tokens, batch.slots, batch.positions, *shared, is_scored),
         score=score,
         tokens=Tokens(
             batch.slots,

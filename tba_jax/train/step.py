@@ -17,6 +17,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.placing import rows_at_once
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig
@@ -25,7 +26,7 @@ from tba_jax.train.micro_batches import Cut, cut_rows, gradients, score_all
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.off_policy import largest_gap, off_policy_stats
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
-from tba_jax.train.rows import Rows, Tokens, make_rows, whole
+from tba_jax.train.rows import Rows, Tokens, make_rows, num_valid_tokens, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.target import Target, tempered_target
 
@@ -40,7 +41,8 @@ class StepSettings:
         scoring: how policy and reference are scored.
         log_z_rate: learning rate of a learned log Z over the policy's.
         reference_reset_period: steps between reference := policy; 0: never.
-        micro_batch_rows: rows whose gradients are made at a time; 0: all.
+        micro_batch_rows: responses whose gradients are made at a time; 0: all.
+        row_multiple: rows of a micro-batch are a multiple (devices that divide them).
         is_whole: all rows of a group are in one micro-batch.
         remat: as in `transformer.apply`.
         rounding_seed: of the stochastic rounding of what is stored in bfloat16; None: what is
@@ -53,6 +55,7 @@ class StepSettings:
     log_z_rate: float = 1.0
     reference_reset_period: int = 0
     micro_batch_rows: int = 0
+    row_multiple: int = 1
     is_whole: bool = False
     remat: Remat = "none"
     rounding_seed: int | None = None
@@ -68,9 +71,9 @@ def make_train_step(
     """The jitted train step; its state argument is donated.
 
     With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
-    many rows; those that hold nothing but padding are not worked on. Where these hold whole groups
-    (`Packing` puts rows so), each row is scored once. Where a group is spread over several, all
-    rows are scored without gradient first: the gradient by each token's log-prob (for TB its
+    many responses; those that hold nothing but padding are not worked on. Where these hold whole
+    groups (`Packing` puts rows so), each row is scored once. Where a group is spread over several,
+    all rows are scored without gradient first: the gradient by each token's log-prob (for TB its
     centred residual) needs the whole group, and once it is known the rows are independent. A row
     is then scored twice; the gradient is the same. A micro-batch takes rows from all over the
     batch, evenly spaced, so that rows divided over devices stay where they are if the rows of a
@@ -95,7 +98,9 @@ def make_train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
         rows = make_rows(batch, state.step, config, settings.scoring, settings.remat, compute, base)
-        cut = cut_rows(rows, settings.micro_batch_rows, is_whole=settings.is_whole)
+        c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
+        size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
+        cut = cut_rows(rows, size, is_whole=settings.is_whole)
         beta = settings.target.beta.at(state.step)
         temperatures = settings.target.temperatures(state.step)
         rows = _with_reference(rows, state, cut)
@@ -255,7 +260,7 @@ def _updated(
 def _batch_metrics(
     batch: Batch | PackedBatch,
     rows: Rows,
-    policy: Float[Array, "n t"],
+    policy: Float[Array, "n *r t"],
     reference_logprob: Float[Array, "p k"],
 ) -> dict[str, Array]:
     """What a batch and the policy's log-probs of it say, whatever is minimised.
@@ -291,4 +296,4 @@ def _batch_metrics(
 def _padding_share(batch: Batch | PackedBatch, cut: Cut) -> Float[Array, ""]:
     """Of the tokens that are worked on, the part that is padding."""
     worked = cut.used * (batch.tokens.size // cut.num) if cut.num > 1 else batch.tokens.size
-    return 1 - jnp.sum(batch.prompt_lengths + batch.response_lengths) / worked
+    return 1 - num_valid_tokens(batch) / worked

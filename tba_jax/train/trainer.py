@@ -280,9 +280,13 @@ class Trainer:
 
 
 def _bucket(batch: Batch | PackedBatch) -> list[int]:
-    """Which compiled shape it took: [rows, prompt, response] tokens, of packed [rows, tokens]."""
+    """Which compiled shape it took.
+
+    [rows, prompt, response] tokens; of rows of several responses [rows, prompt, responses,
+    response], of packed ones [rows, tokens].
+    """
     rows, length = batch.tokens.shape
     if isinstance(batch, PackedBatch):
         return [rows, length]
-    response = batch.behavior_token_logprobs.shape[1]
-    return [rows, length - response, response]
+    _, c, response = batch.behavior_token_logprobs.shape
+    return [rows, length - c * response, *([] if c == 1 else [c]), response]

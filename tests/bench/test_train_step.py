@@ -19,6 +19,12 @@ def test_flops_by_hand():
     expected = 3 * (6 * (inner * 5 + table * 3) + 2 * 12 * 32 * pairs)
     got = roofline.train_flops(config, num_rows=3, prompt_tokens=2, response_tokens=3)
     assert got == expected
+    # Three responses to one prompt: its three pairs and two tokens count once.
+    shared = roofline.train_flops(
+        config, num_rows=3, prompt_tokens=2, response_tokens=3, responses_per_prompt=3
+    )
+    fewer = 3 * 6 * inner * 5 - 6 * inner * (2 + 3 * 3) + 2 * 12 * 32 * 3 * 2
+    assert shared == pytest.approx(expected - fewer)
 
 
 @pytest.mark.slow
@@ -32,7 +38,10 @@ def test_figures_of_a_small_load(capsys):
     assert 0 < result["mfu"] < 1 and naive["mfu"] == pytest.approx(result["mfu"] / naive["ratio"])
     assert result["temporary_bytes"] < naive["temporary_bytes"]
     assert result["compiled_peak_bytes"] > result["temporary_bytes"]
+    shared = result["shared"]
+    assert shared["peers"]["naive"] == pytest.approx(naive["step_s"] / shared["step_s"])
     # The same weights, batch and loss; float32.
+    assert shared["loss"] == pytest.approx(result["loss"], rel=1e-4)
     assert naive["loss"] == pytest.approx(result["loss"], rel=1e-4)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tba_jax.flow.packing import Packing, row_buckets
+from tba_jax.flow.packing import Packing, Shape, row_buckets
 from tba_jax.flow.padding import Padding, bucket_length, left_pad, length_buckets
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 
@@ -64,12 +64,12 @@ def test_a_padded_batch_places_every_value():
         [0, 0, 1, 2, 4, 0, 0, 0],
         [0, 0, 1, 2, 5, 6, 7, 0],
     ]
-    assert batch.slots.tolist() == [1, 2, 3, 4]
+    assert batch.slots.tolist() == [[1], [2], [3], [4]]
     assert batch.prompt_lengths.tolist() == [[3, 3], [2, 2]]
     assert batch.response_lengths.tolist() == [[2, 1], [1, 3]]
     assert batch.rewards.tolist() == [[1.0, 0.0], [0.0, 0.0]]
     assert batch.versions.tolist() == [[0, 0], [3, 0]]
-    assert batch.behavior_token_logprobs[3].tolist() == [-1.0, -2.0, -3.0, 0.0]
+    assert batch.behavior_token_logprobs[3].tolist() == [[-1.0, -2.0, -3.0, 0.0]]
     assert batch.reference_logprob.tolist() == [[-2.5, -2.5], [-2.5, -2.5]]
     assert batch.weights.tolist() == [[1, 1], [1, 1]] and batch.prompts is None
 
@@ -89,7 +89,7 @@ def test_a_distinct_response_is_one_row_with_a_weight():
     assert batch.weights.tolist() == [[4, 0, 0, 0], [3, 1, 0, 0]]
     assert batch.response_lengths.tolist() == [[2, 0, 0, 0], [1, 3, 0, 0]]
     # Of the slots 9 to 16, and the smallest number of rows that holds three.
-    assert batch.slots.tolist() == [9, 13, 14, 0] and batch.tokens.shape == (4, 8)
+    assert batch.slots.tolist() == [[9], [13], [14], [0]] and batch.tokens.shape == (4, 8)
     assert (batch.tokens[3] == 0).all() and batch.rewards.tolist()[0] == [1.0, 0, 0, 0]
     assert batch.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2]]
     rows = pack(weighted_draws(), group_size=4, row_length=12, first_slot=8)
@@ -116,6 +116,50 @@ def test_rows_of_a_micro_batch_are_spread_over_the_batch():
     ]
 
 
+def test_a_row_of_a_prompt_and_its_responses_places_every_value():
+    batch = pack(two_draws(), shares_prompts=True)
+    assert batch.tokens.tolist() == [
+        [0, 1, 2, 3, 7, 8, 0, 0, 9, 0, 0, 0],
+        [0, 0, 1, 2, 4, 0, 0, 0, 5, 6, 7, 0],
+    ]
+    assert batch.slots.tolist() == [[1, 2], [3, 4]]
+    assert batch.behavior_token_logprobs.tolist() == [
+        [[-1, -2, 0, 0], [-1, 0, 0, 0]],
+        [[-1, 0, 0, 0], [-1, -2, -3, 0]],
+    ]
+    alone = pack(two_draws())
+    for name in ("prompt_lengths", "response_lengths", "rewards", "reference_logprob", "weights"):
+        np.testing.assert_array_equal(getattr(batch, name), getattr(alone, name))
+
+
+def test_rows_are_as_wide_as_distinct_responses_ask_for():
+    # Widths 4, 2 and 1 for two prompts; of four responses one and two are distinct.
+    packing = Packing(2, 4, Padding((4,), (4,), 0), 1.0, shares_prompts=True)
+    assert packing.shapes == (Shape(4, 0, (2,)), Shape(2, 0, (2,)), Shape(1, 0, (2,)))
+    assert packing.batch(weighted_draws(), tuple).slots.tolist() == [[1, 0], [5, 6]]
+    # Another host has four of one, which two rows of two do not hold.
+    other = packing.batch(weighted_draws(), lambda sizes: [*sizes[:2], 2, 3, 5])
+    assert other.slots.tolist() == [[1, 0, 0, 0], [5, 6, 0, 0]]
+
+
+def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
+    padding = Padding((4,), (4,), 0)
+    # Over two devices: two responses each, so that a group of three has two rows.
+    packing = Packing(
+        2, 3, padding, 1.0, shares_prompts=True, micro_batch_rows=4, row_multiple=2, is_whole=True
+    )
+    assert packing.shapes == (Shape(2, 2, (4,)), Shape(1, 4, (8,)))
+    draws = weighted_draws()
+    three = draws[1].trajectories + draws[0].trajectories
+    draws = [d._replace(trajectories=three, weights=(1, 1, 1)) for d in draws]
+    batch = packing.batch(draws, tuple)
+    # Row q of micro-batch b is row 2 q + b.
+    assert batch.slots.tolist() == [[1, 2], [4, 5], [3, 0], [6, 0]]
+    # No row of three on each device: none is whole where less than a group is worked on at a time.
+    parts = dataclasses.replace(packing, micro_batch_rows=2, is_whole=False)
+    assert parts.shapes == (Shape(1, 2, (6,)),)
+
+
 def test_hosts_take_the_number_of_rows_that_all_need():
     draws = weighted_draws()
     asked: list = []
@@ -125,7 +169,7 @@ def test_hosts_take_the_number_of_rows_that_all_need():
         return 4, 4, 6
 
     packing = Packing(2, 4, Padding((2, 4), (4,), 0), 1.0)
-    assert packing.row_buckets == (1, 2, 4, 8)
+    assert packing.shapes == (Shape(1, 0, (1, 2, 4, 8)),)
     assert packing.batch(draws, agree).tokens.shape == (8, 8)
     assert asked == [(3, 3, 3)]
 
@@ -194,6 +238,25 @@ def test_a_packed_batch_places_every_value():
         assert getattr(batch, name).dtype == getattr(padded, name).dtype
 
 
+def test_packed_responses_follow_one_prompt():
+    # Prompts of 3 and 2 tokens with responses of 2 and 1, of 1 and 3: 6 tokens each.
+    batch = pack(two_draws(), row_length=8, pad_id=9, shares_prompts=True)
+    assert batch.tokens[:2].tolist() == [[1, 2, 3, 7, 8, 9, 9, 9], [1, 2, 5, 6, 7, 4, 9, 9]]
+    assert batch.slots[:2].tolist() == [[1, 1, 1, 1, 1, 2, 0, 0], [4, 4, 4, 4, 4, 3, 0, 0]]
+    assert batch.positions[:2].tolist() == [[0, 1, 2, 3, 4, 3, 0, 0], [0, 1, 2, 3, 4, 2, 0, 0]]
+    assert batch.contexts[:2].tolist() == [[1] * 6 + [0] * 2] * 2
+    assert batch.behavior_token_logprobs[:2].tolist() == [
+        [0, 0, 0, -1, -2, -1, 0, 0],
+        [0, 0, -1, -2, -3, -1, 0, 0],
+    ]
+    assert pack(two_draws(), row_length=8).contexts is None
+    # Both groups in a row of twelve; in rows of five a prompt is there for each response.
+    both = pack(two_draws(), row_length=12, shares_prompts=True)
+    assert both.contexts[0].tolist() == [1] * 6 + [2] * 6
+    apart = pack(two_draws(), row_length=5, shares_prompts=True)
+    assert apart.slots.tolist() == [[1] * 5, [2] * 4 + [0], [4] * 5, [3] * 3 + [0] * 2]
+
+
 def test_marks_of_an_environment_lie_where_its_tokens_do():
     draws = two_draws()
     # Where the policy wrote everything no mask is carried: the compiled step is the same.
@@ -202,7 +265,7 @@ def test_marks_of_an_environment_lie_where_its_tokens_do():
     first, last = draws[1].trajectories
     last = dataclasses.replace(last, is_action=np.array([True, False, True]))
     draws[1] = draws[1]._replace(trajectories=(first, last))
-    assert pack(draws).is_action.astype(int).tolist() == [
+    assert pack(draws).is_action[:, 0].astype(int).tolist() == [
         [1, 1, 0, 0],
         [1, 0, 0, 0],
         [1, 0, 0, 0],
@@ -248,10 +311,11 @@ def test_row_buckets():
     assert row_buckets(256, 8, 4) == (32, 64, 128, 256)
     assert row_buckets(28, 8, 4) == (8, 16, 32)
     padding = Padding((4,), (4,), 0)
-    assert Packing(7, 20, padding, 1.0, row_length=8).row_buckets == (5, 9, 18, 35, 70, 140)
+    (packed,) = Packing(7, 20, padding, 1.0, row_length=8).shapes
+    assert packed == Shape(1, 0, (5, 9, 18, 35, 70, 140))
     # In micro-batches one number, where each of them leaves four rows that hold no group of 20.
     cut = Packing(7, 20, padding, 1.0, micro_batch_rows=24, is_whole=True)
-    assert cut.row_buckets == (7 * 24,)
+    assert cut.shapes == (Shape(1, 24, (7 * 24,)),)
 
 
 def test_packing_refuses_what_does_not_fit():

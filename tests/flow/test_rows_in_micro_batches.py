@@ -46,6 +46,35 @@ def test_nothing_is_cut_or_overlaps_and_the_bound_holds(is_packed):
                 assert len(np.unique(places.rows[group == i] // m)) == 1
 
 
+def test_rows_that_hold_a_prompt_take_only_what_is_behind_it():
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        p, k, length = rng.integers(1, 9), int(rng.integers(1, 7)), int(rng.integers(6, 30))
+        m, whole = int(rng.integers(k, 4 * k + 1)), bool(rng.integers(2))
+        prompts = rng.integers(1, length - 2, p).tolist()
+        own = [rng.integers(1, length - x + 1, rng.integers(1, k + 1)).tolist() for x in prompts]
+        lengths = [[x + y for y in ys] for x, ys in zip(prompts, own, strict=True)]
+        size = m if whole else 0
+        places = place(lengths, row_length=length, micro_batch_rows=size, prompts=prompts)
+        assert places.num_rows <= most_rows(p, k, micro_batch_rows=m, is_whole=whole)
+        group = np.repeat(np.arange(p), list(map(len, own)))
+        sizes = np.concatenate(own) + np.where(places.leads, np.array(prompts)[group], 0)
+        taken = np.zeros((places.num_rows, length), int)
+        for row, start, n, i in zip(places.rows, places.starts, sizes, group, strict=True):
+            assert start + n <= length
+            taken[row, start : start + n] = i + 1 - 100 * taken[row, start : start + n]
+        assert taken.min() >= 0 and (taken > 0).sum() == sizes.sum()
+        for row in range(places.num_rows):
+            # Side by side, a prompt before all responses to it and once.
+            there = places.rows == row
+            order = np.argsort(places.starts[there])
+            begins = places.leads[there][order]
+            of_group = group[there][order]
+            assert (
+                begins.sum() == len(set(of_group)) and (np.diff(of_group)[~begins[1:]] == 0).all()
+            )
+
+
 def test_full_groups_may_need_all_of_the_rows():
     # Two groups of three to micro-batches of eight, with two rows to spare in each.
     places = place([[1] * 3] * 5, row_length=1, micro_batch_rows=8)

@@ -90,7 +90,7 @@ def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buc
 
     def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
         seen.append((tokens, prompt_lengths, response_lengths, response_bucket, is_action))
-        return -tokens.sum(axis=-1)
+        return -tokens.sum(axis=-1, keepdims=True)
 
     padding = Padding((4,), (2, 4), 0)
     rollouts = rollout(PROMPTS, draw)
@@ -98,13 +98,42 @@ def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buc
     scored = dispatch_reference(reference, [first, rollouts[1]], 2, padding)
     # Three distinct responses in calls of two rows; the row that is missing repeats the first.
     assert [call[0].tolist() for call in seen] == [
-        [[[0, 1, 2, 3, 5, 0]], [[0, 1, 2, 3, 6, 7]]],
-        [[[0, 0, 1, 2, 8, 0]], [[0, 0, 1, 2, 8, 0]]],
+        [[0, 1, 2, 3, 5, 0], [0, 1, 2, 3, 6, 7]],
+        [[0, 0, 1, 2, 8, 0], [0, 0, 1, 2, 8, 0]],
     ]
-    assert [call[1].tolist() for call in seen] == [[[3], [3]], [[2], [2]]]
+    assert [call[1].tolist() for call in seen] == [[3, 3], [2, 2]]
     assert [call[2].tolist() for call in seen] == [[[1], [2]], [[1], [1]]]
     assert [call[3:] for call in seen] == [(2, None), (2, None)]
     assert [sums.tolist() for sums in scored.sums()] == [[-11, -19, -11], [-11]]
+
+
+def test_a_prompt_is_scored_once_for_several_responses():
+    seen = []
+
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
+        seen.append((tokens, prompt_lengths, response_lengths))
+        return (
+            -tokens[:, -response_lengths.shape[1] * 2 :].reshape(*response_lengths.shape, 2).sum(-1)
+        )
+
+    def transcript(*tokens):
+        behavior = np.full(len(tokens), -1, np.float32)
+        return Transcript(np.array(tokens, np.int32), behavior, None, True, 3, 3, 1.0)
+
+    # Calls of eight responses: seven of one prompt are a row, three of the other two rows of two.
+    many = Rollout(PROMPTS[0], tuple(transcript(i) for i in (4, 5, 6, 7, 8, 9, 4, 10)))
+    few = Rollout(PROMPTS[1], tuple(transcript(i, 1) for i in (4, 5, 6)))
+    padding = Padding((4,), (2,), 0)
+    scored = dispatch_reference(reference, [many, few], 8, padding, shares_prompts=True)
+    (wide, narrow) = seen
+    assert wide[0].tolist() == [[0, 1, 2, 3, 4, 0, 5, 0, 6, 0, 7, 0, 8, 0, 9, 0, 10, 0, 0, 0]]
+    assert (wide[1].tolist(), wide[2].tolist()) == ([3], [[1, 1, 1, 1, 1, 1, 1, 0]])
+    assert narrow[0][:2].tolist() == [[0, 0, 1, 2, 4, 1, 5, 1], [0, 0, 1, 2, 6, 1, 0, 0]]
+    assert (narrow[0].shape, narrow[2][:2].tolist()) == ((4, 8), [[2, 2], [2, 0]])
+    assert [sums.tolist() for sums in scored.sums()] == [
+        [-4, -5, -6, -7, -8, -9, -4, -10],
+        [-5, -6, -7],
+    ]
 
 
 def test_what_an_environment_wrote_is_marked_and_scored_apart():
@@ -112,7 +141,7 @@ def test_what_an_environment_wrote_is_marked_and_scored_apart():
 
     def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
         seen.append((response_bucket, is_action))
-        return np.zeros(prompt_lengths.shape)
+        return np.zeros(response_lengths.shape)
 
     marks = np.array([True, False, True])
     answered = Transcript(

@@ -24,9 +24,10 @@ def searcher_mesh(first, num):
     return Mesh(np.array(jax.devices()[first : first + num]), ("model",))
 
 
-def test_a_reference_on_a_mesh_equals_one_device():
+def test_a_reference_on_a_mesh_and_of_shared_prompts_equals_one_device():
     batch = make_batch()
-    tokens = batch.tokens.reshape(4, 4, -1)
+    tokens, lengths = batch.tokens, (batch.prompt_lengths.reshape(-1), batch.response_lengths)
+    shared = make_batch(shares_prompts=True).tokens
     scores = []
     for num in (1, 2):
         mesh = searcher_mesh(2, num)
@@ -36,9 +37,11 @@ def test_a_reference_on_a_mesh_equals_one_device():
         params = jax.device_put(random_params(CONFIG), param_shardings(CONFIG, mesh))
         assert len(params["embed"].addressable_shards) == num
         score = Reference(program, params)
-        scores.append(score(tokens, batch.prompt_lengths, batch.response_lengths, 6))
+        scores.append(score(tokens, lengths[0], lengths[1].reshape(-1, 1), 6).reshape(4, 4))
+        scores.append(score(shared, lengths[0][::4], lengths[1], 6))
     # Float32 sums of up to six log-probs of order 5, in another order.
-    np.testing.assert_allclose(scores[1], scores[0], rtol=1e-5)
+    for other in scores[1:]:
+        np.testing.assert_allclose(other, scores[0], rtol=1e-5)
 
 
 def test_published_weights_are_divided_as_searchers_want_and_outlive_a_donated_step():

@@ -42,7 +42,7 @@ class LengthReference:
 
     def __call__(self, tokens, prompt_lengths, response_lengths, response_bucket, is_action):
         self.shapes.append(tokens.shape)
-        return jnp.asarray(-prompt_lengths - response_lengths / 10)
+        return jnp.asarray(-prompt_lengths[:, None] - response_lengths / 10)
 
 
 @pytest.fixture(scope="module")
@@ -142,4 +142,4 @@ def test_given_responses_are_scored_in_the_first_rounds_and_then_it_draws(model)
     assert (drawn.round, drawn.generated) == (2, 6)
     assert stream.state() == drawn.prompt_state != before and searcher.decoded_tokens > 0
     # Full and partial rounds of given responses compile no program of their own.
-    assert set(reference.shapes) == {(3, 1, 20)}
+    assert set(reference.shapes) == {(3, 20)}

@@ -150,14 +150,20 @@ def one_device_step(objective, **cut):
     return make_train_step(CONFIG, keep_gradient(), optax.constant_schedule(0.0), settings)
 
 
-def step_of(objective, draws, *, row_length=0, **cut):
+def step_of(objective, draws, *, row_length=0, shares_prompts=False, **cut):
     state = init_state(
         random_params(CONFIG),
         keep_gradient(),
         keep_reference=False,
         log_z_size=CONFIG.hidden_size if objective.heads else 0,
     )
-    batch = lay_out(draws, row_length=row_length, has_prompts=bool(objective.heads), **cut)
+    batch = lay_out(
+        draws,
+        row_length=row_length,
+        shares_prompts=shares_prompts,
+        has_prompts=bool(objective.heads),
+        **cut,
+    )
     state, metrics = one_device_step(objective, **cut)(state, batch)
     return state.opt_state, metrics, batch
 
@@ -174,15 +180,27 @@ def weighted_draws():
 
 
 WHOLE, PARTS = {"micro_batch_rows": 6, "is_whole": True}, {"micro_batch_rows": 2}
+SHARED = {"shares_prompts": True}
 LAYOUTS = {
     "padded": {},
     "padded, scored once": WHOLE,
     "padded, scored twice": PARTS,
+    "shared": SHARED,
+    "shared, scored once": {**SHARED, **WHOLE},
+    "shared, scored twice": {**SHARED, **PARTS, "micro_batch_rows": 4},
     "packed": {"row_length": 18},
+    "packed, shared": {"row_length": 18, **SHARED},
+    "packed, shared, scored once": {"row_length": 18, **SHARED, **WHOLE},
+    "packed, shared, scored twice": {"row_length": 18, **SHARED, **PARTS},
     "packed, scored once": {"row_length": 18, **WHOLE},
     "packed, scored twice": {"row_length": 18, **PARTS},
 }
-BY_DEFAULT = {("rloo_vargrad", "padded, scored once"), ("tb_vargrad", "packed, scored twice")}
+BY_DEFAULT = {
+    ("rloo_vargrad", "padded, scored once"),
+    ("tb_learned", "shared, scored once"),
+    ("tb_vargrad", "packed, scored twice"),
+    ("rloo_vargrad", "packed, shared, scored once"),
+}
 
 
 @pytest.mark.parametrize(
@@ -221,19 +239,25 @@ def assert_same_metrics(got, wanted):
         np.testing.assert_allclose(got[key], wanted[key], rtol=1e-5, atol=1e-6, err_msg=key)
 
 
-def test_weights_on_eight_devices():
+# Four parts of the batch, which divide the rows of a micro-batch: two responses on each.
+KEPT = {"micro_batch_rows": 8, "is_whole": True, "row_multiple": 4}
+
+
+@pytest.mark.parametrize(
+    ("shares_prompts", "row_length"), [(False, 0), (True, 0), (True, 18), slow(False, 18)]
+)
+def test_weights_on_eight_devices(shares_prompts, row_length):
     draws, name = weighted_draws(), "tb_vargrad"
     found = []
     for shape, drawn, cut in (((1, 1, 1), repeated(draws), {}), ((2, 2, 2), draws, KEPT)):
         settings = replace(REMAT, objective=OBJECTIVES[name], **cut)
         shardings, state, step = sharded(shape, settings, keep_gradient())
-        batch = lay_out(drawn, row_multiple=4, **cut)
+        layout = {"shares_prompts": shares_prompts, "row_length": row_length} if cut else {}
+        batch = lay_out(drawn, **cut, **layout)
         state, metrics = step(state, jax.device_put(batch, shardings.batch))
         found.append((state.opt_state, jax.device_get(metrics)))
+    wide = 18 if row_length else 2 if shares_prompts else 1
+    assert batch.slots.shape == (16 if wide == 2 else 32, wide)
     (wanted, wanted_metrics), (gradient, metrics) = found
     assert_same_gradient(gradient, wanted)
     assert_same_metrics(metrics, wanted_metrics)
-
-
-# Four parts of the batch, which divide the rows of a micro-batch.
-KEPT = {"micro_batch_rows": 8, "is_whole": True}

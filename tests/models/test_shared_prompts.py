@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt computed once for its responses gives what rows of their own give, for every family."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_models import FAMILIES, random_params, tiny_config
+
+from tba_jax.models import attention, shared_prompts, transformer
+from tba_jax.models.logprobs import row_token_logprobs, token_logprobs
+from tba_jax.models.scoring import Scoring
+
+# Prompts of 5, 2 and 3 tokens, four responses to each, of up to six.
+PROMPT_LENGTHS = np.array([5, 2, 3], np.int32)
+RESPONSE_LENGTHS = np.array([[6, 1, 3, 0], [2, 6, 6, 5], [4, 4, 0, 0]], np.int32)
+B, C, X, T = 3, 4, 5, 6
+
+
+@functools.cache
+def tokens():
+    rng = np.random.default_rng(0)
+    return rng.integers(3, 23, (B, X)).astype(np.int32), rng.integers(3, 23, (B, C, T))
+
+
+def shared_states(params, config):
+    prompts, responses = (jnp.asarray(x) for x in tokens())
+    return shared_prompts.apply(
+        params, prompts, responses, PROMPT_LENGTHS, config=config, compute_dtype=jnp.float64
+    )
+
+
+def states_of_rows(params, config):
+    """Each response in a row with its prompt, by the plain forward pass."""
+    prompts, responses = tokens()
+    rows = np.concatenate([np.repeat(prompts[:, None], C, 1), responses], -1).reshape(B * C, -1)
+    first, index = np.repeat(X - PROMPT_LENGTHS, C)[:, None], np.arange(X + T)[None]
+    hidden = transformer.apply(
+        params,
+        jnp.asarray(rows),
+        jnp.asarray(np.maximum(index - first, 0)),
+        jnp.asarray(index >= first),
+        config=config,
+        compute_dtype=jnp.float64,
+    ).reshape(B, C, X + T, -1)
+    return hidden[:, 0, X - 1], hidden[:, :, X:]
+
+
+def packed_states(params, config):
+    """Two rows: prompts 0 and 1, each before its responses; prompt 2 before its, and padding."""
+    prompts, responses = tokens()
+    blocks = [
+        [(0, i, prompts[i, X - n :]), *((j + 1, i, y) for j, y in enumerate(responses[i]))]
+        for i, n in enumerate(PROMPT_LENGTHS)
+    ]
+    rows = np.zeros((5, 2, 64), np.int32)  # tokens, segments, positions, contexts, is_prompt
+    where = {}
+    for row, block in ((0, blocks[0] + blocks[1]), (1, blocks[2])):
+        end = 0
+        for j, i, y in block:
+            at = slice(end, end + len(y))
+            # A prompt has the segment of the response behind it.
+            first = 0 if j == 0 else PROMPT_LENGTHS[i]
+            segment = i * C + max(j, 1)
+            values = (y, segment, first + np.arange(len(y)), i + 1, j == 0)
+            for x, value in zip(rows, values, strict=True):
+                x[row, at] = value
+            where[i, j], end = (row, at), at.stop
+    seen, segments, positions, contexts, is_prompt = map(jnp.asarray, rows)
+    hidden = transformer.apply(
+        params,
+        seen,
+        positions,
+        segments > 0,
+        config=config,
+        compute_dtype=jnp.float64,
+        visible=attention.packed(segments, contexts, is_prompt > 0),
+    )
+    ends = jnp.stack([hidden[row, at.stop - 1] for row, at in (where[i, 0] for i in range(B))])
+    each = [hidden[where[i, j + 1]] for i in range(B) for j in range(C)]
+    return ends, jnp.stack(each).reshape(B, C, T, -1)
+
+
+@pytest.mark.parametrize("states", [shared_states, packed_states])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
+    config, rng = tiny_config(family=family), np.random.default_rng(1)
+    shapes = (B, config.hidden_size), (B, C, T, config.hidden_size)
+    cotangents = [rng.normal(size=shape) for shape in shapes]
+
+    def with_gradients(states):
+        def loss(params):
+            out = states(params, config)
+            return sum(jnp.sum(x * y) for x, y in zip(out, cotangents, strict=True)), out
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), random_params(config))
+        (_, got), gradient = with_gradients(states)(params)
+        (_, wanted), wanted_gradient = with_gradients(states_of_rows)(params)
+        assert got[1].dtype == jnp.float64
+        for x, y in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-12)
+        # Of leaves of order 10; that of a bias of the keys is 0 where they are not rotated.
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
+            gradient,
+            wanted_gradient,
+        )
+
+
+@pytest.mark.parametrize(
+    "scoring", [Scoring(temperature=0.7), Scoring(eos_ids=(2, 5), min_new_tokens=3)]
+)
+def test_logprobs_of_groups_are_those_of_rows(scoring):
+    config = tiny_config(qkv_bias=True)
+    prompts, responses = tokens()
+    rows = np.concatenate([np.repeat(prompts[:, None], C, 1), responses], -1).astype(np.int32)
+    groups = np.concatenate([prompts, responses.reshape(B, -1)], -1).astype(np.int32)
+    kwargs = {"response_bucket": T, "config": config, "scoring": scoring, "remat": "layers"}
+    cotangent = np.random.default_rng(1).normal(size=(B, C, T)).astype(np.float32)
+
+    def with_gradients(function, *arrays):
+        values, pull = jax.vjp(lambda params: function(params, *arrays, **kwargs), params)
+        return values, pull(jnp.asarray(cotangent))[0]
+
+    params = random_params(config)
+    each = np.repeat(PROMPT_LENGTHS[:, None], C, 1)
+    wanted = with_gradients(token_logprobs, rows, each, RESPONSE_LENGTHS)
+    got = with_gradients(row_token_logprobs, groups, PROMPT_LENGTHS, RESPONSE_LENGTHS)
+    assert np.abs(wanted[0]).max() > 1
+    jax.tree.map(
+        # Float32 sums in another order, of values and gradients of order 1 to 100.
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
+        got,
+        wanted,
+    )
+
+
+def test_a_row_of_padding_is_finite():
+    config, params = tiny_config(), random_params(tiny_config())
+    zeros = np.zeros((2, X + C * T), np.int32)
+
+    def total(params):
+        values = row_token_logprobs(
+            params,
+            zeros,
+            np.zeros(2, np.int32),
+            np.zeros((2, C), np.int32),
+            response_bucket=T,
+            config=config,
+            scoring=Scoring(),
+        )
+        return values.sum()
+
+    value, gradient = jax.value_and_grad(total)(params)
+    assert value == 0
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), gradient)
