@@ -235,8 +235,8 @@ def compiled_step(case: Case) -> Any:
 
     batch = Batch(
         tokens=array(p * k, case.prompt_tokens + t),
-        slots=array(p * k),
-        behavior_token_logprobs=array(p * k, t, dtype=jnp.float32),
+        slots=array(p * k, 1),
+        behavior_token_logprobs=array(p * k, 1, t, dtype=jnp.float32),
         prompt_lengths=array(p, k),
         response_lengths=array(p, k),
         rewards=array(p, k, dtype=jnp.float32),

@@ -3,9 +3,10 @@
 
 Prompts and responses are two residual streams that pass every layer one after the other, so that a
 layer's weights are gathered once. A response sees all of its prompt and itself up to each position:
-a softmax in two parts, merged by their normalisers. Nothing of a prompt is repeated for its
-responses. It does not know rows of several sequences, losses or log-probs. The invariant it owns:
-states are those of each prompt and response alone in a row of `transformer.apply`, to rounding.
+a softmax in two parts, merged by their normalisers, so that nothing of a prompt is repeated for its
+responses; for flash attention its keys and values are. It does not know rows of several sequences,
+losses or log-probs. The invariant it owns: states are those of each prompt and response alone in a
+row of `transformer.apply`, to rounding.
 """
 
 from typing import Any, NamedTuple
@@ -87,7 +88,7 @@ def apply(
         prompt, seen = run_layer(layer_params, prompt, angles[0], keep, config=config)
 
         def look(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend_after(q, k, v, seen), None
+            return attend_after(q, k, v, seen, implementation=implementation), None
 
         return prompt, run_layer(layer_params, response, angles[1], look, config=config)[0]
 
@@ -110,6 +111,8 @@ def attend_after(
     k: Float[Array, "b c t g e"],
     v: Float[Array, "b c t g e"],
     seen: Seen,
+    *,
+    implementation: attention.Implementation = "xla",
 ) -> Float[Array, "b c t g r e"]:
     """Softmax attention of responses to their prompt and, causally, to themselves.
 
@@ -118,7 +121,11 @@ def attend_after(
     Args:
         q, k, v: of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
+        implementation: xla: in two parts, nothing is repeated; else, by that implementation, in
+            rows of their own.
     """
+    if implementation != "xla":
+        return _attend_in_rows(q, k, v, seen, implementation)
     index, scale = jnp.arange(q.shape[2]), q.shape[-1] ** -0.5
     wide = jnp.promote_types(q.dtype, jnp.float32)
     # The queries of all responses are the rows of one product with the prompt's keys.
@@ -131,6 +138,33 @@ def attend_after(
         _partial(own * scale + later[None, None, None, None], v, "bcgrtu,bcuge->bctgre"),
     )
     return merge(*parts).astype(q.dtype)
+
+
+def _attend_in_rows(
+    q: Float[Array, "b c t g r e"],
+    k: Float[Array, "b c t g e"],
+    v: Float[Array, "b c t g e"],
+    seen: Seen,
+    implementation: attention.Implementation,
+) -> Float[Array, "b c t g r e"]:
+    """The same with keys and values of the prompt before those of each response.
+
+    For flash attention: what it gives back of a part (cuDNN's residual) has no gradient, so its
+    parts cannot be merged; and its causal mask begins at the first key, so queries stand at the
+    prompt too. Beside what is saved (the layers of the prompt) these products are few.
+    """
+    b, c, t = q.shape[:3]
+    x = seen.keys.shape[1]
+
+    def after(prompt: Array, own: Array) -> Array:
+        repeated = jnp.broadcast_to(prompt[:, None], (b, c, *prompt.shape[1:]))
+        return jnp.concatenate([repeated, own], axis=2).reshape(b * c, x + t, *own.shape[3:])
+
+    nothing = jnp.zeros((b, x, *q.shape[3:]), q.dtype)
+    visible = attention.causal(after(seen.mask, jnp.ones((b, c, t), bool)))
+    rows = after(nothing, q), after(seen.keys, k), after(seen.values, v)
+    out = attention.attend_causal(*rows, visible, implementation=implementation)
+    return out[:, x:].reshape(q.shape)
 
 
 def _partial(scores: Array, values: Array, equation: str) -> Partial:

@@ -395,8 +395,10 @@ def apply(
     """
     angles = rotary(positions, config)
     visible = attention.causal(mask) if visible is None else visible
-    is_packed = visible.segments is not None
-    implementation = choose_attention(config, compute_dtype, sharding, is_packed=is_packed)
+    implementation = "xla"
+    if visible.prompts is None:
+        is_packed = visible.segments is not None
+        implementation = choose_attention(config, compute_dtype, sharding, is_packed=is_packed)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
         out = attention.attend_causal(q, k, v, visible, implementation=implementation)

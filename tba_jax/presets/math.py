@@ -73,7 +73,13 @@ PRESETS = {
         },
         # Prompts and responses are far shorter than their limits, so most of a padded row would be
         # padding; eight rows at a time bound the attention scores (1 GiB of a layer, 32 heads).
-        "batch": {"num_prompts": 7, "packed_length": 1024, "micro_batch_rows": 8},
+        # A question is computed once for the answers that fit behind it.
+        "batch": {
+            "num_prompts": 7,
+            "packed_length": 1024,
+            "micro_batch_rows": 8,
+            "share_prompts": True,
+        },
         "objective": {
             "group_size": 20,
             "beta": 0.014,
@@ -116,8 +122,8 @@ PRESETS = {
             "compute_dtype": "bfloat16",
             "rollout_dtype": "bfloat16",
         },
-        # One group per trainer device at a time.
-        "batch": {"num_prompts": 32, "micro_batch_rows": 64},
+        # One group per trainer device at a time, a row with its prompt once.
+        "batch": {"num_prompts": 32, "micro_batch_rows": 64, "share_prompts": True},
         "objective": {"group_size": 16, "beta": 0.005, "beta_final": 0.005},
         "optimizer": {
             "learning_rate": 1e-6,

@@ -34,7 +34,8 @@ def _pythia(size: str) -> dict:
         },
         # float32 as in the paper, except for the judge, which is 16 times as large.
         "model": {"path": f"mnoukhov/pythia{size}-sft-tldr"},
-        "batch": {"num_prompts": 8},
+        # Posts are four times as long as summaries, and each is computed once for twenty.
+        "batch": {"num_prompts": 8, "share_prompts": True},
         "objective": {
             "group_size": 20,
             # Towards 0.05 in 128 steps, cut at step 32, where it jumps there.

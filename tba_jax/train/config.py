@@ -17,7 +17,9 @@ class BatchSettings(Section):
         3, "padded lengths that training and decoding compile for", at_least=1
     )
     micro_batch_rows: int = field(
-        0, "responses per micro-batch, whose gradients are summed; 0: all", at_least=0
+        0,
+        "responses (or packed rows) per micro-batch, whose gradients are summed; 0: all",
+        at_least=0,
     )
     share_prompts: bool = field(
         False,

@@ -140,6 +140,35 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     )
 
 
+def test_attention_in_rows_of_their_own_is_that_in_two_parts():
+    rng = np.random.default_rng(2)
+    with jax.enable_x64(True):
+        own = [
+            jnp.asarray(rng.normal(size=(B, C, T, *heads))) for heads in ((2, 3, 4), (2, 4), (2, 4))
+        ]
+        keys, values = (jnp.asarray(rng.normal(size=(B, X, 2, 4))) for _ in range(2))
+        mask = jnp.asarray(np.arange(X)[None] >= X - PROMPT_LENGTHS[:, None])
+        cotangent = jnp.asarray(rng.normal(size=(B, C, T, 2, 3, 4)))
+
+        def with_gradients(attend):
+            def run(q, k, v, keys, values):
+                return attend(q, k, v, shared_prompts.Seen(keys, values, mask))
+
+            out, pull = jax.vjp(run, *own, keys, values)
+            return out, pull(cotangent)
+
+        def in_rows(*arrays):
+            return shared_prompts._attend_in_rows(*arrays, "xla")
+
+        wanted = with_gradients(shared_prompts.attend_after)
+        assert np.abs(wanted[1][3]).max() > 0.1
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12),
+            with_gradients(in_rows),
+            wanted,
+        )
+
+
 def test_a_row_of_padding_is_finite():
     config, params = tiny_config(), random_params(tiny_config())
     zeros = np.zeros((2, X + C * T), np.int32)
