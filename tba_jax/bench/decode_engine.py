@@ -26,6 +26,8 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.site import any_device
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
@@ -253,6 +255,7 @@ def _decoder(
         prompt_buckets=(prompt_tokens,),
         max_length=prompt_tokens + max_new_tokens,
         chunk_steps=job["chunk_steps"],
+        site=any_device(platform_of(jax.local_devices()[0])),
     )
 
 

@@ -23,8 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from tba_jax.bench.decode_engine import SHAPES
+from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding
@@ -40,7 +42,7 @@ from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
-from tba_jax.train.state import TrainState, init_state
+from tba_jax.train.state import TrainState, init_state, step_shardings
 from tba_jax.train.step import StepSettings, make_train_step
 from tba_jax.train.target import Target
 
@@ -191,7 +193,9 @@ def _our_step(
         is_whole=job["micro_batch_rows"] >= job["group_size"],
         remat=job["remat"],
     )
-    return make_train_step(config, optimizer, schedule, settings)
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+    shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
+    return make_train_step(config, optimizer, schedule, settings, shardings)
 
 
 def _naive_step(

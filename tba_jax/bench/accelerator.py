@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything worth knowing about this machine's accelerator in ten minutes, most valuable first.
+
+    python -m tba_jax.bench.accelerator --out=DIR [--budget_s=600] [--parts=NAME,...] [--dry_run]
+
+Device, versions and measured rates; parity of every program with CPU; memory that a plan foretells
+beside what the device counts; decoding beside the memory rate; the train step beside the matmul
+rate; publication; the asynchronous driver beside the synchronous one; the main job. Each part runs
+in a process of its own with a time limit, and is written to DIR as soon as it ends: a part that
+fails, hangs or has no time left costs itself alone. DIR then has results.json, page.md and what
+every part printed. --dry_run does the same at tiny sizes, on CPU in a minute or two.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PROBE = ("tba_jax.bench.accelerator_probe",)
+_DECODE = ("tba_jax.bench.decode", "--repeats=1", "--json")
+_STEP = ("tba_jax.bench.train_step", "--repeats=1", "--json")
+_TRAIN = ("tba_jax.main", "--config=math:arithmetic", "--config.num_steps=200")
+_DRY = ("--config.num_steps=2", "--config.task.num_eval_prompts=8")
+_SMALL_STEP = ("--num_prompts=2", "--group_size=2", "--prompt_tokens=8", "--response_tokens=8")
+_DRY_PATIENCE = 10
+
+
+class Part(NamedTuple):
+    """One question.
+
+    Attributes:
+        name: of its files.
+        question: what it answers.
+        limit_s: of its process.
+        module: and arguments, as after `python -m`; {out} becomes a folder of its own.
+        dry: arguments that a dry run adds, which win over earlier ones.
+        keys: the figures that the page shows, as paths into its result; none: all of them.
+    """
+
+    name: str
+    question: str
+    limit_s: float
+    module: tuple[str, ...]
+    dry: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+
+
+PARTS = (
+    Part(
+        "device",
+        "Which device, which versions, and what does it do in a second?",
+        60,
+        (*_PROBE, "device"),
+        ("--dry_run",),
+    ),
+    Part(
+        "parity",
+        "Do programs give what they give on CPU?",
+        120,
+        (*_PROBE, "parity"),
+        ("--dry_run",),
+    ),
+    Part(
+        "memory",
+        "Is the memory of a plan that of the device?",
+        120,
+        (*_PROBE, "memory"),
+        ("--dry_run",),
+    ),
+    Part(
+        "decode",
+        "How near is decoding to the memory rate (1.5B, 128 responses, bfloat16)?",
+        150,
+        (
+            *_DECODE,
+            "--shape=1.5b",
+            "--dtype=bfloat16",
+            "--num_prompts=128",
+            "--prompt_tokens=256",
+        ),
+        ("--shape=tiny", "--num_prompts=2", "--prompt_tokens=8", "--max_new_tokens=8"),
+        ("device", "sides.tba_jax"),
+    ),
+    Part(
+        "train_step",
+        "How near is the train step to the matmul rate (1.5B, bfloat16)?",
+        150,
+        (*_STEP, "--model_shape=1.5b", "--dtype=bfloat16"),
+        ("--model_shape=tiny", "--steps=1", *_SMALL_STEP),
+        ("sides.tba_jax",),
+    ),
+    Part(
+        "async",
+        "How long is the main job with the asynchronous driver?",
+        120,
+        (*_TRAIN, "--config.driver=async", "--workdir={out}"),
+        _DRY,
+    ),
+    Part(
+        "sync",
+        "And with the synchronous one?",
+        120,
+        (*_TRAIN, "--config.driver=sync", "--workdir={out}"),
+        _DRY,
+    ),
+)
+
+
+def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str, Any]:
+    """One part in a process of its own; what became of it.
+
+    Args:
+        part: the question.
+        out: folder for its files.
+        limit_s: the process, and all that it started, ends after so long.
+        is_dry: at tiny sizes, on CPU.
+    """
+    folder = out / part.name
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = [x.replace("{out}", str(folder / "run")) for x in part.module]
+    command = ["-m", *arguments, *(part.dry if is_dry else ())]
+    environment = os.environ | ({"JAX_PLATFORMS": "cpu"} if is_dry else {})
+    start = time.monotonic()
+    with (out / f"{part.name}.log").open("w") as log:
+        # A session of its own, so that what the part has started ends with it.
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdout=log,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(timeout=limit_s)
+            status = "done" if code == 0 else f"failed with exit code {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            status = f"ended after its {limit_s:.0f} s"
+    return {
+        "question": part.question,
+        "command": shlex.join(["python", *command]),
+        "status": status,
+        "seconds": round(time.monotonic() - start, 1),
+        "figures": _figures(out / f"{part.name}.log", folder / "run" / "report.json"),
+    }
+
+
+def _figures(log: Path, report: Path) -> dict[str, Any]:
+    """What a part found: the last object that it printed, or the report of a run."""
+    if report.exists():
+        return json.loads(report.read_text())
+    for line in reversed(log.read_text(errors="replace").splitlines()):
+        if line.startswith("{"):
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:  # cut off in the middle of it
+                continue
+    return {}
+
+
+def measure(
+    parts: Sequence[Part], out: Path, budget_s: float, *, is_dry: bool
+) -> dict[str, dict[str, Any]]:
+    """Every part in turn, each written down when it ends.
+
+    Args:
+        parts: most valuable first.
+        out: folder of the results.
+        budget_s: of all of them; what has not begun by then is not begun.
+        is_dry: at tiny sizes, on CPU.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + budget_s
+    for part in parts:
+        left = end - time.monotonic()
+        if left <= 0:
+            results[part.name] = {
+                "question": part.question,
+                "status": f"not begun within {budget_s:.0f} s (--budget_s)",
+                "figures": {},
+            }
+        else:
+            # A dry run asks whether parts work, on machines of any speed.
+            limit_s = part.limit_s * (_DRY_PATIENCE if is_dry else 1)
+            results[part.name] = run_part(part, out, min(left, limit_s), is_dry=is_dry)
+        print(f"{part.name}: {results[part.name]['status']}", flush=True)
+        write(out, parts, results, is_dry=is_dry)
+    return results
+
+
+def write(
+    out: Path, parts: Sequence[Part], results: Mapping[str, dict[str, Any]], *, is_dry: bool
+) -> None:
+    """results.json and page.md of what there is so far."""
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    found = {"date": now, "dry_run": is_dry, "parts": dict(results)}
+    (out / "results.json").write_text(json.dumps(found, indent=1))
+    (out / "page.md").write_text("\n".join(page(parts, results, now, is_dry=is_dry)) + "\n")
+
+
+def page(
+    parts: Sequence[Part], results: Mapping[str, dict[str, Any]], date: str, *, is_dry: bool
+) -> Iterable[str]:
+    """The results to read."""
+    yield "# One accelerator"
+    yield ""
+    if is_dry:
+        yield "**A dry run on CPU at tiny sizes. Nothing here was measured on an accelerator.**"
+        yield ""
+    yield f"`python -m tba_jax.bench.accelerator`, {date}"
+    for part in parts:
+        if part.name not in results:
+            continue
+        found = results[part.name]
+        yield f"\n## {part.name}: {found['status']}\n"
+        yield part.question
+        if "command" in found:
+            yield f"\n    {found['command']}\n\n{found['seconds']} s; it printed {part.name}.log"
+        rows = list(_rows(_chosen(found["figures"], part.keys)))
+        if rows:
+            yield "\n| | |\n|---|---|"
+            yield from (f"| {name} | {value} |" for name, value in rows)
+
+
+def _chosen(figures: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    found = {}
+    for key in keys:
+        value: Any = figures
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is not None:
+            found[key] = value
+    return found or figures
+
+
+def _rows(figures: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+    """Names and values of nested figures; long lists are left to results.json."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from _rows(value, f"{before}{name}.")
+        elif isinstance(value, float):
+            yield before + name, f"{value:,.4g}"
+        elif not isinstance(value, list) or len(value) <= 8:
+            yield before + name, str(value).replace("|", "\\|")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command: 0 where every part ended well."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.bench.accelerator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--out", required=True, type=Path, help="folder for results")
+    parser.add_argument("--budget_s", type=float, default=600.0, help="of all parts (600)")
+    parser.add_argument("--parts", default=",".join(names), help="only these")
+    parser.add_argument("--dry_run", action="store_true", help="tiny sizes, on CPU")
+    args = parser.parse_args(argv)
+    wanted = args.parts.split(",")
+    if strays := [n for n in wanted if n not in names]:
+        print(
+            f"accelerator: --parts: no {strays[0]!r}; there are {', '.join(names)}", file=sys.stderr
+        )
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    parts = [part for part in PARTS if part.name in wanted]
+    results = measure(parts, args.out.absolute(), args.budget_s, is_dry=args.dry_run)
+    print(args.out / "page.md")
+    return 0 if all(found["status"] == "done" for found in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command for the day an accelerator is there: parts apart, limits, partial results, a page."""
+
+import json
+
+import pytest
+
+from tba_jax.bench import accelerator, accelerator_probe
+from tba_jax.bench.accelerator import PARTS, Part
+
+
+def part(name, code, limit_s=30.0, **more):
+    """A part that runs a line of Python."""
+    return Part(name, f"What of {name}?", limit_s, ("timeit", "-n1", "-r1", code), **more)
+
+
+def test_a_part_that_fails_or_hangs_costs_itself_alone(tmp_path):
+    parts = [
+        part("bad", "raise SystemExit(3)"),
+        part("slow", "import time; time.sleep(60)", limit_s=0.2),
+        part("good", "import json; print(json.dumps({'rate': 1.5, 'of': {'chip': 'x'}}))"),
+    ]
+    results = accelerator.measure(parts, tmp_path, 60.0, is_dry=True)
+    assert [r["status"] for r in results.values()] == [
+        "failed with exit code 1",
+        "ended after its 2 s",
+        "done",
+    ]
+    assert results["good"]["figures"] == {"rate": 1.5, "of": {"chip": "x"}}
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["dry_run"] and written["parts"] == results
+    page = (tmp_path / "page.md").read_text()
+    assert "Nothing here was measured on an accelerator" in page
+    assert "## good: done" in page and "| of.chip | x |" in page and "| rate | 1.5 |" in page
+
+
+def test_what_has_no_time_left_is_not_begun(tmp_path):
+    parts = [part("first", "import time; time.sleep(2)"), part("second", "1")]
+    results = accelerator.measure(parts, tmp_path, 1.0, is_dry=True)
+    assert results["first"]["status"] == "ended after its 1 s"
+    assert results["second"]["status"] == "not begun within 1 s (--budget_s)"
+
+
+def test_results_are_there_while_later_parts_run(tmp_path):
+    """Each part finds those before it written down."""
+    look = f"import json; print(json.dumps(json.load(open({str(tmp_path / 'results.json')!r}))))"
+    results = accelerator.measure([part("a", "1"), part("b", look)], tmp_path, 60.0, is_dry=True)
+    assert list(results["b"]["figures"]["parts"]) == ["a"]
+
+
+def test_a_part_that_does_not_exist_is_refused(tmp_path, capsys):
+    assert accelerator.main([f"--out={tmp_path}", "--parts=device,nothing"]) == 2
+    assert "no 'nothing'; there are device, parity, memory, decode" in capsys.readouterr().err
+
+
+def test_parity_names_what_is_too_far(monkeypatch, capsys):
+    monkeypatch.setattr(accelerator_probe, "_TOLERANCE", {"float32": 0.0, "bfloat16": 0.0})
+    assert accelerator_probe.main(["parity", "--dry_run"]) == 1
+    assert "padded.gradient.bfloat16" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(900)
+def test_the_dry_run_goes_through_every_probe(tmp_path):
+    names = "device,parity,memory"
+    assert accelerator.main([f"--out={tmp_path}", f"--parts={names}", "--dry_run"]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert found["device"]["figures"]["platform"] == "cpu"
+    differences = found["parity"]["figures"]["difference_over_norm"]
+    assert len(differences) == 5 and max(differences.values()) < 0.05
+    step = found["memory"]["figures"]["programs"]["train_step"]
+    assert step["foretold_bytes"] > 0 and step["measured_bytes"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_dry_run_goes_through_every_part(tmp_path):
+    assert accelerator.main([f"--out={tmp_path}", "--dry_run", "--budget_s=1200"]) == 0
+    found = json.loads((tmp_path / "results.json").read_text())["parts"]
+    assert list(found) == [part.name for part in PARTS]
+    assert all(found[name]["figures"] for name in found)
