@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--num_slots", type=int, default=0, help="of our engine; 0: all responses")
     parser.add_argument("--chunk_steps", type=int, default=8, help="of our engine")
     parser.add_argument(
+        "--quantization", default="none", choices=("none", "int8", "fp8"), help="of our weights"
+    )
+    parser.add_argument(
         "--queued", default="", help="queue lengths to compare, such as 64,256,1024"
     )
     reporting.add_comparison_flags(parser, peers="hf, tunix")
@@ -105,6 +108,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         peers, {name: decode_peers.PACKAGES[name] for name in _VARIANTS}, args.peer_python
     )
     base = {"dtype": args.dtype, "chunk_steps": args.chunk_steps, "num_slots": args.num_slots}
+    base["quantization"] = args.quantization
     eos_prob: dict[str, float] = {}
     if args.model is None:
         base["model"] = str(folder / "model")
@@ -142,6 +146,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return result | {
         "model": args.model or f"random weights, shape {args.shape}",
         "dtype": args.dtype,
+        "quantization": args.quantization,
         "workload": {"name": args.workload, **dataclasses.asdict(workload), **eos_prob},
         "repeats": args.repeats,
         "hardware": processes.hardware(ours[0]),

@@ -9,6 +9,7 @@ decoder draws lengths from one known distribution.
 """
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import math
@@ -31,6 +32,7 @@ from tba_jax.devices.site import any_device
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.quantized import quantize
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.planning import roofline
 
@@ -148,7 +150,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     prompts = np.load(job["prompts"])
     num_rows = len(prompts) * job["num_samples"]
     decoder = _decoder(config, job, prompts.shape[1], job["max_new_tokens"], job["eos_ids"])
-    weights = jax.block_until_ready(decoder.weights(params))
+    make = jax.jit(functools.partial(quantize, quantization=job["quantization"]))
+    weights = jax.block_until_ready(make(decoder.weights(params)))
     del params
     load_s = time.perf_counter() - start
 

@@ -35,6 +35,7 @@ def validate(config: Config) -> None:
     _rows(config)
     _packed_rows(config)
     _rounding(config)
+    _quantization(config)
     _driver(config)
     if MODES[config.placement].spans_hosts:
         _pod(config)
@@ -73,6 +74,17 @@ def _buffer(config: Config) -> None:
         f"a batch of {batch} prompts cannot be held in as little",
         f"Bookkeeping alone takes {least * RESPONSE_OVERHEAD_BYTES}; give it room for the "
         "responses that should be kept, at 300 bytes and four for each token.",
+    )
+
+
+def _quantization(config: Config) -> None:
+    """Weights of searchers in eight bits."""
+    need(
+        config.search.quantization == "none" or not config.lora.rank,
+        "search.quantization",
+        config.search.quantization,
+        "adapters are merged into a base that searchers keep, and it would be held twice",
+        "Set --config.search.quantization=none or --config.lora.rank=0.",
     )
 
 

@@ -18,8 +18,9 @@ from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
-from tba_jax.models import transformer
+from tba_jax.models import quantized, transformer
 from tba_jax.models.attention import KVCache
+from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig
 
 CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
@@ -31,8 +32,15 @@ CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
 """The programs of a chunk worth compiling: each way to sample, and everything at once."""
 
 
-def weight_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
+def weight_shardings(
+    config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
+) -> Params:
     """Shardings of weights in the decoder's layout, a tuple of layers.
+
+    Args:
+        config: the architecture.
+        mesh: devices.
+        quantization: of the weights; scales lie with the columns that they belong to.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -51,26 +59,37 @@ def weight_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
         name: jax.ShapeDtypeStruct(tuple(units["layers"][name].shape[i] for i in at), jnp.float32)
         for name, at in kept.items()
     }
+    for name in quantized.MATRICES:
+        if quantization != "none" and name in layer_axes:
+            scale = quantized.scale_name(name)
+            layer_axes[scale] = layer_axes[name][1:]
+            layer_units[scale] = jax.ShapeDtypeStruct(layer_units[name].shape[1:], jnp.float32)
     axes["layers"] = (layer_axes,) * config.num_layers
     units["layers"] = (layer_units,) * config.num_layers
     return tree_shardings(axes, units, mesh)
 
 
-def abstract_weights(config: TransformerConfig, dtype: Any, where: Mesh | Sharding) -> Params:
+def abstract_weights(
+    config: TransformerConfig,
+    dtype: Any,
+    where: Mesh | Sharding,
+    quantization: Quantization = "none",
+) -> Params:
     """Weights in the decoder's layout as ShapeDtypeStructs with shardings.
 
     Args:
         config: the architecture.
         dtype: of the weights.
         where: a mesh, divided by the table of `sharding`; or one sharding for all.
+        quantization: of the weights.
     """
-    shapes = _weight_shapes(config, dtype)
+    shapes = _weight_shapes(config, dtype, quantization)
     if not isinstance(where, Mesh):
         return jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), shapes)
     return jax.tree.map(
         lambda x, sharding: _abstract(x.shape, x.dtype, sharding),
         shapes,
-        weight_shardings(config, where),
+        weight_shardings(config, where, quantization),
     )
 
 
@@ -157,9 +176,11 @@ def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
     return 2 * config.num_layers * size
 
 
-def _weight_shapes(config: TransformerConfig, dtype: Any) -> Params:
-    stacked = transformer.abstract_params(config, dtype)
-    return jax.eval_shape(lambda params: transformer.unstack_layers(params, config), stacked)
+def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:
+    def arrange(params: Params) -> Params:
+        return quantized.quantize(transformer.unstack_layers(params, config), quantization)
+
+    return jax.eval_shape(arrange, transformer.abstract_params(config, dtype))
 
 
 def _abstract(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

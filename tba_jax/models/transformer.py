@@ -10,7 +10,7 @@ sampling temperatures or losses. The invariant it owns: there is one layer, `run
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -247,7 +247,12 @@ class Block(nnx.Module):
         """
         kernel = getattr(self, name)[...].astype(x.dtype).reshape(x.shape[-1], -1)
         rows = x.reshape(-1, x.shape[-1])
-        out = rows @ kernel
+        scale = getattr(self, f"{name}_scale", None)
+        if scale is None:
+            out = rows @ kernel
+        else:  # `quantized`
+            out = jnp.matmul(rows, kernel, preferred_element_type=jnp.float32)
+            out = (out * jnp.broadcast_to(scale[...], out.shape)).astype(x.dtype)
         adapters = self.config.adapters
         if adapters is not None and name in adapters.modules:
             # Not W + A B first: its gradient would have the size of W.
@@ -457,14 +462,14 @@ def run_layer(
     """(x after one layer, whatever `attend` returned beside its output).
 
     Args:
-        layer_params: parameters of one layer, without the layer axis.
+        layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
         x: residual stream; any batch axes, the last of them may be the sequence.
         angles: from `rotary`.
         attend: (q [*b g r e], k [*b g e], v [*b g e]) -> (output [*b g r e], anything); it decides
             what the queries see. Keys come rotated.
         config: the architecture.
     """
-    return nnx.merge(_block_graph(config), layer_params)(x, angles, attend)
+    return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend)
 
 
 def final_norm(
@@ -519,9 +524,17 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
     return {**params, "layers": layers}
 
 
-def _block_graph(config: TransformerConfig) -> Any:
-    block = nnx.eval_shape(lambda: Block(config, jnp.float32, nnx.Rngs(0)))
-    return nnx.split(block)[0]
+def _block_graph(config: TransformerConfig, names: Iterable[str]) -> Any:
+    """The graph of a layer with leaves of these names."""
+
+    def make() -> Block:
+        block = Block(config, jnp.float32, nnx.Rngs(0))
+        for name in names:
+            if name.endswith("_scale"):
+                setattr(block, name, nnx.Param(jnp.zeros(())))
+        return block
+
+    return nnx.split(nnx.eval_shape(make))[0]
 
 
 def _norm(

@@ -287,12 +287,12 @@ def _distance(config: Config, model_config: TransformerConfig, placement: Placem
     sizes = sizes_of(config)
     scoring = modeling.make_rollout_scoring(config, Ids().eos_ids)
     program = make_distance_program(model_config, scoring, Site(placement.searcher_meshes[0]))
-    weights = abstract_weights(config, model_config, placement)
+    weights = abstract_weights(config, model_config, placement, config.search.quantization)
     # A searcher's own reference serves where it has one.
     reference = (
         abstract_reference(config, model_config, placement)
         if config.reference.placement == "searcher"
-        else weights
+        else abstract_weights(config, model_config, placement)
     )
     buckets = config.batch.num_length_buckets
     t = length_buckets(config.eval.max_new_tokens, buckets)[-1]

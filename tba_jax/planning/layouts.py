@@ -13,10 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, get_field, replace
+from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import (
     MODES,
@@ -307,7 +309,13 @@ def _group_size(
 
     And what judges take of one of them.
     """
-    weights = num_params(model_config) * jnp.dtype(config.model.rollout_dtype).itemsize
+    held = lowering.abstract_weights(
+        model_config,
+        jnp.dtype(config.model.rollout_dtype),
+        SingleDeviceSharding(devices[0]),
+        config.search.quantization,
+    )
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
     copies = _weight_copies(config, model_config)
     if config.reference.placement == "searcher":
         copies += (

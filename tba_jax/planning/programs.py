@@ -23,6 +23,7 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
+from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
 from tba_jax.run import modeling, training
@@ -143,7 +144,7 @@ def residents(
         trainer["parts of the state while it is saved"] = sum(trainer.values()) / config.mesh.data
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
-    weights = abstract_weights(config, model_config, placement)
+    weights = abstract_weights(config, model_config, placement, config.search.quantization)
     policy, searcher = modeling.policy_config(config, model_config), {}
     if policy.adapters is not None:
         # Merged is what has adapters; the rest is shared with the base.
@@ -225,7 +226,7 @@ def _searcher_programs(
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
     decoder = modeling.make_decoder(config, model_config, Ids(), Site(mesh))
-    weights = abstract_weights(config, model_config, placement)
+    weights = abstract_weights(config, model_config, placement, config.search.quantization)
     columns = decoder.cache_lengths[-1]
     lowered = dict(
         lowering.lower_all(
@@ -392,11 +393,22 @@ def _publication(
     return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
 
 
-def abstract_weights(config: Config, model_config: TransformerConfig, placement: Placement) -> Any:
-    """The policy on the first searcher's devices, in the decoder's layout."""
+def abstract_weights(
+    config: Config,
+    model_config: TransformerConfig,
+    placement: Placement,
+    quantization: Quantization = "none",
+) -> Any:
+    """Weights on the first searcher's devices, in the decoder's layout.
+
+    Args:
+        config, model_config, placement: of the plan.
+        quantization: that of the config for the policy, none for what it is compared with.
+    """
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
-    return lowering.abstract_weights(model_config, jnp.dtype(config.model.rollout_dtype), where)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    return lowering.abstract_weights(model_config, dtype, where, quantization)
 
 
 def abstract_reference(

@@ -20,6 +20,7 @@ from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
+from tba_jax.models.quantized import Quantization
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, unstack_layers
@@ -76,13 +77,20 @@ def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Paddin
     )
 
 
-def searcher_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
+def searcher_shardings(
+    model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
+) -> Any:
     """Where a searcher wants its weights, in the decoder's layout: divided over its mesh.
+
+    Args:
+        model_config: the architecture.
+        mesh: the searcher's.
+        quantization: of the weights.
 
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    return on_mesh(mesh, lowering.weight_shardings(model_config, mesh))
+    return on_mesh(mesh, lowering.weight_shardings(model_config, mesh, quantization))
 
 
 def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
@@ -96,17 +104,17 @@ def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
 
 
 def make_publication(
-    config: Config, model_config: TransformerConfig, mesh: Mesh
+    model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> tuple[Layout, Any]:
     """(layout that searchers want, shardings in which the publish program leaves its copy).
 
     Args:
-        config: of the run.
         model_config: the architecture.
         mesh: `Placement.publication_mesh`.
+        quantization: of the copy, which is made once its weights are in the rollout dtype.
     """
     layout = functools.partial(unstack_layers, config=model_config)
-    return layout, lowering.weight_shardings(model_config, mesh)
+    return layout, lowering.weight_shardings(model_config, mesh, quantization)
 
 
 def make_publication_program(
@@ -123,18 +131,21 @@ def make_publication_program(
         where: `Placement.publication_mesh`.
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
+    quantization: Quantization = "none"
     if config.sync.transport == "memory":
         if policy.adapters is None:
-            layout, shardings = make_publication(config, model_config, where)
+            quantization = config.search.quantization
+            layout, shardings = make_publication(model_config, where, quantization)
         else:
             shardings = lora.split(param_shardings(policy, where))[1]
-    return make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, shardings)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    return make_publish_program(dtype, layout, shardings, quantization)
 
 
 def decoder_weights(
     config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
 ) -> Any:
-    """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh.
+    """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh; as trained.
 
     Args:
         config: of the run.
@@ -143,7 +154,7 @@ def decoder_weights(
         source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
         mesh: the searcher's.
     """
-    layout, published = make_publication(config, model_config, source)
+    layout, published = make_publication(model_config, source)
     program = make_publish_program(jnp.dtype(config.model.rollout_dtype), layout, published)
     return hand_over(program(params), searcher_shardings(model_config, mesh))
 

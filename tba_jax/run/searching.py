@@ -141,8 +141,9 @@ def make_transport(
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
     where = sites.publication.mesh
-    layout, published = make_publication(config, plain, where)
-    wanted = [searcher_shardings(plain, site.mesh) for site in sites.searchers]
+    quantization = config.search.quantization
+    layout, published = make_publication(plain, where, quantization)
+    wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
     merges: dict[Site, Callable[[Any], Any]] = {}
     if policy.adapters is not None:
         # Each set of devices has the base once, in the decoder's layout.
@@ -159,7 +160,9 @@ def make_transport(
         transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
     else:
         if layout is not None:
-            layout = sites.trainer.in_turn(jax.jit(layout, out_shardings=published))
+            # Files have the trainer's layout; what is read is arranged and quantised then.
+            program_of_files = make_publish_program(dtype, layout, published, quantization)
+            layout = sites.trainer.in_turn(program_of_files)
         transport = CheckpointTransport(
             str(workdir),
             program,

@@ -31,6 +31,11 @@ class SearchSettings(Section):
     cache_dtype: Literal["", "float32", "bfloat16"] = field(
         "", "of cached keys and values; empty: model.rollout_dtype"
     )
+    quantization: Literal["none", "int8", "fp8"] = field(
+        "none",
+        "matrices of the layers that searchers draw with, made at publication: int8 or fp8 (e4m3) "
+        "values with a scale for each output channel; evaluations during the run use them too",
+    )
     swap: Literal["auto", "in_flight", "round"] = field(
         "auto",
         "driver=async: when newer weights are taken; in_flight: between decode chunks; round: when "

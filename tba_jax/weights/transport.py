@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from tba_jax.devices.sharding import hand_over
+from tba_jax.models.quantized import Quantization, quantize
 from tba_jax.models.trees import check_same_tree
 
 
@@ -82,7 +83,10 @@ Layout = Callable[[Any], Any]
 
 
 def make_publish_program(
-    dtype: jnp.dtype, layout: Layout | None = None, out_shardings: Any = None
+    dtype: jnp.dtype,
+    layout: Layout | None = None,
+    out_shardings: Any = None,
+    quantization: Quantization = "none",
 ) -> Callable[[Any], Any]:
     """Jitted copy and cast of a params tree to the rollout dtype, in the layout readers want.
 
@@ -93,13 +97,14 @@ def make_publish_program(
         dtype: rollout dtype.
         layout: as the readers want the tree; None: as it is.
         out_shardings: of its result on the devices of the params, a tree; None: XLA's choice.
+        quantization: of the copy, which the decoder's layout alone can have.
     """
 
     def publish(params: Any) -> Any:
         # Cast last: layers cut out of a cast stack would need the whole stack in both dtypes.
         arranged = params if layout is None else layout(params)
-        leaves, tree = jax.tree.flatten(arranged)
-        leaves = [jnp.copy(x.astype(dtype)) for x in leaves]
+        copied = jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), arranged)
+        leaves, tree = jax.tree.flatten(quantize(copied, quantization))
         smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
         leaves[smallest] = _after_some_work(leaves[smallest])
         return jax.tree.unflatten(tree, leaves)

@@ -207,6 +207,10 @@ def test_no_field_is_dead():
             },
             "classifier.kind=encoder needs a model",
         ),
+        (
+            {"search.quantization": "int8", "lora.rank": 4},
+            "config.search.quantization = 'int8': adapters are merged into a base",
+        ),
         ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
         ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
         ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),

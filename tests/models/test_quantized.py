@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights in eight bits: how far they are from exact ones, and that sampler and scorer agree."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_models import STORIES, logits_of, random_params, tiny_config
+from jax.sharding import Mesh, PartitionSpec
+
+from tba_jax.decoding import lowering
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.site import Site, any_device
+from tba_jax.models import model as models
+from tba_jax.models.quantized import MATRICES, quantize, scale_name
+from tba_jax.models.transformer import unstack_layers
+from tba_jax.run.modeling import START_MODEL
+from tba_jax.weights.transport import MemoryTransport, make_publish_program
+
+CONFIG = tiny_config(num_heads=4, num_kv_heads=2, qkv_bias=True, mlp_size=24, vocab_size=64)
+
+
+def apart(config=CONFIG):
+    return unstack_layers(random_params(config), config)
+
+
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_every_weight_is_within_half_a_step_of_its_channel(kind, family):
+    exact = apart(tiny_config(family=family))
+    layer = dict(exact["layers"][0])
+    layer["o"] = layer["o"].at[:, 1].set(0)  # a channel without weights
+    found = quantize({**exact, "layers": (layer,)}, kind)["layers"][0]
+    assert found.keys() - layer.keys() == {scale_name(n) for n in MATRICES if n in layer}
+    for name in MATRICES:
+        if name not in layer:
+            continue
+        x, values = np.asarray(layer[name]), np.asarray(found[name], np.float32)
+        scale = np.asarray(found[scale_name(name)])
+        assert found[name].dtype.itemsize == 1 and scale.dtype == np.float32
+        # Three bits of mantissa: half a unit in the last place is 2^-4, of subnormals 2^-10 steps.
+        bound = 0.5 * scale if kind == "int8" else np.maximum(np.abs(x) / 16, scale / 2**10)
+        assert (np.abs(values * scale - x) <= bound * (1 + 1e-5)).all(), name
+    assert quantize(exact, "none") is exact
+    assert found["attn_norm"] is layer["attn_norm"]
+
+
+def total_variation(folder, kind):
+    """(mean, largest) over the positions of a few random sequences."""
+    model = models.describe(str(folder))
+    weights = unstack_layers(model.load_params(param_dtype=jnp.float32), model.config)
+    size = min(model.config.vocab_size, 400)
+    tokens = np.random.default_rng(0).integers(3, size, (8, 24)).astype(np.int32)
+    mask = np.ones(tokens.shape, bool)
+    exact, found = (
+        jax.nn.softmax(logits_of(model.config, w, tokens, mask))
+        for w in (weights, quantize(weights, kind))
+    )
+    distance = 0.5 * np.abs(np.asarray(exact) - np.asarray(found)).sum(axis=-1)
+    return distance.mean(), distance.max()
+
+
+# Measured, mean and largest: int8 0.006 and 0.028 (start model), 0.012 and 0.047 (stories260k);
+# fp8, whose step is 2^-4 of each weight where that of int8 is 2^-8 of the largest, 0.049 and 0.24,
+# 0.053 and 0.19. Models this small have no directions to spare.
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.015), ("fp8", 0.065)])
+@pytest.mark.parametrize("folder", [START_MODEL, STORIES], ids=["start_model", "stories260k"])
+def test_the_next_token_is_distributed_nearly_as_with_exact_weights(folder, kind, most):
+    if not Path(folder).is_dir():
+        pytest.skip(f"{folder} is absent")
+    mean, largest = total_variation(folder, kind)
+    assert 0 < mean < most and largest < 4 * most, (mean, largest)
+
+
+@functools.cache
+def decoded(num_devices):
+    weights = quantize(apart(), "int8")
+    site = any_device()
+    if num_devices > 1:
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+        site = Site(mesh)
+        shardings = lowering.weight_shardings(CONFIG, mesh, "int8")
+        assert shardings["layers"][0]["up_scale"].spec == PartitionSpec("model")
+        assert shardings["layers"][0]["o_scale"].spec == PartitionSpec(None)
+        weights = jax.device_put(weights, shardings)
+    decoder = Decoder(
+        CONFIG,
+        compute_dtype=jnp.float32,
+        eos_ids=(0,),
+        pad_id=1,
+        prompt_buckets=(6,),
+        max_length=16,
+        chunk_steps=4,
+        site=site,
+    )
+    prompts = [np.array([3, 4, 5, 9], np.int32), np.array([7, 8], np.int32)]
+    settings = SamplingSettings(max_new_tokens=8)
+    key = jax.random.key(3)
+    found = decoder.decode(weights, prompts, num_samples=2, key=key, settings=settings)
+    return prompts, found
+
+
+def test_behaviour_log_probs_are_those_of_the_quantised_policy():
+    prompts, found = decoded(1)
+    weights = quantize(apart(), "int8")
+    for i, j in np.ndindex(found.lengths.shape):
+        n = found.lengths[i, j]
+        row = np.concatenate([prompts[i], found.tokens[i, j, :n]])[None]
+        logits = logits_of(CONFIG, weights, row, np.ones(row.shape, bool))
+        logprobs = np.asarray(jax.nn.log_softmax(logits))[0, len(prompts[i]) - 1 : -1]
+        wanted = np.take_along_axis(logprobs, row[0, len(prompts[i]) :, None], axis=1)[:, 0]
+        np.testing.assert_allclose(found.token_logprobs[i, j, :n], wanted, rtol=0, atol=2e-5)
+
+
+def test_a_quantised_tensor_parallel_decoder_equals_one_device():
+    _, one = decoded(1)
+    _, two = decoded(2)
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    np.testing.assert_allclose(one.token_logprobs, two.token_logprobs, rtol=0, atol=2e-5)
+
+
+def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
+    trainer = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), ("data", "fsdp", "model"))
+    searcher = Mesh(np.array(jax.devices()[4:6]), ("model",))
+    layout = functools.partial(unstack_layers, config=CONFIG)
+    published = lowering.weight_shardings(CONFIG, trainer, "int8")
+    program = make_publish_program(jnp.dtype(jnp.bfloat16), layout, published, "int8")
+    wanted = lowering.weight_shardings(CONFIG, searcher, "int8")
+    transport = MemoryTransport(program, [wanted], timeout_s=60.0)
+    params = random_params(CONFIG)
+    transport.publish(3, params)
+    transport.poll()
+    latest = transport.latest(0)
+    assert latest is not None and latest.version == 3
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layout(params))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)),
+        latest.params,
+        quantize(narrow, "int8"),
+    )
+    assert jax.tree.map(lambda x: x.sharding, latest.params) == wanted
