@@ -10,8 +10,9 @@ temporaries; arguments and results (the table and its gradient) are the same on 
 with other work the minima are the better figures, but neither is good. --topology=v5e:2x2 adds the
 memory of both sides compiled for a TPU that is not attached (needs libtpu).
 
-The naive form has three matrix products and the fused one four, since it makes its logits twice;
-`roofline_s` is their time at the measured matmul rate, memory traffic left out.
+The naive form has three matrix products and the fused one four, since it makes its logits twice,
+unless they have no more than --kept_bytes; `roofline_s` is their time at the measured matmul rate,
+memory traffic left out.
 """
 
 import argparse
@@ -31,11 +32,11 @@ from jaxtyping import Array, Float, Float32, Int
 
 from tba_jax.bench import reporting
 from tba_jax.models.fused_logprobs import VOCAB_BLOCK, fused_logprobs
+from tba_jax.models.scoring import KEPT_BYTES
 from tba_jax.planning import roofline
 
 _MIB = 2**20
 _TEMPERATURE = 0.7
-_PRODUCTS = {"naive": 3, "fused": 4}
 # No TPU is looked for, and none is taken from a process that has it.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--vocab_block", type=int, default=VOCAB_BLOCK, help="of the fused form")
+    parser.add_argument("--kept_bytes", type=int, default=KEPT_BYTES, help="of logits, fused form")
     parser.add_argument("--chunk_tokens", type=int, default=8192, help="of the fused form")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--topology", default="", help="also compile for this TPU, as v5e:2x2")
@@ -97,12 +99,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rate = roofline.measure_rates(args.dtype, inputs[1].nbytes).flops_per_s
     product = 2 * args.tokens * args.d * args.vocab_size
     medians = {name: statistics.median(x) for name, x in times.items()}
-    bounds = {name: _PRODUCTS[name] * product / rate for name in sides}
+    keeps_logits = 4 * args.tokens * args.vocab_size <= args.kept_bytes
+    products = {"naive": 3, "fused": 3 if keeps_logits else 4}
+    bounds = {name: products[name] * product / rate for name in sides}
     return {
         "vocab_size": args.vocab_size,
         "d": args.d,
         "tokens": args.tokens,
         "dtype": args.dtype,
+        "keeps_logits": keeps_logits,
         "memory_ratio": _ratio(memory),
         "time_ratio": medians["fused"] / medians["naive"],
         "min_time_ratio": min(times["fused"]) / min(times["naive"]),
@@ -139,6 +144,7 @@ def compile_sides(
             temperature=_TEMPERATURE,
             chunk_tokens=args.chunk_tokens,
             vocab_block=args.vocab_block,
+            kept_bytes=args.kept_bytes,
         )[0]
 
     shapes = [

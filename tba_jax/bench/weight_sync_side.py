@@ -63,8 +63,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Pauses of the trainer, and what the loop takes with and without them."""
     config, model, shape = _load(job["model"], job["transport"])
     devices = jax.local_devices()
-    sites = Sites(*(Site(Mesh(np.array([[[devices[0]]]]), MESH_AXES)) for _ in range(2)), ())
-    sites = sites._replace(searchers=(Site(Mesh(np.array([devices[1]]), ("model",))),))
+    trainer = Site(Mesh(np.array([[[devices[0]]]]), MESH_AXES))
+    sites = Sites(trainer, trainer, (Site(Mesh(np.array([devices[1]]), ("model",))),))
     state, step = _trainer(config, model, shape, sites)
     publish = make_publication_program(config, shape, sites.publication.mesh)
     transport = make_transport(config, shape, sites, Path(job["workdir"]), None, publish)

@@ -6,8 +6,10 @@
 
 The forward pass visits the table block by block and keeps a running maximum and sums for each
 token. The backward pass, written by hand, makes the same blocks again, so logits exist for one
-block of the vocabulary and one chunk of the tokens at a time. The invariant it owns: nothing it
-makes has a token axis and the whole vocabulary.
+block of the vocabulary and one chunk of the tokens at a time. That is a fourth product beside the
+three that cannot be saved, a third more work. Logits of few bytes are therefore kept for the
+backward pass instead. The invariant it owns: nothing it makes has a token axis and the whole
+vocabulary, unless that has no more bytes than were allowed.
 
 A block of logits is [vocabulary, tokens]: sums over the vocabulary then run over the major axis,
 where every lane of a vector unit is another token. In the backward pass blocks are the outer loop
@@ -40,6 +42,7 @@ class _Static(NamedTuple):
     vocab_shards: int
     vocab_block: int
     with_entropy: bool
+    keeps_logits: bool
 
 
 class _Sums(NamedTuple):
@@ -67,6 +70,7 @@ def fused_logprobs(
     chunk_tokens: int,
     vocab_shards: int = 1,
     vocab_block: int = VOCAB_BLOCK,
+    kept_bytes: int = 0,
 ) -> Float32[Array, "b t"]:
     """log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -85,11 +89,15 @@ def fused_logprobs(
         vocab_shards: into how many parts devices divide the axis v of `table`. Blocks are then
             cut within the parts; a wrong number costs communication, not correctness.
         vocab_block: rows of each part in a block.
+        kept_bytes: logits of at most as many, over all devices, are made once and kept for the
+            backward pass; blocks and chunks have no part in them.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
-    static = _static(table, temperature, chunk_tokens, vocab_shards, vocab_block, False)
+    keeps = 4 * targets.size * table.shape[0] <= kept_bytes
+    static = _Static(temperature, vocab_shards, vocab_block, False, keeps)
+    _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
 
 
@@ -102,38 +110,34 @@ def fused_logprobs_and_entropy(
     chunk_tokens: int,
     vocab_shards: int = 1,
     vocab_block: int = VOCAB_BLOCK,
+    kept_bytes: int = 0,
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
     """`fused_logprobs`, and the entropy in nats of the distribution each token was drawn from.
 
     Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
     """
-    static = _static(table, temperature, chunk_tokens, vocab_shards, vocab_block, True)
+    keeps = 4 * targets.size * table.shape[0] <= kept_bytes
+    static = _Static(temperature, vocab_shards, vocab_block, True, keeps)
+    _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 
 
-def _static(
-    table: Array,
-    temperature: float,
-    chunk_tokens: int,
-    vocab_shards: int,
-    vocab_block: int,
-    with_entropy: bool,
-) -> _Static:
+def _check(table: Array, chunk_tokens: int, static: _Static) -> None:
     positive = {
-        "temperature": temperature,
+        "temperature": static.temperature,
         "chunk_tokens": chunk_tokens,
-        "vocab_shards": vocab_shards,
-        "vocab_block": vocab_block,
+        "vocab_shards": static.vocab_shards,
+        "vocab_block": static.vocab_block,
     }
     for name, value in positive.items():
         if not value > 0:
             raise ValueError(f"{name} = {value}; wanted a positive number")
-    if table.shape[0] % vocab_shards:
+    if table.shape[0] % static.vocab_shards:
         raise ValueError(
             f"a table of {table.shape[0]} rows cannot be divided into vocab_shards = "
-            f"{vocab_shards} equal parts; keep it whole on each device and use vocab_shards = 1"
+            f"{static.vocab_shards} equal parts; keep it whole on each device and use "
+            "vocab_shards = 1"
         )
-    return _Static(temperature, vocab_shards, vocab_block, with_entropy)
 
 
 def _over_chunks(
@@ -145,6 +149,8 @@ def _over_chunks(
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
     b, t, d = hidden.shape
     v, m = table.shape[0], static.vocab_shards
+    if static.keeps_logits:
+        static, chunk_tokens = static._replace(vocab_block=v // m), b * t
     size = -(-t // min(t, -(-b * t // chunk_tokens)))  # positions per chunk
     c = -(-t // size)
     padding = ((0, 0), (0, c * size - t))
@@ -181,12 +187,16 @@ def _forward(
     targets: Int[Array, "c n"],
     static: _Static,
 ) -> tuple[tuple[Array, Array], Any]:
+    kept = _logits(table.astype(hidden.dtype), hidden[0], static) if static.keeps_logits else None
+
     def chunk(xs: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         hidden, targets = xs
 
         def visit(start: Any, size: int, sums: _Sums) -> _Sums:
-            rows, ids = _block(table, start, size, hidden.dtype)
-            logits = _logits(rows, hidden, static)
+            ids = _ids(table, start, size)
+            logits = kept
+            if logits is None:
+                logits = _logits(_block(table, start, size, hidden.dtype), hidden, static)
             top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
             shifted = logits - top[:, None]
             exp = jnp.exp(shifted)
@@ -213,7 +223,7 @@ def _forward(
         logprobs, entropy, logsumexp = (x[None] for x in chunk((hidden[0], targets[0])))
     else:
         logprobs, entropy, logsumexp = jax.lax.map(chunk, (hidden, targets))
-    return (logprobs, entropy), (hidden, table, targets, logsumexp, entropy)
+    return (logprobs, entropy), (hidden, table, targets, logsumexp, entropy, kept)
 
 
 def _backward(
@@ -224,17 +234,22 @@ def _backward(
     d logprob / d logits = onehot(target) - p
     d entropy / d logits = -p * (log p + entropy)
     """
-    hidden, table, targets, logsumexp, entropy = saved
+    hidden, table, targets, logsumexp, entropy, kept = saved
     c = hidden.shape[0]
     of_logprob, of_entropy = (x / static.temperature for x in cotangents)
 
     def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_table = carry
-        rows, ids = _block(table, start, size, hidden.dtype)
+        ids = _ids(table, start, size)
+        if kept is None:
+            rows = _block(table, start, size, hidden.dtype)
+        else:
+            rows = table.astype(hidden.dtype)
 
         def chunk(j: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             d_hidden, d_rows = carry
-            logp = _logits(rows, hidden[j], static) - logsumexp[j][None, None]
+            logits = _logits(rows, hidden[j], static) if kept is None else kept
+            logp = logits - logsumexp[j][None, None]
             weight = of_logprob[j][None, None]
             if static.with_entropy:
                 weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
@@ -271,6 +286,8 @@ def _each_block(
     width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
 ) -> _Carry:
     """`carry` after `visit(start, size, carry)` of all blocks; the last may be smaller."""
+    if block >= width:
+        return visit(0, width, carry)
     whole, rest = divmod(width, block)
     # The smaller block first: after a loop XLA:CPU copies the table gradient to write into it.
     if rest:
@@ -292,15 +309,19 @@ def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
 
 def _block(
     table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
-) -> tuple[Float[Array, "m x d"], Int[Array, "m x"]]:
-    """(rows, their token ids) of one block: `size` rows of each part of the table."""
-    m, w, _ = table.shape
+) -> Float[Array, "m x d"]:
+    """One block: `size` rows of each part of the table."""
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
     # Times one, which the compiler must not know: it would move the rounding to bfloat16 out of
     # the loop (on TPU that of float32 products too) and keep a rounded copy of the whole table.
     rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
-    ids = (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
-    return rows.astype(dtype), ids
+    return rows.astype(dtype)
+
+
+def _ids(table: Float[Array, "m w d"], start: Any, size: int) -> Int[Array, "m x"]:
+    """Token ids of a block."""
+    m, w, _ = table.shape
+    return (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
 
 
 def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:

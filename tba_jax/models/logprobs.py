@@ -3,7 +3,7 @@
 
 The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
 at every response token including the end-of-sequence token. `fused_logprobs` sees to it that logits
-exist for a block of the vocabulary at a time.
+exist for a block of the vocabulary at a time, unless they are small.
 """
 
 from typing import Any
@@ -183,6 +183,7 @@ def _response_logprobs(
             temperature=scoring.temperature,
             chunk_tokens=scoring.chunk_tokens,
             vocab_shards=1 if sharding is None else sharding.vocab_shards,
+            kept_bytes=scoring.kept_bytes,
         )
 
     logprobs = of_tokens(hidden, targets)
@@ -255,6 +256,7 @@ def packed_token_logprobs(
         temperature=scoring.temperature,
         chunk_tokens=scoring.chunk_tokens,
         vocab_shards=1 if sharding is None else sharding.vocab_shards,
+        kept_bytes=scoring.kept_bytes,
     )
     return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
 

@@ -10,17 +10,19 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tba_jax.bench import logprob as bench
+from tba_jax.models.scoring import KEPT_BYTES
 
 FULL_SIZE = {"d": 2048, "vocab_size": 152_064, "tokens": 2048}
 
 
 def full_size(dtype):
-    return argparse.Namespace(**FULL_SIZE, dtype=dtype, vocab_block=2048, chunk_tokens=8192)
+    sizes = {"vocab_block": 2048, "chunk_tokens": 8192, "kept_bytes": KEPT_BYTES}
+    return argparse.Namespace(**FULL_SIZE, dtype=dtype, **sizes)
 
 
 def test_figures_of_a_small_table(capsys):
     argv = ["--d=32", "--vocab_size=1000", "--tokens=64", "--vocab_block=128", "--repeats=2"]
-    assert bench.main([*argv, "--json"]) == 0
+    assert bench.main([*argv, "--kept_bytes=0", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["vocab_size"] == 1000 and result["repeats"] == 2
     # 64 x 1000 logits against a block of 64 x 128 twice, its rows and the hidden gradient.
@@ -30,6 +32,20 @@ def test_figures_of_a_small_table(capsys):
     assert result["roofline_s"]["fused"] == pytest.approx(4 / 3 * result["roofline_s"]["naive"])
     # float32 sums over 32 and 1,000 terms, values of order 1 to 10.
     assert max(result["max_difference"].values()) < 2e-5
+
+
+def test_kept_logits_are_made_once(capsys):
+    argv = ["--d=32", "--vocab_size=1000", "--tokens=64", "--repeats=1", "--json"]
+    logits = 4 * 64 * 1000
+    assert bench.main([*argv, f"--kept_bytes={logits}"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["keeps_logits"]
+    assert result["roofline_s"]["fused"] == pytest.approx(result["roofline_s"]["naive"])
+    # The product, and beside it the logits (that over the temperature) and those of the targets.
+    assert logits <= result["temporary_mib"]["fused"] * 2**20 < 3.1 * logits
+    assert max(result["max_difference"].values()) < 2e-5
+    assert bench.main([*argv, f"--kept_bytes={logits - 1}"]) == 0
+    assert not json.loads(capsys.readouterr().out.splitlines()[-1])["keeps_logits"]
 
 
 def test_a_tenth_of_the_memory_on_cpu():

@@ -79,12 +79,22 @@ def wanted():
         {"vocab_block": 20, "chunk_tokens": 23},
         # four parts of 12 = 2 x 5 + 2 rows
         {"vocab_block": 5, "vocab_shards": 4},
+        {"vocab_block": 20, "chunk_tokens": 23, "kept_bytes": 4 * B * T * V},
+        {"vocab_block": 5, "vocab_shards": 4, "kept_bytes": 4 * B * T * V},
     ],
-    ids=["one block", "blocks and chunks", "parts"],
+    ids=["one block", "blocks and chunks", "parts", "kept", "parts kept"],
 )
 def test_values_and_gradients_are_those_of_float64(sizes, wanted):
     # float32: 6e-8 per operation, sums of 8 to 56 terms, in logits up to about 15.
     check(jax.jit(fused(**sizes))(*inputs()), wanted, 2e-6)
+
+
+@pytest.mark.parametrize(("spare", "products"), [(0, 3), (-1, 4)])
+def test_kept_logits_are_not_made_again(spare, products):
+    data = inputs()
+    run = fused(vocab_block=V, kept_bytes=4 * B * T * V + spare)
+    equations = _equations(jax.make_jaxpr(run)(*data).jaxpr)
+    assert sum(eqn.primitive.name == "dot_general" for eqn in equations) == products
 
 
 def test_without_entropy_the_same(wanted):
@@ -98,8 +108,10 @@ def test_without_entropy_the_same(wanted):
     check((got[0], expected[1], *got[1:]), expected, 2e-6)
 
 
-def test_bfloat16_inputs_lose_no_more_than_the_products_of_the_gradient():
-    got = jax.jit(fused(vocab_block=20, chunk_tokens=23))(*(data := inputs(dtype=jnp.bfloat16)))
+@pytest.mark.parametrize("kept_bytes", [0, 4 * B * T * V])
+def test_bfloat16_inputs_lose_no_more_than_the_products_of_the_gradient(kept_bytes):
+    run = fused(vocab_block=20, chunk_tokens=23, kept_bytes=kept_bytes)
+    got = jax.jit(run)(*(data := inputs(dtype=jnp.bfloat16)))
     assert [x.dtype for x in got] == [jnp.float32, jnp.float32, jnp.bfloat16, jnp.bfloat16]
     expected = in_float64(*data)
     # Products of bfloat16 are exact in float32: the values lose nothing.
@@ -173,6 +185,16 @@ def divided(mesh, rows, vocabulary, **sizes):
     data = jax.device_put(inputs(), (by_row, by_token, by_row, of_both))
     program = jax.jit(fused(**sizes), out_shardings=(by_row, by_row, by_row, by_token))
     return program.lower(*data).compile(), data
+
+
+def test_kept_logits_stay_where_their_rows_are(wanted):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+    compiled, data = divided(mesh, "data", "model", vocab_shards=4, kept_bytes=4 * B * T * V)
+    check(compiled(*data), wanted, 2e-6)
+    found = collectives(compiled)
+    assert {name for name, _ in found} == {"all-reduce"}
+    # The table gradient over rows, the hidden gradient over the vocabulary; sums of tokens.
+    assert sum(size for _, size in found) <= V * D // 4 + B // 2 * T * (D + 4)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1000, 23])

@@ -61,7 +61,7 @@ def score(
         jnp.asarray(response_lengths),
         response_bucket=t,
         config=config,
-        scoring=Scoring(**{"temperature": 0.7, **scoring}),
+        scoring=Scoring(**{"temperature": 0.7, "kept_bytes": 0, **scoring}),
         remat=remat,
     )
 
@@ -110,6 +110,24 @@ def test_chunking_changes_neither_values_nor_gradients(params, decoded, chunk_to
         # gradients of a sum over 36 tokens, of order 1 to 10
         lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
         chunked_grad,
+        grad,
+    )
+
+
+def test_kept_logits_change_neither_values_nor_gradients(params, decoded):
+    tokens, prompt_lengths, out = decoded
+
+    def total(p, kept_bytes):
+        scores = score(p, tokens, prompt_lengths, out.lengths, kept_bytes=kept_bytes)
+        return jnp.sum(scores)
+
+    value, grad = jax.value_and_grad(total)(params, 0)
+    kept_value, kept_grad = jax.value_and_grad(total)(params, 2**20)
+    np.testing.assert_allclose(kept_value, value, rtol=1e-5)
+    jax.tree.map(
+        # as above
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4),
+        kept_grad,
         grad,
     )
 
@@ -263,7 +281,10 @@ def test_packed_rows_have_the_log_probs_and_gradients_of_padded_ones(decoded, fa
     @functools.partial(jax.value_and_grad, has_aux=True)
     def total_packed(params):
         logprobs = packed_token_logprobs(
-            params, *rows, config=config, scoring=Scoring(temperature=0.7, chunk_tokens=16)
+            params,
+            *rows,
+            config=config,
+            scoring=Scoring(temperature=0.7, chunk_tokens=16, kept_bytes=0),
         )
         picked = jnp.stack(
             [
