@@ -4,6 +4,7 @@
 import sys
 
 from tba_jax.commands.buffer import main
+from tba_jax.commands.edge import guarded
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

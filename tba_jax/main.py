@@ -21,13 +21,14 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
+from tba_jax.commands.edge import guarded
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import local_folder, parse_flags
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
-from tba_jax.run.errors import UserError, is_mendable, tell
+from tba_jax.run.errors import UserError, tell
 from tba_jax.run.interruption import Interruption
 from tba_jax.run.session import start_cluster, train
 from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finished_before
@@ -175,7 +176,6 @@ def cli(argv: Sequence[str] | None = None) -> int:
     """Run the command; what a user can mend becomes one line on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     from tba_jax.devices.platform import take_gpu_memory
-    from tba_jax.devices.worker import WorkerError
 
     take_gpu_memory()
     argv = sys.argv if argv is None else argv
@@ -183,12 +183,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
         print("--dry_run prints every field; docs/config.md says what each means.")
         return 0
-    try:
-        return main(parse_flags(argv, flags.FLAGS))
-    except (WorkerError, UserError, ValueError, RuntimeError, OSError) as error:
-        if not isinstance(error, WorkerError) and not is_mendable(error):
-            raise
-        return tell(error)
+    return guarded(lambda: main(parse_flags(argv, flags.FLAGS)))
 
 
 def _exit(code: int) -> None:

@@ -3,7 +3,8 @@
 
 import sys
 
+from tba_jax.commands.edge import guarded
 from tba_jax.commands.sft import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -226,9 +226,12 @@ def _histogram(rewards: np.ndarray) -> list[list[float]]:
 
 def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
     """The run's config, field by field, or nothing and a note why."""
+    from tba_jax.run.errors import UserError
+    from tba_jax.run.workdir import saved_config
+
     try:
-        return json.loads((workdir / "config.json").read_text())["config"], ""
-    except (OSError, ValueError, KeyError) as error:
+        return saved_config(workdir), ""
+    except UserError as error:
         return {}, f"token ids, not text: {error}"
 
 

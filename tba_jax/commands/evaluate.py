@@ -97,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.run.errors import UserError
     from tba_jax.run.modeling import model_path
     from tba_jax.run.saved import load_policy, load_run_config
 
@@ -134,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise ValueError("give --workdir, or --config with an optional --model")
         result = evaluate(config, model_config, params, folder)
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.json:

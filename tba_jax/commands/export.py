@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.models.hf import hf_weights
     from tba_jax.report.build import load_run
     from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.run.errors import UserError
     from tba_jax.run.saved import load_policy
 
     try:
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wrote the policy at step {step} of {args.workdir} to {out}")
         if args.push:
             print(f"pushed it to {push(out, args.push, is_public=args.public)}")
-    except (ValueError, OSError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

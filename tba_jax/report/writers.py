@@ -119,13 +119,23 @@ class JsonlWriter:
         self.keep(lambda record: record.get("step", 0) <= step)
 
     def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite the file with the lines for which `wanted(record)` holds, atomically."""
+        """Rewrite the file with the lines for which `wanted(record)` holds, atomically.
+
+        Raises:
+            LogError: a line without a field that `wanted` looks at; nothing is changed.
+        """
         with self._lock:
-            lines = [
-                json.dumps(record, ensure_ascii=False) + "\n"
-                for record in read_jsonl(self._path)
-                if wanted(record)
-            ]
+            lines = []
+            for number, record in enumerate(read_jsonl(self._path), start=1):
+                try:
+                    is_kept = wanted(record)
+                except KeyError as error:
+                    raise LogError(
+                        f"{self._path}, line {number}: has no {error.args[0]!r}; got "
+                        f"{record!r:.80}. Remove that line"
+                    ) from error
+                if is_kept:
+                    lines.append(json.dumps(record, ensure_ascii=False) + "\n")
             new_path = self._path.with_name(self._path.name + ".new")
             new_path.write_text("".join(lines), encoding="utf-8")
             self._file.close()

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors a user can mend, and how an error is told. Imports nothing heavy by itself."""
+"""Which errors a user can mend, and how an error is told, at the edge of every command.
+
+Imports nothing heavy by itself. Invariant: a command that fails says one line; a traceback that
+may help is in a file.
+"""
 
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -19,19 +24,34 @@ class WorkdirLost(RuntimeError):
 
 
 def tell(error: BaseException) -> int:
-    """Print an error, with its traceback where that may help; the exit code."""
+    """Print an error as a line, its traceback into a file where that may help; the exit code."""
     from tba_jax.devices.worker import WorkerError
 
     if isinstance(error, WorkerError):
-        print(f"error: {error}", file=sys.stderr)
-        if error.__cause__ is not None and not is_mendable(error.__cause__):
-            traceback.print_exception(error.__cause__)
+        cause = error.__cause__
+        where = "" if cause is None or is_mendable(cause) else _kept(cause)
+        print(f"error: {error}{where}", file=sys.stderr)
         return 1
     if is_mendable(error):
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError | ValueError) else 1
-    traceback.print_exception(error)
+    first, *_ = str(error).splitlines() or [""]
+    print(f"error: {type(error).__name__}: {first:.300}{_kept(error)}", file=sys.stderr)
     return 1
+
+
+def _kept(error: BaseException) -> str:
+    """Where the traceback of an error is that nobody expected."""
+    text = "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="tba_jax-", suffix="-traceback.txt", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+    except OSError:  # a full disk must not hide it
+        print(text, file=sys.stderr)
+        return ""
+    return f" (not expected; the traceback is in {file.name}, and belongs into a bug report)"
 
 
 def is_mendable(error: BaseException) -> bool:

@@ -4,7 +4,6 @@
 It does not start, continue or change one.
 """
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,27 +12,35 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.config.schema import Config, make_config
+from tba_jax.config.schema import SETTINGS, Config, make_config
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.errors import UserError
 from tba_jax.run.modeling import model_path, policy_config
 from tba_jax.run.placing import reading_mesh
 from tba_jax.run.training import abstract_state
+from tba_jax.run.workdir import saved_config
 
 
 def load_run_config(workdir: str) -> Config:
     """The config a run was made with.
 
     Raises:
-        ValueError: the folder holds no run.
+        UserError: the folder holds no run, or one of another version.
     """
-    path = local_folder(workdir) / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
-    saved = json.loads(path.read_text())["config"]
-    return make_config({name: math.inf if x == "inf" else x for name, x in saved.items()})
+    saved = saved_config(local_folder(workdir))
+    known = {name: math.inf if x == "inf" else x for name, x in saved.items() if name in SETTINGS}
+    lost = sorted(saved.keys() - SETTINGS.keys())
+    missing = sorted(SETTINGS.keys() - saved.keys())
+    if lost or missing:
+        raise UserError(
+            f"the config of {workdir} is of another version of tba_jax: it has {lost or 'nothing'} "
+            f"that this one does not know, and lacks {missing or 'nothing'}. Use the version that "
+            "config.json names"
+        )
+    return make_config(known)
 
 
 def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:

@@ -65,14 +65,7 @@ def holds_run(workdir: Path, config: Config) -> bool:
     # What failed before it left anything may be corrected in place.
     if not (path.exists() and _is_begun(workdir)):
         return False
-    try:
-        old = json.loads(path.read_text())["config"]
-        if not isinstance(old, dict):
-            raise TypeError(f"config is a {type(old).__name__}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} is not readable as the config of a run ({error}); give another --workdir"
-        ) from error
+    old = saved_config(workdir)
     lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
     if lines:
         raise UserError(
@@ -80,6 +73,27 @@ def holds_run(workdir: Path, config: Config) -> bool:
             "another --workdir, or the old values to resume"
         )
     return True
+
+
+def saved_config(workdir: Path) -> dict[str, Any]:
+    """The config of the run in a directory, field by field.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    path = workdir / "config.json"
+    if not path.is_file():
+        raise UserError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
+    try:
+        config = json.loads(path.read_text())["config"]
+        if not isinstance(config, dict):
+            raise TypeError(f"config is a {type(config).__name__}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not readable as the config of a run ({error}). Put it back as it was, or "
+            "give another --workdir"
+        ) from error
+    return config
 
 
 def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The edge of the commands: one line whatever is wrong; tracebacks of the unexpected are kept."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tba_jax.commands import export, report
+from tba_jax.commands.edge import guarded
+from tba_jax.devices.worker import WorkerError
+from tba_jax.report.writers import JsonlWriter, LogError
+from tba_jax.run.errors import UserError
+from tba_jax.run.workdir import is_finished, saved_config
+
+
+def told(error, capsys):
+    """(exit code, the lines) of a command that fails so."""
+
+    def main():
+        raise error
+
+    code = guarded(main)
+    return code, capsys.readouterr().err.splitlines()
+
+
+def test_what_nobody_expected_is_one_line_and_a_file(capsys):
+    code, (line,) = told(KeyError("event"), capsys)
+    assert code == 1 and line.startswith("error: KeyError: 'event' (not expected; the traceback is")
+    path = Path(line.partition(" is in ")[2].partition(",")[0])
+    text = path.read_text()
+    path.unlink()
+    assert "Traceback" in text and "in main" in text and "KeyError: 'event'" in text
+
+
+def test_the_traceback_of_a_worker_is_its_cause(capsys):
+    error = WorkerError("searcher-0 failed: IndexError: 7")
+    error.__cause__ = IndexError("7")
+    code, (line,) = told(error, capsys)
+    path = Path(line.partition(" is in ")[2].partition(",")[0])
+    assert code == 1 and "searcher-0 failed" in line and "IndexError: 7" in path.read_text()
+    path.unlink()
+
+
+def test_what_a_user_can_mend_is_one_line_and_no_file(capsys):
+    assert told(UserError("give another"), capsys) == (2, ["error: give another"])
+
+
+DAMAGED = (b"\xff\xfe", b"[]", b'{"config": [1]}', b"{", b"{}")
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+def test_a_damaged_config_is_one_line_from_every_command(content, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes(content)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"config.json is not readable as the config of a run \("):
+        saved_config(tmp_path)
+    assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{tmp_path}/config.json is not readable" in line
+    if content != b"{}":  # a report goes without
+        assert report.main([str(tmp_path)]) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path}/config.json" in line and "Remove the file" in line or "wanted a" in line
+
+
+def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 1, "search.speed": 2}}))
+    assert export.main([f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is of another version of tba_jax: it has ['search.speed']" in line
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"eval": {}}', '{"eval": {"after": 3}}'])
+def test_a_damaged_report_is_made_again(content, tmp_path):
+    (tmp_path / "report.html").write_text("")
+    (tmp_path / "report.json").write_text(content)
+    assert not is_finished(tmp_path, 6)
+    (tmp_path / "report.json").write_text('{"eval": {"after": {"step": 6}}}')
+    assert is_finished(tmp_path, 6)
+
+
+def test_a_log_line_that_lacks_a_field_is_named_and_nothing_is_lost(tmp_path):
+    path = tmp_path / "schedule.jsonl"
+    path.write_text('{"event": "sync"}\n{"evnt": "sync"}\n')
+    log = JsonlWriter(path)
+    with pytest.raises(LogError, match="schedule.jsonl, line 2: has no 'event'; got .* Remove"):
+        log.keep(lambda record: record["event"] == "sync")
+    assert path.read_text().count("\n") == 2
+    log.append({"event": "step"})
+    assert path.read_text().endswith('{"event": "step"}\n')
+    log.close()
