@@ -195,12 +195,12 @@ def run_chunk(
     n = slots.last.shape[0]
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
+    ropes = _rotations(slots, num_steps, config)
 
     def body(carry: _Carry) -> _Carry:
         step = carry.step
         positions = slots.length + step
-        # The barrier keeps XLA from computing the cosines again in every layer.
-        rope = jax.lax.optimization_barrier(transformer.rotary(positions, config))
+        rope = jax.tree.map(lambda x: x[step], ropes)
         x = transformer.embed(
             weights, carry.last, positions, config=config, compute_dtype=compute_dtype
         )
@@ -259,6 +259,15 @@ def run_chunk(
     lengths = jnp.asarray(slots.length)
     history = jax.tree.map(lambda old, new: keep(old, new, lengths), history, carry.recent)
     return carry.tokens, carry.logprobs, history
+
+
+def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:
+    """What the steps of the chunk rotate by, [m n f], ahead: no layer then makes its own cosines.
+
+    Nothing for a model without rotations.
+    """
+    steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
+    return transformer.rotary(jnp.asarray(slots.length)[None] + steps, config)
 
 
 def _bits(slots: Slots, num_steps: int, mode: Mode) -> UInt32[Array, "m n 2"]:

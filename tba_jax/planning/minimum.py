@@ -78,7 +78,9 @@ def _of_trainer(
         flops *= 4 / 3
     state = training.abstract_state(config, model_config, placement.trainer_mesh)
     held = state_bytes_by_kind(state)
-    published = shard_bytes(programs.abstract_weights(config, model_config, placement))
+    published = shard_bytes(
+        programs.abstract_weights(config, model_config, placement, config.search.quantization)
+    )
     published *= placement.searcher_meshes[0].size / placement.publication_mesh.shape["fsdp"]
     published /= placement.publication_mesh.shape["model"]
     return {
@@ -94,7 +96,7 @@ def _of_searcher(
     sizes, of = programs.sizes_of(config), _products(model_config)
     mesh = placement.searcher_meshes[0]
     decoder = modeling.make_decoder(config, model_config, programs.Ids(), Site(mesh))
-    weights = programs.abstract_weights(config, model_config, placement)
+    weights = programs.abstract_weights(config, model_config, placement, config.search.quantization)
     columns, steps = decoder.cache_lengths[-1], decoder.chunk_steps
     cache = lowering.cache_bytes(decoder, sizes.num_slots, columns)
     waiting = lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
