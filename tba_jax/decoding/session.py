@@ -28,6 +28,9 @@ from tba_jax.models.trees import check_same_tree
 # A prefill call takes at most about this many tokens: enough to be bound by arithmetic on every
 # device, little enough that its attention scores fit beside the cache.
 PREFILL_TOKENS = 8192
+# A call of at most as many, padding included, costs less than the compiling of others for fewer
+# prompts: on an accelerator it takes as long as the weights are read, whatever it holds.
+SMALL_PREFILL_TOKENS = 128
 # Fewer slots are another program. Unless told to, a session does not compile one for what is left
 # of responses that end after less than this many steps.
 HALVING_STEPS = 64
@@ -261,7 +264,8 @@ class Session:
         longest = max(len(request.prompt) for request in ahead)
         length = bucket_length(longest, decoder.prompt_buckets)
         size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
-        if self._is_fed:  # prompts come a few at a time, and rows of padding cost as much
+        if self._is_fed and size * length > SMALL_PREFILL_TOKENS:
+            # Prompts come a few at a time, and rows of padding cost as much.
             size = min(size, 1 << (len(self._requests) - 1).bit_length())
         batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
         tokens = np.zeros((size, length), np.int32)

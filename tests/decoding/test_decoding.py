@@ -8,6 +8,7 @@ import pytest
 from fake_models import random_params, tiny_config
 
 from tba_jax.decoding import compiled, programs
+from tba_jax.decoding import session as sessions
 from tba_jax.decoding.engine import Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import transformer
@@ -366,6 +367,28 @@ def test_a_fed_session_keeps_its_slots_and_prefills_what_came(params, decoder):
         at = response.request, response.sample
         np.testing.assert_array_equal(response.tokens, whole.tokens[at])
     assert len(found) == 2 * len(PROMPTS)
+
+
+@pytest.mark.parametrize(("small", "sizes"), [(1000, {4}), (0, {4, 1})])
+def test_a_fed_session_has_one_prefill_program_for_short_prompts(
+    params, decoder, small, sizes, monkeypatch
+):
+    monkeypatch.setattr(sessions, "SMALL_PREFILL_TOKENS", small)
+    called = []
+    prefill = decoder.prefill
+    monkeypatch.setattr(
+        decoder, "prefill", lambda w, tokens, n: called.append(len(tokens)) or prefill(w, tokens, n)
+    )
+    settings = SamplingSettings(6, stop_ids=())
+    session = decoder.session(params, num_slots=4, prefill_prompts=4, is_fed=True)
+    for key in row_keys(KEY, 4):
+        session.submit(PROMPTS[0], key[None], settings)
+    found = list(session.run())
+    session.submit(PROMPTS[0], row_keys(KEY, 1), settings)
+    found += session.run()
+    assert set(called) == sizes and len(found) == 5
+    # The same key and prompt, in a call of four rows and in one of one.
+    np.testing.assert_array_equal(found[-1].tokens, next(r for r in found if not r.request).tokens)
 
 
 def test_a_prompt_read_by_older_weights_is_on_record(params, decoder):
