@@ -3,6 +3,7 @@
 
 import functools
 import importlib.util
+import re
 import runpy
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tba_jax.config.schema import freeze
 from tba_jax.devices.placement import PER_HOST
 from tba_jax.devices.site import Site, any_device
-from tba_jax.models import transformer
+from tba_jax.models import shared_prompts, transformer
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
@@ -159,6 +160,37 @@ def test_a_program_for_a_gpu_is_that_of_a_gpu_in_a_process_without_one():
         platform = Site(Mesh(np.array([device]), ("model",))).platform
         assert platform == ("cuda" if has_cudnn else "cpu")
         assert ("__cudnn$fmha" in attention_of(platform, device)) == has_cudnn
+
+
+@needs_plugin
+def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient():
+    """cuDNN's for the prompts and for the responses, forward and back; no scores in memory."""
+    device = chips.parse_topology("h100:1").devices()[0]
+    where = SingleDeviceSharding(device)
+    b, c, x, t = 2, 4, 192, 384
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where),
+        transformer.abstract_params(SMALL, jnp.bfloat16),
+    )
+    tokens = [
+        jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+        for shape in ((b, x), (b, c, t), (b,))
+    ]
+
+    def loss(params, *tokens):
+        ends, states = shared_prompts.apply(
+            params,
+            *tokens,
+            config=SMALL,
+            compute_dtype=jnp.bfloat16,
+            sharding=ComputeSharding(SMALL, any_device("cuda")),
+        )
+        return jnp.sum(ends.astype(jnp.float32)) + jnp.sum(states.astype(jnp.float32))
+
+    text = jax.jit(jax.grad(loss)).lower(params, *tokens).compile().as_text()
+    calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)
+    assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"] * 2
+    assert not re.search(rf"\[[\d,]*{t},({t}|{x + t})\]|{x + t},{x + t}\]", text)
 
 
 @needs_plugin
