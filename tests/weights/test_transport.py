@@ -119,14 +119,16 @@ def test_a_reader_never_sees_a_torn_version():
     poller = Worker("poller", lambda: transport.poll(0.01), stop).start()
     reader = threading.Thread(target=read)
     reader.start()
-    for version in range(1, 40):
-        transport.publish(version, tree(float(version)))
-        if version % 10 == 0:
-            transport.settle()
-            assert transport.latest(0).version == version
-    done.set()
-    reader.join(30)
-    poller.close()
+    try:
+        for version in range(1, 40):
+            transport.publish(version, tree(float(version)))
+            if version % 10 == 0:
+                transport.settle()
+                assert transport.latest(0).version == version
+    finally:
+        done.set()
+        reader.join(30)
+        poller.close()
     assert torn == []
 
 
