@@ -2,6 +2,7 @@
 """What programs are made of: counts beside a minimum that no program goes below."""
 
 import dataclasses
+import importlib.util
 import json
 import runpy
 from pathlib import Path
@@ -17,6 +18,10 @@ from tba_jax.planning.hlo_cost import program_cost
 from tba_jax.planning.model_shapes import published_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
+needs_plugin = pytest.mark.skipif(
+    not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"
+)
 ROOT = Path(__file__).parents[2]
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 
@@ -105,3 +110,34 @@ def test_an_unknown_program_is_refused(capsys):
     arguments = ["--config=math", "--targets=nowhere:2x2"]
     assert structure.main(arguments) == 1
     assert "no chip 'nowhere'" in capsys.readouterr().err
+
+
+def two_layers(target, *names):
+    """Programs of a RhoMath-1B of two layers, compiled for devices that are not there."""
+    presets = runpy.run_path(str(ROOT / "configs" / "math.py"))
+    config = freeze(presets["get_config"]("gsm8k"))
+    model, _ = published_config("realtreetune/rho-1b-sft-GSM8K")
+    request = {"topology": target, "model": model | {"num_hidden_layers": 2}, "judges": {}}
+    planner = Planner(request | {"cache": ""}, 600.0)
+    facts = planner.describe(dataclasses.asdict(config), chooses=True)
+    planned = {p["name"]: p for p in facts["programs"]}
+    return [structure.row(planned[n], planner.compile(facts, n), 2) for n in names]
+
+
+@pytest.mark.timeout(900)
+def test_a_tpu_reads_weights_and_cache_once_and_admits_in_place():
+    pytest.importorskip("libtpu")
+    decode, admit = two_layers("v5e:2x4", "decode_chunk", "admit")
+    assert not decode["failure"] and not admit["failure"]
+    assert decode["bytes_ratio"] <= 1.15 and decode["flops_ratio"] <= 1.05
+    assert admit["bytes_ratio"] <= 2  # each slot reads its prompt again
+
+
+@needs_plugin
+@pytest.mark.timeout(900)
+def test_a_gpu_reads_weights_and_cache_once_and_admits_in_place():
+    decode, admit = two_layers("h100:8", "decode_chunk", "admit")
+    assert not decode["failure"] and not admit["failure"]
+    assert decode["bytes_ratio"] <= 1.3  # the aim is 1.15
+    assert decode["launches"] <= 45  # with what is outside of the two layers
+    assert admit["bytes_ratio"] <= 1.05

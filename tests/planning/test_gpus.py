@@ -3,8 +3,11 @@
 
 import functools
 import importlib.util
+import json
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from tba_jax.config import presets
 from tba_jax.config.schema import freeze
 from tba_jax.devices.placement import PER_HOST
 from tba_jax.devices.site import Site, any_device
@@ -25,7 +29,8 @@ from tba_jax.planning.gpus import GPUS
 from tba_jax.planning.hlo_cost import program_cost
 from tba_jax.planning.model_shapes import PUBLISHED
 
-PRESETS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "math.py"))
+ROOT = Path(__file__).parents[2]
+PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(
     not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"
@@ -201,6 +206,20 @@ def test_every_target_is_one_that_xla_compiles_for(name):
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=SingleDeviceSharding(device))
     text = jax.jit(jnp.matmul).lower(x, x).compile().as_text()
     assert program_cost(text).flops == 2 * 256**3
+
+
+@needs_plugin
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("preset", presets.names())
+def test_every_preset_compiles_for_eight_gpus(preset):
+    command = [sys.executable, "-m", "tba_jax.plan", f"--config={preset}", "--topology=h100:8"]
+    done = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode in (0, 1), done.stderr
+    out = json.loads(done.stdout.splitlines()[-1])
+    assert {p["failure"] for p in out["programs"].values()} == {""}
 
 
 @needs_plugin
