@@ -17,6 +17,7 @@ import logging as std_logging
 import os
 import sys
 import threading
+import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -136,6 +137,9 @@ class Checkpoints:
         keep: newest checkpoints kept.
         timeout_s: a save that takes longer has failed.
         read_only: for commands that look at a run without writing to it.
+
+    Attributes:
+        list_s: seconds that the newest save took to list its files with their digests.
     """
 
     def __init__(
@@ -148,6 +152,7 @@ class Checkpoints:
     ) -> None:
         # Orbax refuses relative paths.
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
+        self.list_s = 0.0
         self._saving: int | None = None
         self._timeout_s = timeout_s
         _tell_failures_once()
@@ -197,7 +202,9 @@ class Checkpoints:
         for folder in self._folder.iterdir():
             step, is_unfinished, _ = folder.name.partition(_UNFINISHED)
             if step == str(self._saving) and (is_unfinished or folder.name == step):
+                start = time.perf_counter()
                 digests.write(folder)
+                self.list_s = time.perf_counter() - start
                 return
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
