@@ -8,7 +8,7 @@ temperature or weight version compiles nothing.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +42,12 @@ class Compiled:
         cache_dtype: dtype of cached keys and values; None: compute_dtype.
         chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
             on average; each chunk costs one round trip to the device.
-        implementation: who computes attention; "auto": chosen for the site's platform.
+        implementation: who computes attention; None: as the architecture says.
         site: the devices that divide weights and caches; by default the one device of the weights.
 
     Attributes:
         stop_strings: texts that end a response too; None, as it is made, for none.
+        implementation: who computes attention.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class Compiled:
         max_length: int,
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
-        implementation: Implementation | Literal["auto"] = "auto",
+        implementation: Implementation | None = None,
         site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:
@@ -81,12 +82,13 @@ class Compiled:
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._in_turn = site.in_turn
         self._traced: set[tuple[Any, ...]] = set()
+        self.implementation = attention.choose(
+            implementation or config.attention, site.platform, self.compute_dtype, config.head_dim
+        )
         static = {
             "config": config,
             "compute_dtype": self.compute_dtype,
-            "implementation": attention.choose(
-                implementation, site.platform, self.compute_dtype, config.head_dim
-            ),
+            "implementation": self.implementation,
             "cache_sharding": self.cache_sharding,
         }
         self.prefill = self._jit(

@@ -19,6 +19,12 @@ class ModelSettings(Section):
     remat: Literal["none", "dots", "layers"] = field(
         "layers", "what the backward pass computes again: nothing, all but matrix products, layers"
     )
+    attention: Literal["auto", "xla"] = field(
+        "auto",
+        "auto: flash attention of cuDNN and a decode kernel on NVIDIA GPUs, else xla; xla: plain "
+        "programs everywhere, where a kernel fails or is doubted",
+        on_resume=True,
+    )
     rollout_dtype: Dtype = field("float32", "what searchers get and compute in")
 
 

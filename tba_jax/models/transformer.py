@@ -85,6 +85,7 @@ class TransformerConfig:
         max_positions: longest sequence the model was made for, in tokens; rows of a learned table.
         num_labels: outputs of a sequence classifier or reward model; 0: a language model.
         adapters: what a policy in training has beside its matrices, or None.
+        attention: who computes it: auto, the best that its platform has; xla, plain programs.
     """
 
     vocab_size: int
@@ -112,6 +113,7 @@ class TransformerConfig:
     max_positions: int = 2048
     num_labels: int = 0
     adapters: Adapters | None = None
+    attention: Literal["auto", "xla"] = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -422,7 +424,9 @@ def choose_attention(
 ) -> attention.Implementation:
     """Who computes the attention of whole sequences; arguments as in `apply`."""
     platform = "any" if sharding is None else sharding.platform
-    return attention.choose("auto", platform, compute_dtype, config.head_dim, is_packed=is_packed)
+    return attention.choose(
+        config.attention, platform, compute_dtype, config.head_dim, is_packed=is_packed
+    )
 
 
 def embed(

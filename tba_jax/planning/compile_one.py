@@ -60,7 +60,9 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             jax.config.update("jax_num_cpu_devices", config.num_cpu_devices)
         devices = chips.local_devices()
         chip = chips.attached_chip(devices) if not request["program"] else None
-    model_config = config_json.transformer_config(request["model"])
+    model_config = dataclasses.replace(
+        config_json.transformer_config(request["model"]), attention=config.model.attention
+    )
     if request["chooses"]:
         assert chip is not None
         judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)

@@ -34,6 +34,17 @@ def model_path(config: Config) -> str:
     return config.model.path or str(START_MODEL)
 
 
+def describe_model(config: Config) -> models.Description:
+    """The model that a run starts from, with attention as the config asks for it.
+
+    Raises:
+        ValueError: as `models.describe`.
+    """
+    found = models.describe(model_path(config))
+    architecture = dataclasses.replace(found.config, attention=config.model.attention)
+    return dataclasses.replace(found, config=architecture)
+
+
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
     """The architecture as it is trained: with adapters where the config asks for them.
 
@@ -173,7 +184,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """
     dtype = jnp.dtype(config.model.rollout_dtype)
     shardings = param_shardings(model_config, source)
-    found = models.describe(model_path(config))
+    found = describe_model(config)
     if found.config != model_config:
         raise ValueError(
             "config.eval.reference_metrics compares with the model at config.model.path = "

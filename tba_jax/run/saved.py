@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import SETTINGS, Config, make_config
 from tba_jax.models import lora
-from tba_jax.models import model as models
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.modeling import model_path, policy_config
+from tba_jax.run.modeling import describe_model, policy_config
 from tba_jax.run.placing import reading_mesh
 from tba_jax.run.training import abstract_state
 from tba_jax.run.workdir import saved_config
@@ -56,7 +55,7 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
             model.path. CheckpointError: no readable checkpoint.
     """
     config = load_run_config(workdir)
-    source = models.describe(model_path(config))
+    source = describe_model(config)
     model_config = source.config
     mesh = reading_mesh(model_config, jax.local_devices())
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)

@@ -23,7 +23,7 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import Facts
 from tba_jax.run.identity import fingerprints, run_id_of
-from tba_jax.run.modeling import model_path, policy_config
+from tba_jax.run.modeling import describe_model, policy_config
 from tba_jax.run.placing import Sites, open_sites, place_run
 from tba_jax.run.rewarding import Rewards, make_task, open_rewards
 from tba_jax.tasks.registry import Task
@@ -105,7 +105,7 @@ def open_shared(
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
-    model = models.describe(model_path(config))
+    model = describe_model(config)
     tokenizer = model.load_tokenizer()
     return Shared(
         config=config,

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every implementation of attention against the einsum, at every padding."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_models import tiny_config
 
-from tba_jax.models import attention, attention_kernels
+from tba_jax.decoding.engine import Decoder
+from tba_jax.devices.site import any_device
+from tba_jax.models import attention, attention_kernels, transformer
 from tba_jax.models.attention import KVCache
+from tba_jax.models.shardings import ComputeSharding
 
 B, S, G, R, E = 4, 12, 2, 3, 16
 # Rounding of float32 sums in another order; of bfloat16 weights (2^-9 of values of about 1).
@@ -290,3 +295,20 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
         np.testing.assert_allclose(one, other, rtol=1e-6)  # one program per part: rounding
     with pytest.raises(ValueError, match="only slots and heads can be divided"):
         decode(*history, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
+
+
+@pytest.mark.parametrize("asked, chosen", [("auto", "cudnn"), ("xla", "xla")])
+def test_an_architecture_can_do_without_kernels(asked, chosen):
+    config = dataclasses.replace(tiny_config(), head_dim=64, attention=asked)
+    sharding = ComputeSharding(config, any_device("cuda"))
+    assert transformer.choose_attention(config, jnp.bfloat16, sharding) == chosen
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.bfloat16,
+        eos_ids=(),
+        pad_id=0,
+        prompt_buckets=(8,),
+        max_length=16,
+        site=any_device("cuda"),
+    )
+    assert decoder.implementation == chosen
