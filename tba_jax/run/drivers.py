@@ -29,9 +29,9 @@ from tba_jax.train.objectives.registry import make_objective
 POLL_S = 0.002
 # Longest wait of the weight poller for a publication, after which it looks whether to stop.
 DELIVERY_S = 0.1
-# After as many steps, the first of which compile, a run says what it wastes; that responses come
-# too late is worth a word where more than this share of them does.
-WARN_AFTER = 25
+# After as many steps, when what compiled is past and forgotten, a run says what it wastes; that
+# responses come too late is worth a word where more than this share of them does.
+WARN_AFTER = 50
 LATE_SHARE = 0.05
 # Batches' worth of groups that are merged without a step: then no more of them make one possible.
 # Generous: a policy that repeats itself may bring little that is new for a while.

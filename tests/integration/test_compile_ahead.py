@@ -35,9 +35,13 @@ if __name__ == "__main__":  # reward processes import this file
         (),
         # All batches have one shape.
         ("batch.micro_batch_rows=16", "lora.rank=2", "num_cpu_devices=1"),
-        ("batch.micro_batch_rows=16", "reference.placement=trainer"),
-        ("batch.micro_batch_rows=16", "batch.packed_length=28"),
-        ("driver=sync", "replay.pace=off"),
+        pytest.param(
+            ("batch.micro_batch_rows=16", "reference.placement=trainer"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ("batch.micro_batch_rows=16", "batch.packed_length=28"), marks=pytest.mark.slow
+        ),
+        pytest.param(("driver=sync", "replay.pace=off"), marks=pytest.mark.slow),
     ],
     ids=lambda overrides: overrides[-1] if overrides else "default",
 )
