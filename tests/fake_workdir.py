@@ -89,7 +89,7 @@ def fake_workdir(
             {
                 "event": "step",
                 "step": step,
-                "start_s": start,
+                "start_s": start + wait,
                 "end_s": clock,
                 "wait_s": wait,
                 "trajectory_ids": [[1, 2], [3, 4]],

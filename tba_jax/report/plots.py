@@ -156,7 +156,7 @@ def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Inter
 
     A round's phases are laid end to end from its start; what is left of a round counts as its
     decode phase, because that is where a searcher's host work happens. Rounds that overlap are
-    tickets, graded beside decoding: a lane of their own. A step's wait comes first.
+    tickets, graded beside decoding: a lane of their own. A step's wait lies before its start.
     """
     rounds: dict[int, list[Record]] = {}
     trainer: dict[str, list[Interval]] = {"step": [], "wait": [], "sync": []}
@@ -169,9 +169,8 @@ def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Inter
             case "round":
                 rounds.setdefault(event["searcher"], []).append(event)
             case "step":
-                ready = min(end, start + (event.get("wait_s") or 0.0))
-                trainer["wait"].append((start, ready))
-                trainer["step"].append((ready, end))
+                trainer["wait"].append((start - (event.get("wait_s") or 0.0), start))
+                trainer["step"].append((start, end))
             case "sync":
                 trainer["sync"].append((start, end))
             case "eval":

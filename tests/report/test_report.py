@@ -273,15 +273,15 @@ def test_timeline_lanes_lay_phases_end_to_end():
         "reward": [(2.5, 3.0)],
         "reference": [(3.0, 4.0)],
     }
-    assert lanes["trainer"]["wait"] == [(2.0, 3.0), (5.5, 5.5)]
-    assert lanes["trainer"]["step"] == [(3.0, 5.0), (5.5, 10.0)]
+    assert lanes["trainer"]["wait"] == [(1.0, 2.0), (5.5, 5.5)]
+    assert lanes["trainer"]["step"] == [(2.0, 5.0), (5.5, 10.0)]
 
 
 def test_busy_shares_count_overlap():
-    # Window [0, 10]. Searchers 4 s each; trainer [3, 10]; both at once [3, 4] and [5, 9].
+    # Window [0, 10]. Searchers 4 s each; trainer [2, 10]; both at once [2, 4] and [5, 9].
     shares = plots.busy_shares(SCHEDULE)
     assert shares == pytest.approx(
-        {"searcher 0": 0.4, "searcher 1": 0.4, "trainer": 0.7, "both": 0.5}
+        {"searcher 0": 0.4, "searcher 1": 0.4, "trainer": 0.8, "both": 0.6}
     )
     assert plots.busy_shares(SCHEDULE[:1]) == {}
 
