@@ -65,7 +65,7 @@ def measure(folder: Path, num_bytes: int, repeats: int) -> dict[str, Any]:
     target = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    checkpoints = Checkpoints(str(folder / "checkpoints"), keep=1)
     times: dict[str, list[float]] = {name: [] for name in ("save", "list", "restore", "compare")}
     for step in range(repeats):
         start = time.perf_counter()
