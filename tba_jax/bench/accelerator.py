@@ -5,7 +5,7 @@
 
 Device, versions and measured rates; parity of every program with CPU; memory that a plan foretells
 beside what the device counts; decoding beside the memory rate; the train step beside the matmul
-rate; publication; the asynchronous driver beside the synchronous one; the main job. Each part runs
+rate; the main job with the asynchronous driver and with the synchronous one. Each part runs
 in a process of its own with a time limit, and is written to DIR as soon as it ends: a part that
 fails, hangs or has no time left costs itself alone. DIR then has results.json, page.md and what
 every part printed. --dry_run does the same at tiny sizes, on CPU in a minute or two.

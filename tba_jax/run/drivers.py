@@ -380,7 +380,7 @@ class _AsyncLoop:
         wanted = max(config.batch.num_prompts, first) / num_hosts
         merged = self._run.trainer.num_merged_groups - self._merged_before
         if merged > STARVED_BATCHES * wanted:
-            raise starved(self._run, f"{merged:,} groups were merged since the last step, and none")
+            raise starved(self._run, f"{merged:,} groups were merged since the last step")
 
     def _merge(self) -> list[RoundReport]:
         """Merge; finished rounds are a sign of life."""

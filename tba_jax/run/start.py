@@ -64,6 +64,7 @@ def open_start(
     policy, mesh = shared.policy, sites.trainer.mesh
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
+    facts = shared.facts  # what the run is made of now, not when it is first saved
     newest = _newest_intact(shared, note)
     references: dict[Site, Reference] = {}
     params, base = None, None
@@ -85,7 +86,7 @@ def open_start(
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
     _, state, host_states = shared.checkpoints.restore(target, newest)
-    for line in identity.check(newest, host_states[0].facts, shared.facts, accepted):
+    for line in identity.check(newest, host_states[0].facts, facts, accepted):
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, references, newest, tuple(host_states))
