@@ -122,26 +122,46 @@ def admit(
     Args:
         history: [n g c e] per layer.
         prefilled: [p g s e] per layer, s <= c.
-        slots: where to, n for "nowhere" (so that few shapes are compiled).
-        rows: which prefilled prompt.
+        slots: where to, n for "nowhere" (so that few shapes are compiled), which come last.
+        rows: which prefilled prompt, ascending but for "nowhere".
     """
 
+    def copy(into: Array, source: Array) -> Array:
+        args = into, source, jnp.asarray(slots), jnp.asarray(rows)
+        return jax.lax.platform_dependent(*args, tpu=_write_in_turn, default=_write_at_once)
+
+    return jax.tree.map(copy, history, prefilled)
+
+
+def _write_at_once(
+    into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
+) -> Array:
     # A window of each slot. Indexed as `into.at[slots, :, :s]`, columns are scattered like slots,
     # and XLA for GPUs transposes the whole cache to bring the two side by side, and back.
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
     )
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return jax.lax.scatter(into, slots[:, None], source[rows], windows, mode=mode)
 
-    def copy(into: Array, source: Array) -> Array:
-        return jax.lax.scatter(
-            into,
-            jnp.asarray(slots)[:, None],
-            source[rows],
-            windows,
-            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
-        )
 
-    return jax.tree.map(copy, history, prefilled)
+def _write_in_turn(
+    into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
+) -> Array:
+    # Of a scatter XLA for TPUs makes a loop over slots, which reads what each of them held, in case
+    # there is no such slot. Here a prompt stays in fast memory while its slots are written.
+    is_slot = slots < into.shape[0]
+
+    def write_prompt(row: Array, into: Array) -> Array:
+        prompt = jax.lax.dynamic_slice_in_dim(source, row, 1)
+
+        def write(i: Array, into: Array) -> Array:
+            return jax.lax.dynamic_update_slice(into, prompt, (slots[i], 0, 0, 0))
+
+        first, end = jnp.sum(is_slot & (rows < row)), jnp.sum(is_slot & (rows <= row))
+        return jax.lax.fori_loop(first, end, write, into)
+
+    return jax.lax.fori_loop(0, source.shape[0], write_prompt, into)
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:

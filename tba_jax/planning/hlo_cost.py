@@ -223,10 +223,11 @@ def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
         return read + max(0.0, written - source)
     if x.opcode in _SLICES:
         return 2 * written
-    if x.opcode == "dynamic-update-slice":
-        return 2 * _total(body[x.operands[1]].arrays)
-    if x.opcode == "scatter":
-        return 3 * _total(body[x.operands[-1]].arrays)
+    if x.opcode in _UPDATES:
+        update = body[x.operands[_UPDATES[x.opcode]]].arrays
+        # From fast memory it is written all the same. A scatter reads what was there.
+        times = 1 if x.opcode == "dynamic-update-slice" else 2
+        return _total(update) + times * sum(map(_logical, update)) * bool(written)
     return written + _total(_operand_arrays(x, body))
 
 

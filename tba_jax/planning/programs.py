@@ -266,6 +266,8 @@ def _searcher_programs(
             resident=cache | waiting,
             variants=buckets * lengths,
             with_cache=True,
+            # On TPU, of each prompt its slots.
+            unknown_trips=-(-sizes.num_slots // sizes.prefill_prompts),
         ),
         Planned(
             name="decode_chunk",

@@ -414,6 +414,18 @@ def test_decoder_layout_and_stacked_weights_decode_alike(params, decoder):
     assert_equal(decode(decoder, unstacked), decode(decoder, params))
 
 
+@pytest.mark.parametrize("write", [programs._write_at_once, programs._write_in_turn])
+def test_prompts_go_to_their_slots_and_nowhere_else(write):
+    """At once and in turn, as other devices and TPUs do it; slot 4 does not exist."""
+    cache = np.arange(4 * 2 * 6 * 3, dtype=np.float32).reshape(4, 2, 6, 3)
+    rows = -np.arange(3 * 2 * 5 * 3, dtype=np.float32).reshape(3, 2, 5, 3)
+    slots, of = np.array([2, 0, 1, 4], np.int32), np.array([0, 2, 2, 0], np.int32)
+    found = jax.jit(write)(cache, rows, slots, of)
+    expected = cache.copy()
+    expected[2, :, :5], expected[[0, 1], :, :5] = rows[0], rows[2]
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_the_cache_is_donated(params):
     """The chunk's outputs take the cache's memory, and no second copy is among its temporaries."""
     decoder = make_decoder(max_length=64)

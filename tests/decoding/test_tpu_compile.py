@@ -85,7 +85,7 @@ def test_the_decoder_compiles_for_one_tpu_with_kernels():
 
 
 def test_the_decoder_compiles_for_a_tensor_parallel_group_of_tpus():
-    check("v5e:2x2", 4, "xla", ["prefill", "resize", "take", "chunk_truncated"])
+    check("v5e:2x2", 4, "xla", ["prefill", "admit", "resize", "take", "chunk_truncated"])
     check("v5e:2x2", 4, "tpu_kernel", ["chunk_greedy"])
 
 

@@ -78,6 +78,19 @@ def test_an_update_in_place_costs_the_update_and_a_slice_its_result():
     assert cost(read, shape(4096, 256), shape(dtype=jnp.int32)).num_bytes < 4 * 256 * 4 + 64
 
 
+FROM_FAST_MEMORY = """HloModule m
+ENTRY %main (a: f32[64,8], b: f32[1,8], i: s32[]) -> f32[64,8] {
+  %a = f32[64,8]{1,0} parameter(0)
+  %b = f32[1,8]{1,0:S(1)} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %out = f32[64,8]{1,0} dynamic-update-slice(%a, %b, %i, %i)
+}"""
+
+
+def test_an_update_out_of_fast_memory_is_written_all_the_same():
+    assert program_cost(FROM_FAST_MEMORY).num_bytes == 8 * 4
+
+
 def test_figures_are_per_device_and_collectives_are_counted():
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     rows = NamedSharding(mesh, PartitionSpec("model", None))
