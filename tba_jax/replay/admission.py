@@ -107,6 +107,12 @@ class Admission:
             self._unmerged += 1
             self._latencies.append(latency_s)
 
+    def set_open(self, searcher: int, count: int) -> None:
+        """So many groups of this searcher are under way: it was lost, or is heard of again."""
+        with self._lock:
+            self._open[searcher] = count
+            self._hungry.discard(searcher)
+
     def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
         """Where the trainer is.
 

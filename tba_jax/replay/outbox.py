@@ -17,10 +17,14 @@ from tba_jax.flow.state import PartState
 
 
 class OutboxCounts(NamedTuple):
-    """Responses, rejected ones included: ever committed here, and still waiting here."""
+    """Responses, rejected ones included: ever begun here, still waiting here, and never finished.
+
+    What is under way is in none of them; it counts as begun once it is committed or lost.
+    """
 
     generated: int
     pending: int
+    lost: int = 0
 
 
 class Outbox:
@@ -41,6 +45,7 @@ class Outbox:
         self._ahead: dict[int, Mapping[str, Any]] = {}  # committed numbers above a missing one
         self._num_pending = 0
         self._num_generated = 0
+        self._num_lost = 0
 
     def put(self, commit: RoundCommit) -> None:
         """Commit one finished round.
@@ -79,6 +84,12 @@ class Outbox:
             is_waiting = any(commit.round == number for commit in self._pending)
             return self._is_committed(number) and not is_waiting
 
+    def lose(self, count: int) -> None:
+        """So many responses were begun and will not come; a negative count: they will after all."""
+        with self._lock:
+            self._num_generated += count
+            self._num_lost += count
+
     def has_room(self) -> bool:
         """Whether a searcher may begin another round."""
         with self._lock:
@@ -105,7 +116,7 @@ class Outbox:
     def counts(self) -> OutboxCounts:
         """The ledger's two numbers at one instant."""
         with self._lock:
-            return OutboxCounts(self._num_generated, self._num_pending)
+            return OutboxCounts(self._num_generated, self._num_pending, self._num_lost)
 
     @property
     def num_rounds(self) -> int:
@@ -119,15 +130,38 @@ class Outbox:
         with self._lock:
             return sum(len(commit.groups) for commit in self._pending)
 
+    def position(self) -> dict[str, Any]:
+        """Which numbers are committed, and the prompt-iterator states after them; for JSON."""
+        with self._lock:
+            return self._position()
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            "next_round": self._next_round,
+            "prompt_state": None if self._prompt_state is None else dict(self._prompt_state),
+            "ahead": [[n, dict(state)] for n, state in sorted(self._ahead.items())],
+        }
+
+    def start_from(self, position: Mapping[str, Any]) -> None:
+        """Hold nothing, and go on from what `position` of another outbox said."""
+        with self._lock:
+            self._pending = deque()
+            self._num_bytes = self._num_pending = self._num_generated = self._num_lost = 0
+            self._go_to(position)
+
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._next_round = position["next_round"]
+        self._prompt_state = position["prompt_state"]
+        self._ahead = {number: prompts for number, prompts in position["ahead"]}
+
     def state(self) -> PartState:
         """Pending commits and committed numbers at one instant: flat arrays, JSON metadata."""
         with self._lock:
             pending = list(self._pending)
             position = {
-                "next_round": self._next_round,
-                "prompt_state": None if self._prompt_state is None else dict(self._prompt_state),
-                "ahead": [[n, dict(state)] for n, state in sorted(self._ahead.items())],
+                **self._position(),
                 "num_generated": self._num_generated,
+                "num_lost": self._num_lost,
             }
         arrays, meta = pack_commits(pending)
         return PartState(arrays, {**meta, "position": position})
@@ -141,7 +175,6 @@ class Outbox:
             self._pending = pending
             self._num_bytes = sum(c.num_bytes for c in pending)
             self._num_pending = sum(c.generated for c in pending)
-            self._next_round = position["next_round"]
-            self._prompt_state = position["prompt_state"]
-            self._ahead = {number: prompts for number, prompts in position["ahead"]}
+            self._go_to(position)
             self._num_generated = position["num_generated"]
+            self._num_lost = position["num_lost"]

@@ -230,6 +230,7 @@ def _asynchrony(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
 LEDGER_ROWS = {
     "outbox": "waiting in an outbox",
     "stored": "stored in the replay buffer",
+    "lost": "lost with a searcher; their prompts were drawn again",
     "duplicate": "replaced by an identical newer one",
     "evicted_capacity": "evicted: prompt's store full",
     "evicted_bytes": "evicted: buffer full",

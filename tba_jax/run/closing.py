@@ -29,6 +29,7 @@ def host_counts(run: Run) -> dict[str, Any]:
             **run.buffer.ledger(),
             "generated": sum(outbox.counts.generated for outbox in run.search.outboxes),
             "outbox": sum(outbox.counts.pending for outbox in run.search.outboxes),
+            "lost": sum(outbox.counts.lost for outbox in run.search.outboxes),
         },
         "economy": {**run.buffer.economy.state(), "waiting": run.buffer.num_untouched_groups},
         "decoded": sum(s.decoded_tokens for s in run.search.searchers),

@@ -15,9 +15,9 @@ import numpy as np
 
 from tba_jax.flow.state import PartState
 
-FORMAT = 4
+FORMAT = 5
 """1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts;
-4: what the run was made of."""
+4: what the run was made of; 5: responses that were lost."""
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 

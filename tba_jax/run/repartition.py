@@ -99,7 +99,7 @@ def repartition(
         pending_count = sum(commit["generated"] for commit in meta["commits"])
         # The ledger of a host compares what its outboxes and its buffer have seen.
         seen = parts["buffer"].meta["counters"]["generated"] if searcher == mine.start else 0
-        position = {**position, "num_generated": pending_count + seen}
+        position = {**position, "num_generated": pending_count + seen, "num_lost": 0}
         parts[f"outbox_{searcher}"] = PartState(arrays, {**meta, "position": position})
     parts |= _searchers_of(states, num_searchers, mine)
     parts |= _history_of(states, has_history=host == 0)

@@ -150,7 +150,9 @@ class Trainer:
             self._buffer.merge(commits, self.step_index)
             self.num_merged_groups += sum(len(c.groups) for c in commits)
         counts = [outbox.counts for outbox in self._outboxes]
-        self._buffer.check_ledger(sum(c.pending for c in counts), sum(c.generated for c in counts))
+        self._buffer.check_ledger(
+            sum(c.pending for c in counts), sum(c.generated - c.lost for c in counts)
+        )
         for commit in commits:
             rejected: dict[str, int] = {}
             for group in commit.groups:

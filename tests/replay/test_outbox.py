@@ -174,7 +174,7 @@ def test_a_restored_outbox_goes_on_where_the_saved_one_was():
     other = Outbox(1000)
     other.restore(PartState(arrays, json.loads(json.dumps(meta))))
     assert other.committed == (2, {"position": 1})
-    assert (other.counts, other.num_rounds) == ((8, 3), 1)
+    assert (other.counts, other.num_rounds) == ((8, 3, 0), 1)
     (pending,) = other.take()
     _assert_same_commit(pending, commits[1])
     other.put(make_commit({1: [[5]]}, round=2))
@@ -213,3 +213,16 @@ def test_nothing_is_lost_or_torn_between_a_writer_and_a_reader():
     assert [c.round for c in taken] == list(range(num_rounds))
     assert outbox.counts.generated == sum(c.generated for c in taken)
     assert outbox.counts.pending == 0
+
+
+def test_lost_responses_are_counted_and_saved():
+    outbox = Outbox(10**6)
+    outbox.put(make_commit({1: [[5]]}, round=1))
+    outbox.lose(4)
+    outbox.lose(-2)
+    arrays, meta = outbox.state()
+    other = Outbox(10**6)
+    other.restore(PartState(arrays, json.loads(json.dumps(meta))))
+    assert other.counts == outbox.counts == (3, 1, 2)
+    other.start_from(json.loads(json.dumps(outbox.position())))
+    assert other.counts == (0, 0, 0) and other.is_committed(1) and not other.is_committed(0)

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A searcher's end of the line to the trainer: it asks for tickets and puts what is finished.
+
+What a searcher commits lies in its own outbox; `step` sends it until it is acknowledged, and asks
+for as many tickets as the searcher has room for. It knows neither how messages travel nor how
+responses are made. Invariant: a commit is dropped only when the trainer has said that it has it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.replay.outbox import Outbox
+from tba_jax.run.fleet.messages import Answer, Caller, Seat, Vitals
+
+# A searcher with enough to do says that it is there as often.
+_SIGN_OF_LIFE_S = 2.0
+
+
+class Unreachable(Exception):
+    """A message was not answered in time; it may have arrived all the same."""
+
+
+class Rewind(Exception):
+    """The trainer was restored: say hello again, and draw again what it does not have."""
+
+
+class Dismissed(Exception):
+    """This process may not search any more; the message says why. `is_over`: the run has ended."""
+
+    def __init__(self, why: str, is_over: bool = False) -> None:
+        super().__init__(why)
+        self.is_over = is_over
+
+
+class Line(Protocol):
+    """How messages travel."""
+
+    def assign(self, caller: Caller, wanted: int, seen: int, vitals: Vitals) -> Answer:
+        """As `Desk.assign`; raises Unreachable."""
+        ...
+
+    def put(self, caller: Caller, commits: Sequence[RoundCommit]) -> Answer:
+        """As `Desk.put`; raises Unreachable."""
+        ...
+
+
+class Grants:
+    """Admission as a searcher of a fleet sees it: tickets that the trainer gave it to begin."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets: deque[int] = deque()
+
+    def give(self, tickets: tuple[int, ...]) -> None:
+        """These may begin, in this order."""
+        with self._lock:
+            self._tickets.extend(tickets)
+
+    def admit(self, searcher: int) -> bool:
+        """Whether one more ticket may begin; it is the lowest that was given."""
+        del searcher
+        with self._lock:
+            if self._tickets:
+                self._tickets.popleft()
+                return True
+            return False
+
+    def commit(self, searcher: int, latency_s: float) -> None:
+        """The trainer counts what is under way."""
+
+    @property
+    def num_left(self) -> int:
+        """Given and not begun."""
+        with self._lock:
+            return len(self._tickets)
+
+
+class Link:
+    """One searcher's messages; `step` is what a worker does.
+
+    Args:
+        seat: of the searcher.
+        line: how messages travel.
+        outbox: where the searcher commits.
+        grants: where tickets go.
+        room: tickets that the searcher could begin now.
+        vitals: (put latencies) -> what it tells about itself.
+        on_version: told the newest complete version of the weights.
+        clock: monotonic seconds.
+        patience_s: a trainer that is unreachable for so long is gone for good.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        line: Line,
+        outbox: Outbox,
+        grants: Grants,
+        *,
+        room: Callable[[], int],
+        vitals: Callable[[tuple[float, ...]], Vitals],
+        on_version: Callable[[int], None],
+        clock: Callable[[], float],
+        patience_s: float,
+    ) -> None:
+        self._caller = seat.caller
+        self._line = line
+        self._outbox = outbox
+        self._grants = grants
+        self._room = room
+        self._vitals = vitals
+        self._on_version = on_version
+        self._clock = clock
+        self._patience_s = patience_s
+        self._unsent: list[RoundCommit] = []
+        self._put_s: list[float] = []
+        self._seen = int(seat.position["next_round"])
+        self._retry_at = self._sign_at = self._heard_at = clock()
+
+    def step(self) -> bool:
+        """Send what is finished and ask for more; False when there was nothing to say.
+
+        Raises:
+            Rewind, Dismissed: the trainer said so. TimeoutError: it is gone for good.
+        """
+        did_put = self._put()
+        return self._ask() or did_put
+
+    def _put(self) -> bool:
+        if not self._unsent:
+            self._unsent = self._outbox.take()
+            if not self._unsent:
+                return False
+        start = self._clock()
+        answer = self._said(lambda: self._line.put(self._caller, self._unsent))
+        if answer is None:
+            return False
+        self._unsent = []
+        self._put_s.append(self._clock() - start)
+        return True
+
+    def _ask(self) -> bool:
+        now = self._clock()
+        wanted = max(0, self._room() - self._grants.num_left)
+        if now < (self._retry_at if wanted else self._sign_at):
+            return False
+        vitals = self._vitals(tuple(self._put_s))
+        answer = self._said(lambda: self._line.assign(self._caller, wanted, self._seen, vitals))
+        if answer is None:
+            return False
+        self._put_s.clear()
+        self._grants.give(answer.tickets)
+        self._seen = max([self._seen, *(ticket + 1 for ticket in answer.tickets)])
+        self._retry_at = self._clock() + answer.retry_s
+        self._sign_at = self._clock() + _SIGN_OF_LIFE_S
+        return bool(answer.tickets)
+
+    def _said(self, say: Callable[[], Answer]) -> Answer | None:
+        """The answer to a message, None where none came."""
+        try:
+            answer = say()
+        except Unreachable as error:
+            silent_s = self._clock() - self._heard_at
+            if silent_s > self._patience_s:
+                raise TimeoutError(
+                    f"searcher {self._caller.slot} has not reached the trainer for {silent_s:.0f} "
+                    f"s ({error}); it ends. The same command resumes the run"
+                ) from error
+            return None
+        self._heard_at = self._clock()
+        if answer.verdict == "rewind":
+            raise Rewind(answer.why)
+        if answer.verdict in ("fenced", "refused", "over"):
+            raise Dismissed(
+                f"searcher {self._caller.slot} ends: {answer.why}", answer.verdict == "over"
+            )
+        if answer.version >= 0:
+            self._on_version(answer.version)
+        return answer

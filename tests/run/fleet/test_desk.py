@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each response once, whatever arrives twice, late, or from whom it should not come any more."""
+
+import json
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+from fake_rounds import make_commit
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba_jax.flow.state import PartState
+from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.outbox import Outbox
+from tba_jax.run.fleet.desk import Desk, Terms
+from tba_jax.run.fleet.link import Dismissed, Grants, Link, Rewind, Unreachable
+from tba_jax.run.fleet.messages import Hello, Vitals, decode, encode
+
+IDENTITY = {"code": "1", "model": "m"}
+S = 2  # responses of a ticket
+
+
+def ticket(slot, number, version=0):
+    return make_commit(
+        {number: [[5, number + 1], [6]]}, round=number, searcher=slot, version=version
+    )
+
+
+class House:
+    """A trainer's side with a clock of its own; `restore` makes the next one from a checkpoint."""
+
+    def __init__(self, num_slots=2, *, max_staleness=0, outbox_bytes=2**20, prompts=4):
+        self.now, self.lines = 0.0, []
+        self.outboxes = {slot: Outbox(outbox_bytes) for slot in range(num_slots)}
+        self.demand = Demand(prompts, 1.0, max_staleness, 1)
+        self.epoch = 0
+        self.taken, self.saved = [], None
+        self.open_desk()
+        self.save()
+
+    def open_desk(self):
+        self.epoch += 1
+        unmerged = sum(outbox.num_groups for outbox in self.outboxes.values())
+        self.admission = Admission(self.demand, list(self.outboxes), unmerged)
+        self.desk = Desk(
+            Terms(str(self.epoch), IDENTITY, S, silence_s=10.0, num_tickets_ahead=4),
+            self.outboxes,
+            self.admission,
+            clock=lambda: self.now,
+            tell=self.lines.append,
+        )
+
+    def sit(self, *slots, identity=IDENTITY):
+        return self.desk.join(Hello(slots or (0,), "a", identity))
+
+    def merge(self):
+        commits = [c for outbox in self.outboxes.values() for c in outbox.take()]
+        self.taken += [(c.searcher, c.round) for c in commits]
+        self.admission.update(step=0, version=0, num_merged=len(commits), num_fresh=0)
+
+    def save(self):
+        states = {slot: outbox.state() for slot, outbox in self.outboxes.items()}
+        self.saved = states, list(self.taken)
+
+    def restore(self):
+        states, self.taken = self.saved[0], list(self.saved[1])
+        for slot, (arrays, meta) in states.items():
+            self.outboxes[slot].restore(PartState(arrays, json.loads(json.dumps(meta))))
+        self.open_desk()
+
+    def check(self):
+        """Every response under one heading, every ticket once, admission as the slots are."""
+        pending = Counter()
+        generated = lost = 0
+        for slot, outbox in self.outboxes.items():
+            counts = outbox.counts
+            generated, lost = generated + counts.generated, lost + counts.lost
+            pending.update({slot: counts.pending})
+        assert generated == sum(pending.values()) + S * len(self.taken) + lost
+        assert lost >= 0
+        assert len(set(self.taken)) == len(self.taken)
+        begun = sum(len(slot.begun) for slot in self.desk._slots.values() if slot.is_there)
+        assert self.admission.num_under_way == begun + sum(
+            outbox.num_groups for outbox in self.outboxes.values()
+        )
+
+
+def test_a_repeated_put_is_acknowledged_as_one():
+    house = House()
+    caller = house.sit().seats[0].caller
+    assert house.desk.assign(caller, 2, 0).tickets == (0, 1)
+    data = [ticket(0, 0), ticket(0, 1)]
+    assert house.desk.put(caller, data).verdict == "ok"
+    assert house.desk.put(caller, data).verdict == "duplicate"
+    # Half of it is new: the rest of a message whose answer was lost.
+    assert house.desk.assign(caller, 1, 2).tickets == (2,)
+    assert house.desk.put(caller, [ticket(0, 1), ticket(0, 2)]).verdict == "ok"
+    house.merge()
+    assert house.taken == [(0, 0), (0, 1), (0, 2)]
+    assert house.desk.figures()["fleet/duplicates"] == 3
+    house.check()
+
+
+def test_an_older_incarnation_is_fenced_and_what_it_began_is_lost():
+    house = House()
+    zombie = house.sit().seats[0].caller
+    house.desk.assign(zombie, 3, 0)
+    house.desk.put(zombie, [ticket(0, 1)])
+    seat = house.sit().seats[0]
+    assert seat.caller.incarnation == 2
+    assert seat.position["next_round"] == 0 and [n for n, _ in seat.position["ahead"]] == [1]
+    assert house.desk.put(zombie, [ticket(0, 0)]).verdict == "fenced"
+    assert house.outboxes[0].counts == (6, 2, 4)  # one ticket came, two were lost
+    assert house.desk.assign(seat.caller, 3, 0).tickets == (0, 2, 3)
+    house.check()
+
+
+def test_a_ticket_that_nobody_gave_out_is_refused_and_nothing_of_its_message_stays():
+    house = House()
+    caller = house.sit().seats[0].caller
+    house.desk.assign(caller, 1, 0)
+    answer = house.desk.put(caller, [ticket(0, 0), ticket(0, 5)])
+    assert answer.verdict == "refused"
+    assert answer.why == (
+        "ticket 5 was not given to searcher 0, which has [0]; ask before beginning one"
+    )
+    assert house.outboxes[0].counts == (0, 0, 0)
+    assert "brings responses of 1" in house.desk.put(caller, [ticket(1, 0)]).why
+    short = make_commit({0: [[5]]}, round=0)
+    assert "has 1 responses, wanted 2" in house.desk.put(caller, [short]).why
+    house.check()
+
+
+def test_a_restored_trainer_has_searchers_rewind_and_draw_again():
+    house = House()
+    caller = house.sit().seats[0].caller
+    house.desk.assign(caller, 4, 0)
+    house.desk.put(caller, [ticket(0, 0)])
+    house.save()
+    house.desk.put(caller, [ticket(0, 1)])
+    house.merge()
+    house.restore()
+    assert house.desk.put(caller, [ticket(0, 2)]).verdict == "rewind"
+    assert house.desk.assign(caller, 1, 4).verdict == "rewind"
+    seat = house.sit().seats[0]
+    assert seat.position["next_round"] == 1
+    assert house.desk.assign(seat.caller, 1, 1).tickets == (1,)
+    assert house.desk.put(seat.caller, [ticket(0, 1)]).verdict == "ok"
+    house.merge()
+    assert house.taken == [(0, 0), (0, 1)]
+    house.check()
+
+
+def test_an_answer_that_was_lost_is_given_again():
+    house = House()
+    caller = house.sit().seats[0].caller
+    assert house.desk.assign(caller, 2, 0).tickets == (0, 1)
+    assert house.desk.assign(caller, 2, 0).tickets == (0, 1)
+    assert house.desk.assign(caller, 2, 2).tickets == (2, 3)
+    assert house.admission.num_under_way == 4
+
+
+def test_back_pressure_and_admission_hold_searchers_back():
+    house = House(max_staleness=1, prompts=2)
+    first, second = (seat.caller for seat in house.sit(0, 1).seats)
+    given = [house.desk.assign(caller, 4, 0).tickets for caller in (first, second)]
+    assert sum(map(len, given)) == house.admission.limit == 4
+    full = House(outbox_bytes=1)
+    caller = full.sit().seats[0].caller
+    full.desk.assign(caller, 2, 0)
+    assert not full.desk.put(caller, [ticket(0, 0)]).has_room
+    assert full.desk.assign(caller, 2, 2).tickets == ()
+    full.merge()
+    assert full.desk.assign(caller, 2, 2).tickets == (2, 3)
+
+
+def test_a_silent_searcher_is_lost_until_it_is_heard_of_again():
+    house = House()
+    caller, other = (seat.caller for seat in house.sit(0, 1).seats)
+    house.desk.assign(caller, 2, 0)
+    for _ in range(6):
+        house.now += 2.0
+        house.desk.assign(other, 0, 0)
+        house.desk.sweep()
+    assert house.outboxes[0].counts.lost == 4 and house.admission.num_under_way == 0
+    assert house.lines[-1] == (
+        "searcher 0 on a is lost: nothing heard for 12 s; 2 tickets that it had begun are drawn "
+        "again when its slot is filled"
+    )
+    assert house.desk.figures()["fleet/searchers"] == 1
+    assert house.desk.put(caller, [ticket(0, 0)]).verdict == "ok"  # only the net was slow
+    assert house.outboxes[0].counts == (2, 2, 0)
+    assert house.lines[-1] == "searcher 0 on a is heard of again, after 12 s"
+    house.check()
+
+
+@pytest.mark.parametrize("jump", [3600.0, -3600.0])
+def test_a_clock_that_jumps_loses_nobody(jump):
+    house = House()
+    caller = house.sit().seats[0].caller
+    house.desk.assign(caller, 2, 0)
+    house.now += jump
+    assert not house.desk.sweep()
+    house.now += 1.0
+    assert house.desk.assign(caller, 0, 2).verdict == "ok"
+    house.check()
+
+
+@pytest.mark.parametrize(
+    "identity, why",
+    [
+        ({"code": "2", "model": "m"}, "its code is 2, and the trainer's is 1; install the same"),
+        ({"code": "1"}, r"its model is \(absent\), and the trainer's is m"),
+    ],
+)
+def test_a_host_with_other_code_or_model_is_refused_with_a_sentence(identity, why):
+    welcome = House().sit(identity=identity)
+    assert welcome.seats == ()
+    assert re.search(why, welcome.refusal)
+    assert "no searcher 7" in House().sit(7).refusal
+
+
+def test_who_asks_after_the_end_is_told():
+    house = House()
+    caller = house.sit().seats[0].caller
+    house.desk.close()
+    assert house.desk.assign(caller, 1, 0).verdict == "over"
+    assert house.sit().refusal == "the run has ended"
+
+
+def test_commits_come_back_exactly():
+    sent = [ticket(0, 3), ticket(0, 4)]
+    (first, second) = decode(encode(sent))
+    assert (first.round, second.round) == (3, 4)
+    for before, after in zip(
+        sent[0].groups[0].trajectories, first.groups[0].trajectories, strict=True
+    ):
+        np.testing.assert_array_equal(before.response_tokens, after.response_tokens)
+        assert before.version_max == after.version_max
+    assert encode(decode(encode(sent))) == encode(sent)
+    with pytest.raises(ValueError, match="damaged on the way, or sent by another version"):
+        decode(encode(sent)[:-40])
+
+
+class Wire:
+    """Messages to whichever desk there is; some are lost before they arrive, some after."""
+
+    def __init__(self, house):
+        self.house, self.fate = house, "arrives"
+
+    def _said(self, say):
+        if self.fate == "lost":
+            raise Unreachable("no answer in 10 s")
+        answer = say()
+        if self.fate == "answer lost":
+            raise Unreachable("no answer in 10 s")
+        return answer
+
+    def assign(self, *message):
+        return self._said(lambda: self.house.desk.assign(*message))
+
+    def put(self, *message):
+        return self._said(lambda: self.house.desk.put(*message))
+
+
+class Process:
+    """A process that is a searcher: it begins what it is granted, ends it in some order."""
+
+    def __init__(self, house, slot):
+        self.house, self.slot = house, slot
+        self.wire = Wire(house)
+        self.is_dismissed = False
+        self.sit()
+
+    def sit(self):
+        (seat,) = self.house.desk.join(Hello((self.slot,), "a", IDENTITY)).seats
+        self.outbox, self.grants, self.begun = Outbox(2**20), Grants(), []
+        self.outbox.start_from(seat.position)
+        self.next = seat.position["next_round"]
+        self.link = Link(
+            seat,
+            self.wire,
+            self.outbox,
+            self.grants,
+            room=lambda: 3 - len(self.begun),
+            vitals=lambda put_s: Vitals(),
+            on_version=lambda version: None,
+            clock=lambda: self.house.now,
+            patience_s=1e6,
+        )
+
+    def work(self, fate, choice):
+        self.wire.fate = fate
+        while self.grants.admit(self.slot):
+            while self.outbox.is_committed(self.next) or self.next in self.begun:
+                self.next += 1
+            self.begun.append(self.next)
+        if self.begun and choice % 3:
+            number = self.begun.pop(choice // 3 % len(self.begun))
+            self.outbox.put(ticket(self.slot, number))
+        try:
+            self.link.step()
+        except Rewind:
+            self.sit()
+        except Dismissed:
+            self.is_dismissed = True
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["work"] * 6 + ["lost", "answer lost", "kill", "zombie", "merge", "save", "restore",
+                            "silence", "jump"]
+        ),
+        st.integers(0, 5),
+        st.integers(0, 5),
+    ),
+    max_size=60,
+)  # fmt: skip
+
+
+@settings(max_examples=50, deadline=None)
+@given(EVENTS)
+def test_each_response_once_whatever_happens(events):
+    """Random interleavings of work, lost messages, kills, zombies, restores and silences."""
+    house = House(3, max_staleness=2, prompts=3)
+    processes = [Process(house, slot) for slot in range(3)]
+    for kind, which, choice in events:
+        house.now += 0.5
+        process = processes[which % len(processes)]
+        if kind in ("work", "lost", "answer lost") and not process.is_dismissed:
+            process.work("arrives" if kind == "work" else kind, choice)
+        elif kind == "kill":
+            processes[which % len(processes)] = Process(house, process.slot)
+        elif kind == "zombie":  # the old one goes on beside the new one
+            processes.append(Process(house, process.slot))
+        elif kind == "merge":
+            house.merge()
+        elif kind == "save":
+            house.save()
+        elif kind == "restore":
+            house.restore()
+        elif kind == "silence":
+            for _ in range(5):
+                house.now += 2.4
+                house.desk.sweep()
+        elif kind == "jump":
+            house.now += 1e5 * (choice - 2)
+        house.check()
+    # Whoever is the last of a slot ends everything up to where it is: no ticket was skipped.
+    for slot in range(3):
+        last = Process(house, slot)
+        for choice in range(30):
+            house.now += 1.0
+            last.work("arrives", choice)
+            house.merge()
+            house.check()
+        assert not last.is_dismissed
+        committed = sorted(number for owner, number in house.taken if owner == slot)
+        assert committed[:10] == list(range(10))
