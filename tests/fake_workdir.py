@@ -5,6 +5,8 @@ import json
 
 import numpy as np
 
+from tba_jax.storage import sealed
+
 
 def fake_workdir(
     path,
@@ -56,7 +58,13 @@ def fake_workdir(
                 }
             )
             events.append(
-                {"event": "eval", "version": step, "start_s": now - 2.6, "end_s": now - 0.1}
+                {
+                    "event": "eval",
+                    "step": step,
+                    "version": step,
+                    "start_s": now - 2.6,
+                    "end_s": now - 0.1,
+                }
             )
 
     evaluate(0, clock)
@@ -139,7 +147,7 @@ def fake_workdir(
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
     config |= dict(changes)
     versions = {"python": "3.12.1", "jax": "0.12.0"}
-    (path / "config.json").write_text(json.dumps({"config": config, "versions": versions}))
+    sealed.write(path / "config.json", {"config": config, "versions": versions})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     if schedule:
         (path / "schedule.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
@@ -228,4 +236,4 @@ def fake_workdir(
         "versions": {"python": "3.12.1", "jax": "0.12.0"},
         "config_changes": ["num_steps: 100 -> 120", "objective.beta: 0.1 -> 0.05"],
     }
-    (path / "report.json").write_text(json.dumps(facts))
+    sealed.write(path / "report.json", facts)

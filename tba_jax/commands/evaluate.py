@@ -2,7 +2,7 @@
 """Command: held-out evaluation of a model folder, a hub id, or the policy of a run.
 
 python -m tba_jax.evaluate --config=math[:PRESET] [--model=DIR_OR_HUB_ID] ...
-python -m tba_jax.evaluate --workdir=DIR ...
+python -m tba_jax.evaluate --workdir=DIR [--published=newest] ...
 
 Either takes [--config.FIELD=VALUE ...], as the main command does, and [--json].
 """
@@ -93,6 +93,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
     parser.add_argument("--workdir", default="", help="directory of a run")
+    parser.add_argument(
+        "--published",
+        default="",
+        help="of --workdir: a published version, or newest, in place of the newest checkpoint",
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.devices.program_cache import open_cache
@@ -100,8 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.run.errors import UserError
     from tba_jax.run.modeling import model_path
     from tba_jax.run.saved import load_policy, load_run_config
+    from tba_jax.weights.versions import PublicationError
 
     try:
+        if args.published and not args.workdir:
+            raise ValueError("--published is of a run; give its --workdir")
         if args.workdir and (args.config or args.model):
             raise ValueError(
                 "--workdir brings its own config and model; leave out --config and --model, or "
@@ -111,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             config = override(load_run_config(args.workdir), overrides)
             validate(config)
             open_cache(config.compilation_cache)
-            step, model_config, params, _, folder = load_policy(args.workdir)
+            step, model_config, params, _, folder = load_policy(
+                args.workdir, args.published, lambda line: print(line, file=sys.stderr)
+            )
             what = f"{args.workdir} at step {step}"
         elif args.config:
             import jax
@@ -135,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             raise ValueError("give --workdir, or --config with an optional --model")
         result = evaluate(config, model_config, params, folder)
-    except (ValueError, OSError, CheckpointError, UserError) as error:
+    except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if args.json:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: the policy of a run as a Hugging Face folder that `transformers` loads, with its card.
 
-python -m tba_jax.export --workdir=DIR --out=DIR [--push=OWNER/NAME [--public]]
+python -m tba_jax.export --workdir=DIR --out=DIR [--published=newest] [--push=OWNER/NAME [--public]]
 
 README.md in the folder says what the model came from, how it was made and evaluated. --push uploads
 the folder to the Hugging Face hub, into a private repository unless --public is given.
@@ -24,6 +24,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--workdir", required=True, help="directory of a run")
+    parser.add_argument(
+        "--published",
+        default="",
+        help="a published version, or newest, in place of the newest checkpoint",
+    )
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     parser.add_argument("--push", default="", help="model repository of the hub, OWNER/NAME")
     parser.add_argument("--public", action="store_true", help="a new repository is seen by all")
@@ -33,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
     from tba_jax.run.saved import load_policy
+    from tba_jax.weights.versions import PublicationError
 
     try:
         out = local_folder(args.out, "--out")
@@ -42,14 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--public says who sees a repository of the hub; give --push, too")
         if args.push:
             check_push(args.push)
-        step, model_config, params, hf_config, source = load_policy(args.workdir)
+        step, model_config, params, hf_config, source = load_policy(
+            args.workdir, args.published, lambda line: print(line, file=sys.stderr)
+        )
         hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
         card = model_card(load_run(args.workdir), step, args.push or str(out))
         (out / "README.md").write_text(card, encoding="utf-8")
         print(f"wrote the policy at step {step} of {args.workdir} to {out}")
         if args.push:
             print(f"pushed it to {push(out, args.push, is_public=args.public)}")
-    except (ValueError, OSError, CheckpointError, UserError) as error:
+    except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

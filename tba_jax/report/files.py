@@ -5,13 +5,14 @@ These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may b
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.report.lines import wrong_event, wrong_metrics
 from tba_jax.report.writers import read_jsonl
+from tba_jax.storage import sealed
 
 Facts = Mapping[str, Any]
 
@@ -130,8 +131,8 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         report=_read_json(workdir / "report.json"),
         config=flat(resolved.get("config", {})),
         versions=resolved.get("versions", {}),
-        metrics=read_jsonl(workdir / "metrics.jsonl"),
-        schedule=read_jsonl(workdir / "schedule.jsonl"),
+        metrics=read_jsonl(workdir / "metrics.jsonl", wrong_metrics),
+        schedule=read_jsonl(workdir / "schedule.jsonl", wrong_event),
     )
 
 
@@ -139,9 +140,8 @@ def _read_json(path: Path) -> Mapping[str, Any]:
     if not path.exists():
         return {}
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}). Remove the file to go without it") from error
-    if not isinstance(facts, dict):
-        raise ValueError(f"{path}: got {type(facts).__name__}, wanted a JSON object")
-    return facts
+        return sealed.read(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not as it was written ({error}). Remove the file to go without it"
+        ) from error

@@ -54,22 +54,33 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_jsonl(
+    path: str | os.PathLike[str], wrong: Callable[[Mapping[str, Any]], str] = lambda record: ""
+) -> list[dict[str, Any]]:
     """All complete lines of a JSON-lines file; [] when there is no file.
 
     A last line without newline was torn by a kill and is left out.
 
+    Args:
+        path: of the file.
+        wrong: what is wrong with an object, "" for nothing; as in `report.lines`.
+
     Raises:
-        ValueError: for any other line that is not a JSON object, with file and line number.
+        ValueError: for any other line that is not a right JSON object, with file and line number;
+            the file cannot be read.
     """
     path = Path(path)
     if not path.exists():
         return []
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number}: not JSON ({error}); got {line[:80]!r}. Remove that line"
             ) from error
@@ -77,6 +88,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{path}, line {number}: got {line[:80]!r}, wanted a JSON object. Remove that line"
             )
+        if why := wrong(record):
+            raise ValueError(f"{path}, line {number}: {why}. Remove that line")
         records.append(record)
     return records
 
@@ -90,12 +103,18 @@ class JsonlWriter:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         self._lock = threading.Lock()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab+") as file:
-            file.seek(0)
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
-        self._file = open(self._path, "a", encoding="utf-8")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._path, "ab+") as file:
+                file.seek(0)
+                content = file.read()
+                file.truncate(content.rfind(b"\n") + 1)
+            self._file = open(self._path, "a", encoding="utf-8")
+        except OSError as error:
+            raise LogError(
+                f"{self._path} cannot be written ({error.strerror}). Move it away or mend the "
+                "storage, then run the same command again"
+            ) from error
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append {"step": step, **values}."""
@@ -122,17 +141,20 @@ class JsonlWriter:
         """Rewrite the file with the lines for which `wanted(record)` holds, atomically.
 
         Raises:
-            LogError: a line without a field that `wanted` looks at; nothing is changed.
+            LogError: a line without a field that `wanted` looks at, or with something else there;
+                nothing is changed.
         """
         with self._lock:
             lines = []
             for number, record in enumerate(read_jsonl(self._path), start=1):
                 try:
                     is_kept = wanted(record)
-                except KeyError as error:
+                except (KeyError, TypeError) as error:
+                    why = f"has no {error.args[0]!r}"
+                    if isinstance(error, TypeError):
+                        why = f"has a value of another kind ({error})"
                     raise LogError(
-                        f"{self._path}, line {number}: has no {error.args[0]!r}; got "
-                        f"{record!r:.80}. Remove that line"
+                        f"{self._path}, line {number}: {why}; got {record!r:.80}. Remove that line"
                     ) from error
                 if is_kept:
                     lines.append(json.dumps(record, ensure_ascii=False) + "\n")

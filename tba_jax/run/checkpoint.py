@@ -29,8 +29,8 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import future as ocp_future
 
-from tba_jax.run import digests
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
+from tba_jax.storage import digests
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (

@@ -5,7 +5,6 @@ It reads the parts of a finished or interrupted run and changes nothing. What th
 on a page is the business of `report`.
 """
 
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -18,8 +17,9 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, difference, flatten
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
-from tba_jax.report.writers import jsonable
+from tba_jax.report.writers import LogError, jsonable
 from tba_jax.run.run import Run
+from tba_jax.storage import sealed
 
 
 def host_counts(run: Run) -> dict[str, Any]:
@@ -112,7 +112,14 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "config_changes": difference(flatten(Config()), flatten(run.config)),
     }
     report = jsonable(report)
-    (run.shared.workdir / "report.json").write_text(json.dumps(report, indent=1))
+    path = run.shared.workdir / "report.json"
+    try:
+        sealed.write(path, report)
+    except OSError as error:
+        raise LogError(
+            f"writing {path} failed: {error}. Make room or fix the storage, then run the same "
+            "command again"
+        ) from error
     return report
 
 

@@ -15,6 +15,7 @@ from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
+from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
 from tba_jax.run import drivers, evaluations
 from tba_jax.run.build import build
@@ -130,7 +131,8 @@ def _drive(
     _check_reward(run)
     config, begun = run.config, run.trainer.step_index
     if begun:
-        run.logs.progress.resume(read_jsonl(run.shared.workdir / "metrics.jsonl"))
+        metrics = read_jsonl(run.shared.workdir / "metrics.jsonl", wrong_metrics)
+        run.logs.progress.resume(metrics)
         run.logs.progress.note(
             f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
         )

@@ -66,7 +66,7 @@ def is_mendable(error: BaseException) -> bool:
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.train.trainer import NonFiniteError
-    from tba_jax.weights.transport import PublicationError
+    from tba_jax.weights.versions import PublicationError
 
     named = (
         UserError,

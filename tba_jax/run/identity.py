@@ -10,7 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import google_crc32c
@@ -20,6 +20,7 @@ from tba_jax.models.hf import folders, hf_weights
 from tba_jax.rewards.functions import split_functions
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CheckpointError, Facts
+from tba_jax.storage import sealed
 from tba_jax.tasks.registry import Task
 
 KINDS = ("data", "model", "reward", "tokenizer")
@@ -162,7 +163,6 @@ def _digest(parts: Iterator[str]) -> str:
 def run_id_of(workdir: str | os.PathLike[str]) -> str:
     """The name that a run was given when its work directory was claimed; "" where it has none."""
     try:
-        saved: Mapping[str, object] = json.loads((Path(workdir) / "config.json").read_text())
-        return str(saved.get("run_id", ""))
-    except (OSError, ValueError, AttributeError):
+        return str(sealed.read(Path(workdir) / "config.json").get("run_id", ""))
+    except (OSError, ValueError):
         return ""  # not claimed: parts of a run, built by themselves

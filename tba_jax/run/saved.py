@@ -5,6 +5,7 @@ It does not start, continue or change one.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tba_jax.run.modeling import describe_model, policy_config
 from tba_jax.run.placing import reading_mesh
 from tba_jax.run.training import abstract_state
 from tba_jax.run.workdir import saved_config
+from tba_jax.weights.versions import Versions
 
 
 def load_run_config(workdir: str) -> Config:
@@ -42,31 +44,46 @@ def load_run_config(workdir: str) -> Config:
     return make_config(known)
 
 
-def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of the newest checkpoint of a run, divided over the devices of `placing.reading_mesh`.
+def load_policy(
+    workdir: str, published: str = "", note: Callable[[str], None] = print
+) -> tuple[int, Any, Any, dict[str, Any], str]:
+    """Policy of a run as it was saved last, divided over the devices of `placing.reading_mesh`.
 
     Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
+
+    Args:
+        workdir: of the run, which may be going on.
+        published: "": of the newest checkpoint; the number of a published version, or "newest" for
+            the newest intact one, in `model.rollout_dtype`.
+        note: told which published versions are damaged.
 
     Returns:
         step, model config, params, the source model's config.json, the source model's folder.
 
     Raises:
         ValueError: no run there, or adapters that were trained on other weights than those of
-            model.path. CheckpointError: no readable checkpoint.
+            model.path. CheckpointError: no readable checkpoint. PublicationError: no such version,
+            or none that is intact.
     """
     config = load_run_config(workdir)
     source = describe_model(config)
     model_config = source.config
     mesh = reading_mesh(model_config, jax.local_devices())
+    policy = policy_config(config, model_config)
+    state = abstract_state(config, model_config, mesh)
     checkpoints = Checkpoints(str(Path(workdir) / "checkpoints"), read_only=True)
-    newest = checkpoints.latest_step()
-    if newest is not None and (found := checkpoints.damage(newest)):
-        raise checkpoints.damaged(newest, found)
-    step, state, host_states = checkpoints.restore(
-        abstract_state(config, model_config, mesh), newest
-    )
-    params, policy = state.params, policy_config(config, model_config)
+    if published:
+        versions = Versions(local_folder(workdir))
+        step = versions.newest_intact(note, _version(published))
+        params = versions.read(step, _cast(state.params, jnp.dtype(config.model.rollout_dtype)))
+    else:
+        newest = checkpoints.latest_step()
+        if newest is not None and (found := checkpoints.damage(newest)):
+            raise checkpoints.damaged(newest, found)
+        step, state, _ = checkpoints.restore(state, newest)
+        params = state.params
     if policy.adapters is not None:
+        _, host_states = checkpoints.restore_host_states()
         lora.check_base(source.folder, host_states[0].facts.fingerprints["model"])
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
@@ -74,3 +91,18 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
         )
         params = lora.merge(base, params, config=policy)
     return step, model_config, params, source.hf_config, str(source.folder)
+
+
+def _version(published: str) -> int | None:
+    """A number; None for the newest."""
+    if published == "newest":
+        return None
+    if not published.isdecimal():
+        raise ValueError(f"--published={published}: wanted newest or the number of a version")
+    return int(published)
+
+
+def _cast(abstract: Any, dtype: jnp.dtype) -> Any:
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), abstract
+    )

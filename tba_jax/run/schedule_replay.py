@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.report.lines import wrong_event
 from tba_jax.report.writers import read_jsonl
 from tba_jax.run.drivers import after_step, make_admission, make_searches
 from tba_jax.run.run import Run
@@ -35,7 +36,7 @@ def read_schedule(path: str) -> list[dict[str, Any]]:
     if not Path(path).is_file():
         raise ReplayError(f"no schedule log {path!r}; give the schedule.jsonl of a run")
     kinds = ("sync", "chunk", "round", "step")
-    events = [e for e in read_jsonl(path) if e.get("event") in kinds]
+    events = [e for e in read_jsonl(path, wrong_event) if e["event"] in kinds]
     if not any(e["event"] == "step" for e in events):
         raise ReplayError(f"{path} holds no step; there is nothing to replay")
     return events

@@ -16,6 +16,7 @@ from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
+from tba_jax.storage import sealed
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Orbax lists a checkpoint's files by a pattern that begins with its path.
 _WILD = frozenset("*?[]")
+_SHOWN = 8  # differences between two configs, in a message of one line
 
 
 class Outcome(NamedTuple):
@@ -69,8 +71,10 @@ def holds_run(workdir: Path, config: Config) -> bool:
     lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
     if lines:
         raise UserError(
-            f"{workdir} holds a run with another config: " + "; ".join(lines) + ". Give "
-            "another --workdir, or the old values to resume"
+            f"{workdir} holds a run with another config: "
+            + "; ".join(lines[:_SHOWN])
+            + (f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else "")
+            + ". Give another --workdir, or the old values to resume"
         )
     return True
 
@@ -85,7 +89,7 @@ def saved_config(workdir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{workdir} holds no run: there is no {path}; give a run's --workdir")
     try:
-        config = json.loads(path.read_text())["config"]
+        config = sealed.read(path)["config"]
         if not isinstance(config, dict):
             raise TypeError(f"config is a {type(config).__name__}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -108,7 +112,6 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
         UserError: the directory cannot be written to.
     """
     path = workdir / "config.json"
-    unfinished = path.with_name("config.json.unfinished")
     facts = {
         "config": config_lib.flatten(config),
         "versions": versions(),
@@ -116,8 +119,7 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
     }
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(facts, indent=1))
-        os.replace(unfinished, path)
+        sealed.write(path, facts)
     except OSError as error:
         raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
 
@@ -136,9 +138,9 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
     if not path.is_file() or not (workdir / "report.html").is_file():
         return False
     try:
-        after = json.loads(path.read_text())["eval"]["after"]
+        after = sealed.read(path)["eval"]["after"]
         return after is not None and after["step"] == num_steps
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return False  # damaged: it is made again from the checkpoint
 
 
@@ -220,5 +222,5 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
 
 def finished_before(config: Config, workdir: Path) -> Outcome:
     """The outcome of a run that was finished when it was asked for."""
-    report = json.loads((workdir / "report.json").read_text())
+    report = sealed.read(workdir / "report.json")
     return Outcome(config.num_steps, is_finished=True, was_finished=True, report=report)

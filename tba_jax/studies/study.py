@@ -9,7 +9,6 @@ started again continues. Nothing here knows what happens inside a run: it reads 
 """
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import ConfigError
 from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
 from tba_jax.report.writers import format_metric, is_share, metric_label, read_jsonl
+from tba_jax.storage import sealed
 from tba_jax.studies import frontier
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def run_variant(folder: Path, overrides: Sequence[str], seed: int, config: str) 
             f"{' '.join(command)} exited with {done.returncode}: "
             f"{(done.stdout + done.stderr)[-2000:]}"
         )
-    return json.loads((folder / "report.json").read_text())
+    return sealed.read(folder / "report.json")
 
 
 def metric_of(reports: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,6 @@ same `latest()`: in memory, and through Orbax checkpoints in the work directory.
 reader sees a complete version or the one before.
 """
 
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,15 +15,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from etils import epath
 
 from tba_jax.devices.sharding import hand_over
 from tba_jax.models.quantized import Quantization, quantize
 from tba_jax.models.trees import check_same_tree
-
-
-class PublicationError(RuntimeError):
-    """Weights could not be written; the message says which and what to do."""
+from tba_jax.weights.versions import PublicationError, Versions
 
 
 class Published(NamedTuple):
@@ -266,9 +261,10 @@ class CheckpointTransport:
     """Weights handed over as versioned Orbax checkpoints under WORKDIR/weights.
 
     Whoever drives `poll` (a worker thread beside asynchronous searchers, the synchronous driver
-    itself) writes the newest publication to `weights/<version>`, names it in `versions.json`, the
-    completion marker, and restores it into an in-memory mailbox; trainer and searcher threads never
-    call Orbax. A version that was replaced before it was begun is never written.
+    itself) writes the newest publication to `weights/<version>`, lists the digests of its files,
+    names it in `versions.json`, the completion marker, and restores it into an in-memory mailbox
+    when its files still have these digests; trainer and searcher threads never call Orbax. A
+    version that was replaced before it was begun is never written.
 
     Args:
         workdir: the run's directory.
@@ -290,9 +286,7 @@ class CheckpointTransport:
         layout: Layout | None = None,
     ) -> None:
         self.delivery_s = 0.0
-        self._folder = epath.Path(workdir) / "weights"
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._marker = epath.Path(workdir) / "versions.json"
+        self._versions = Versions(workdir)
         self._keep = keep
         self._program = program
         self._layout: Layout = (lambda params: params) if layout is None else layout
@@ -319,10 +313,10 @@ class CheckpointTransport:
                 return False
             (version, params), since = taken
             self._write(version, params)
+            if self._versions.damage(version):
+                self._write(version, params)  # once more, while it is in memory
             del taken, params  # the copy that was restored is another
-            restored = self._reader.restore(
-                self._folder / str(version), args=ocp.args.StandardRestore(self._abstract)
-            )
+            restored = self._read(version)
             self._mailbox.put(version, self._layout(restored))
             self._undelivered.note_delivery()
             self.delivery_s = time.monotonic() - since
@@ -337,27 +331,35 @@ class CheckpointTransport:
             )
         check_same_tree(self._abstract, params)
         try:
-            path = self._folder / str(version)
+            path = self._versions.path(version)
+            path.parent.mkdir(parents=True, exist_ok=True)
             self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
             self._writer.wait_until_finished()
-            versions = [*(v for v in self._marked() if v != version), version]
-            versions, old = versions[-self._keep :], versions[: -self._keep]
-            temporary = self._marker.with_suffix(".tmp")
-            temporary.write_text(json.dumps({"versions": versions, "time": time.time()}))
-            temporary.replace(self._marker)
+            self._versions.add(version, self._keep)
         except (OSError, ValueError, RuntimeError) as error:
             raise PublicationError(
-                f"publishing weights {self._folder / str(version)} failed: "
+                f"publishing weights {self._versions.path(version)} failed: "
                 f"{type(error).__name__}: {_brief(error)}. Make room or fix the storage, then run "
                 "the same command again"
             ) from error
-        for each in old:
-            (self._folder / str(each)).rmtree(missing_ok=True)
 
-    def _marked(self) -> list[int]:
-        if not self._marker.exists():
-            return []
-        return list(json.loads(self._marker.read_text())["versions"])
+    def _read(self, version: int) -> Any:
+        """A version that is as it was written.
+
+        Raises:
+            PublicationError: it is not.
+        """
+        path = self._versions.path(version)
+        try:
+            found = self._versions.damage(version)
+            if not found:
+                return self._reader.restore(path, args=ocp.args.StandardRestore(self._abstract))
+        except (OSError, ValueError, RuntimeError) as error:
+            found = [f"{type(error).__name__}: {_brief(error)}"]
+        raise PublicationError(
+            f"published weights {path} cannot be read as they were written, twice: {found[0]}. "
+            "Mend the storage, then run the same command again"
+        )
 
     def latest(self, reader: int) -> Published | None:
         """Newest restored version on that reader's devices."""

@@ -14,6 +14,7 @@ from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.files import Run
+from tba_jax.storage import sealed
 
 VOID = {"meta", "img", "source", "br", "hr"}
 NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"}
@@ -65,7 +66,7 @@ def test_skipped_prompts_are_told_and_worked_solutions_are_folded(tmp_path):
     assert "skipped as" not in Page(report.build_report(tmp_path).read_text()).text
     told["skipped_prompts"] = {"train": 3, "eval": 6}
     told["samples"][0]["answer"] = "3 + 6 = <<3+6=9>>9 eggs\n#### 9"
-    (tmp_path / "report.json").write_text(json.dumps(told))
+    sealed.write(tmp_path / "report.json", told)
     page = report.build_report(tmp_path).read_text()
     assert "Prompts skipped as too long: train 3, eval 6." in Page(page).text
     assert (
@@ -82,7 +83,7 @@ def test_several_responses_to_the_only_problem_are_told_as_such(tmp_path):
         when["n"] = 1
     for sample in told["samples"]:
         sample["prompt"] = told["samples"][0]["prompt"]
-    (tmp_path / "report.json").write_text(json.dumps(told))
+    sealed.write(tmp_path / "report.json", told)
     text = Page(report.build_report(tmp_path).read_text()).text
     assert "points on 1 held-out problem, greedy decoding" in text
     assert f"{len(told['samples'])} responses to the one held-out problem" in text
@@ -220,7 +221,7 @@ def test_command_reports_and_refuses(tmp_path, capsys):
     assert "wanted the work directory of a run" in capsys.readouterr().err
     (tmp_path / "run" / "report.json").write_text("{")
     assert main([str(tmp_path / "run")]) == 1
-    assert "report.json: not JSON" in capsys.readouterr().err
+    assert "report.json is not as it was written (Expecting" in capsys.readouterr().err
 
 
 SCHEDULE = [

@@ -3,6 +3,7 @@
 
 import functools
 import json
+import shutil
 import threading
 import time
 
@@ -15,9 +16,9 @@ from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.weights.transport import (
     CheckpointTransport,
     MemoryTransport,
-    PublicationError,
     make_publish_program,
 )
+from tba_jax.weights.versions import PublicationError, Versions
 
 
 def tree(value):
@@ -185,6 +186,72 @@ def test_checkpoint_transport_round_trip_keeps_the_newest(tmp_path):
     transport.close()
     assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [5, 9]
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["5", "9"]
+
+
+def flip(folder):
+    """One bit of the largest file."""
+    file = max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(times, tmp_path):
+    transport = checkpoints(tmp_path)
+    deliver(transport, 1, tree(1.0))
+    add, left = transport._versions.add, [times]
+
+    def add_and_spoil(version, keep):
+        add(version, keep)
+        if left[0]:
+            left[0] -= 1
+            flip(tmp_path / "weights" / str(version))
+
+    transport._versions.add = add_and_spoil
+    transport.publish(2, tree(2.0))
+    if times == 1:
+        assert transport.poll() and transport.latest(0).version == 2
+        np.testing.assert_array_equal(transport.latest(0).params["b"]["c"], np.arange(5.0) + 2)
+    else:
+        with pytest.raises(PublicationError, match="weights/2 cannot be read as they were written"):
+            transport.poll()
+        assert transport.latest(0).version == 1
+    transport.close()
+
+
+def test_a_reader_elsewhere_is_told_of_damage_and_gets_the_version_before(tmp_path):
+    transport = checkpoints(tmp_path)
+    for version in (3, 5):
+        deliver(transport, version, tree(float(version)))
+    transport.close()
+    versions, notes = Versions(tmp_path), []
+    assert versions.newest_intact(notes.append) == 5 and not notes
+    flip(tmp_path / "weights" / "5")
+    assert versions.newest_intact(notes.append) == 3
+    assert len(notes) == 1 and "weights/5 are damaged: " in notes[0]
+    with pytest.raises(PublicationError, match=r"weights/5 are damaged: .*another version: \[3\]"):
+        versions.newest_intact(notes.append, 5)
+    with pytest.raises(PublicationError, match=r"no published version 4; got \[3, 5\]"):
+        versions.newest_intact(notes.append, 4)
+    (tmp_path / "versions.json").write_text("{")  # then what has digests counts
+    assert versions.named() == [3, 5]
+    shutil.rmtree(tmp_path / "weights" / "3")
+    with pytest.raises(PublicationError, match="has no intact published version"):
+        versions.newest_intact(notes.append)
+
+
+def test_what_kills_have_left_and_steps_that_are_made_again_are_dropped(tmp_path):
+    transport = checkpoints(tmp_path)
+    for version in (3, 5):
+        deliver(transport, version, tree(float(version)))
+    transport.close()
+    (tmp_path / "weights" / "6.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "versions.json").unlink()
+    transport = checkpoints(tmp_path)
+    deliver(transport, 4, tree(4.0))
+    transport.close()
+    assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["3", "4"]
 
 
 def test_a_publisher_does_not_wait_for_storage(tmp_path):

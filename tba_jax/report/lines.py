@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a line of a log must be, for those who read it: metrics.jsonl and schedule.jsonl.
+
+A line that was damaged is often JSON still. Fields that nobody reads by name may be anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+_NUMBERS = (int, float, type(None))
+
+# Fields of events, wherever they occur; all that end in _s are times.
+_EVENT_FIELDS: dict[str, type] = {
+    "event": str,
+    **dict.fromkeys(("step", "version", "searcher", "round", "chunk", "merge_step"), int),
+    **dict.fromkeys(("prompt_ids", "trajectory_ids", "weights", "bucket", "tickets"), list),
+    "rejected": dict,
+    "begins": bool,
+}
+# Those that an event cannot be understood without.
+_REQUIRED = {
+    "sync": ("step", "version"),
+    "eval": ("step",),
+    "round": ("searcher", "round", "version"),
+    "chunk": ("searcher", "chunk", "version", "tickets", "begins"),
+    "step": ("step", "trajectory_ids", "weights", "bucket"),
+}
+
+
+def wrong_metrics(record: Mapping[str, Any]) -> str:
+    """What is wrong with a line of metrics.jsonl; "" for nothing."""
+    for name, value in {"step": None, **record}.items():
+        if name.endswith("_histogram"):
+            is_right = isinstance(value, list) and all(
+                isinstance(pair, list) and len(pair) == 2 and _are_numbers(pair) for pair in value
+            )
+        elif name == "eval/metric":
+            is_right = isinstance(value, str)
+        elif name == "step":
+            is_right = isinstance(value, int)
+        else:
+            is_right = isinstance(value, _NUMBERS)
+        if not is_right:
+            return f"{name!r} is {value!r:.40}"
+    return ""
+
+
+def wrong_event(record: Mapping[str, Any]) -> str:
+    """What is wrong with a line of schedule.jsonl; "" for nothing."""
+    event = record.get("event")
+    if event not in _REQUIRED:
+        return f"'event' is {event!r:.40}"
+    for name in _REQUIRED[event]:
+        if name not in record:
+            return f"has no {name!r}"
+    for name, value in record.items():
+        if name.endswith("_s"):
+            is_right = isinstance(value, _NUMBERS)
+        elif name in ("tickets", "prompt_ids", "bucket"):
+            is_right = isinstance(value, list) and _are_numbers(value)
+        else:
+            is_right = isinstance(value, _EVENT_FIELDS.get(name, object))
+        if not is_right:
+            return f"{name!r} is {value!r:.40}"
+    return ""
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON objects in files, with a digest of themselves: one that is read is the one that was written.
+
+A damaged JSON file is usually still JSON, with another number in it. The digest is a CRC-32C of the
+other entries under the key `crc32c`: against accidents, not against whoever may write there. It
+knows nothing of what the objects mean. Invariant: a file is replaced whole or not at all.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+from etils import epath
+
+KEY = "crc32c"
+
+
+def seal(facts: Mapping[str, Any]) -> str:
+    """An object as JSON, with its digest in place of one that it has."""
+    facts = {name: value for name, value in facts.items() if name != KEY}
+    return json.dumps({**facts, KEY: _digest(facts)}, indent=1)
+
+
+def unseal(content: str | bytes) -> dict[str, Any]:
+    """The object that `seal` was called with, as JSON has it.
+
+    Raises:
+        ValueError: it is another one, or none; says how.
+    """
+    try:
+        facts = json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"got {type(facts).__name__}, wanted a JSON object")
+    digest = facts.pop(KEY, None)
+    if digest is None:
+        raise ValueError(f"has no entry {KEY!r}, with which it was written")
+    if digest != _digest(facts):
+        raise ValueError(f"has the digest {_digest(facts)}, and was written with {digest}")
+    return facts
+
+
+def write(path: Path | epath.Path, facts: Mapping[str, Any]) -> None:
+    """Replace a file."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(seal(facts), encoding="utf-8")
+    os.replace(unfinished, path)
+
+
+def read(path: Path | epath.Path) -> dict[str, Any]:
+    """The object in a file.
+
+    Raises:
+        ValueError: as `unseal`, or it cannot be read. FileNotFoundError: there is none.
+    """
+    try:
+        return unseal(path.read_bytes())
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror})") from error
+
+
+def _digest(facts: Mapping[str, Any]) -> str:
+    # As JSON has them: names are text there, and tuples lists.
+    text = json.dumps(json.loads(json.dumps(facts)), sort_keys=True)
+    return f"{google_crc32c.value(text.encode()):08x}"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The versions of weights that lie in a work directory: complete, listed, as they were written.
+
+`weights/<version>` is a folder of Orbax's with the digests of its files; `versions.json` names the
+complete ones. It does not know what weights are. Invariant: a version that is named and damaged is
+never given to a reader; an older one is, and that is said.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from tba_jax.storage import digests, sealed
+
+
+class PublicationError(RuntimeError):
+    """Weights could not be written or read; the message says which and what to do."""
+
+
+class Versions:
+    """The published versions of one run.
+
+    Args:
+        workdir: of the run; nothing is made in it before `add`.
+    """
+
+    def __init__(self, workdir: epath.PathLike) -> None:
+        self._folder = epath.Path(workdir) / "weights"
+        self._marker = epath.Path(workdir) / "versions.json"
+
+    def path(self, version: int) -> epath.Path:
+        """Its folder."""
+        return self._folder / str(version)
+
+    def add(self, version: int, keep: int) -> None:
+        """Name a version that is written; drop all but so many, and what kills have left.
+
+        Args:
+            version: nobody writes to it any more, nor to another.
+            keep: versions that stay; later ones than this are of steps that are made again.
+
+        Raises:
+            OSError: storage refuses.
+        """
+        digests.write(self.path(version))
+        kept = [*(v for v in self.named() if v < version), version][-keep:]
+        sealed.write(self._marker, {"versions": kept, "time": time.time()})
+        for path in self._folder.iterdir():
+            if path.name not in map(str, kept):
+                path.rmtree(missing_ok=True)
+
+    def named(self) -> list[int]:
+        """Versions in `versions.json`; those that have digests where it is lost or damaged."""
+        try:
+            return sorted(int(version) for version in sealed.read(self._marker)["versions"])
+        except (OSError, ValueError, KeyError, TypeError):
+            found = self._folder.iterdir() if self._folder.is_dir() else ()
+            return sorted(
+                int(path.name)
+                for path in found
+                if path.name.isdigit() and (path / digests.NAME).is_file()
+            )
+
+    def damage(self, version: int) -> list[str]:
+        """What of a version is not as it was written, a clause for each file."""
+        return digests.damage(self.path(version))
+
+    def read(self, version: int, abstract: Any) -> Any:
+        """The arrays of a version; whether they are as they were written, `damage` says.
+
+        Args:
+            version: which.
+            abstract: tree of jax.ShapeDtypeStruct with shardings.
+
+        Raises:
+            PublicationError: they cannot be read.
+        """
+        try:
+            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+                args = ocp.args.StandardRestore(abstract)
+                return reader.restore(self.path(version), args=args)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise PublicationError(
+                f"published weights {self.path(version)} cannot be read: "
+                f"{type(error).__name__}: {first:.300}"
+            ) from error
+
+    def newest_intact(self, note: Callable[[str], None], wanted: int | None = None) -> int:
+        """The newest version to read; or the one that is wanted.
+
+        Args:
+            note: told which are damaged.
+            wanted: a version that alone will do.
+
+        Raises:
+            PublicationError: none is intact, or the wanted one is not there or not intact.
+        """
+        named = self.named()
+        if wanted is not None and wanted not in named:
+            raise PublicationError(
+                f"{self._folder} has no published version {wanted}; got {named or 'none'}. Give "
+                "one of them (config.sync.transport=checkpoint writes them, config.sync.keep of "
+                "them are kept)"
+            )
+        for version in [wanted] if wanted is not None else reversed(named):
+            found = self.damage(version)
+            if not found:
+                return version
+            note(f"published weights {self.path(version)} are damaged: {found[0]}")
+            if wanted is not None:
+                raise PublicationError(
+                    f"published weights {self.path(version)} are damaged: {found[0]}. Give "
+                    f"another version: {[v for v in named if v != version] or 'there is none'}"
+                )
+        raise PublicationError(
+            f"{self._folder} has no intact published version; named are {named or 'none'}. A run "
+            "with config.sync.transport=checkpoint writes one at every sync"
+        )

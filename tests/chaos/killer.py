@@ -1,0 +1,481 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The random killer: what happens to a run, at random moments, for a given time.
+
+    python -m tests.chaos.killer --seed=0 --budget_min=25 [--out=DIR]
+    python -m tests.chaos.killer --out=DIR --again=NUMBER   # one damaged file of an earlier call
+
+Real runs of the main command are killed, suspended, told to end, started with another clock, with a
+disk that is full or read-only; between two processes a file of the work directory is damaged.
+After each, the same command either continues rightly or ends with one line. A run that came to its
+end has a closed ledger, no step missing, checkpoints whose digests hold; a synchronous one has the
+very train state of a run that nothing happened to, an asynchronous one the losses of its schedule's
+replay. While those processes work, this one damages a file of an undamaged directory at a time and
+reads it as the commands do (`damage.py`). The last line of output is a JSON object; the exit code
+is 1 when something was lost, wrong in silence, or told in more than one line.
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.modeling import describe_model
+from tba_jax.run.placing import reading_mesh
+from tba_jax.run.saved import load_run_config
+from tba_jax.run.training import abstract_state
+from tba_jax.weights.versions import Versions
+from tests.chaos import damage
+from tests.integration.commands import ROOT, children, command, environment, lines, losses
+
+NUM_STEPS = 24
+OVERRIDES = (
+    f"num_steps={NUM_STEPS}",
+    "checkpoint.period=3",
+    "checkpoint.keep=2",
+    "eval.period=12",
+    "sync.transport=checkpoint",
+)
+DRIVERS = {"sync": ("driver=sync",), "async": ("num_searchers=2", "search.num_slots=24")}
+MOST_S = 150.0  # a process that takes longer hangs
+SHIFT_S = 300_000_000  # of a clock: ten years
+
+
+@dataclasses.dataclass
+class Life:
+    """One process of a run, from its start to its end.
+
+    Attributes:
+        what: was done to it.
+        code, out, err: as it ended.
+        was_killed: by us, at once.
+    """
+
+    what: str
+    code: int
+    out: str
+    err: str
+    was_killed: bool
+
+
+@dataclasses.dataclass
+class Story:
+    """One run, over all its processes.
+
+    Attributes:
+        workdir: its directory.
+        driver: of DRIVERS.
+        events: what happened to it.
+        has_whole_logs: no log of it was damaged.
+    """
+
+    workdir: Path
+    driver: str
+    events: list[str] = dataclasses.field(default_factory=list)
+    has_whole_logs: bool = True
+
+
+class Killer:
+    """Does all of it.
+
+    Args:
+        seed: of what is done, though not of what comes of it.
+        out: folder to work in.
+    """
+
+    def __init__(self, seed: int, out: Path) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.seed, self.out = seed, out
+        self.cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or out / "compiled")
+        self.done: collections.Counter[str] = collections.Counter()
+        self.told: collections.Counter[str] = collections.Counter()
+        self.wrong: list[str] = []
+        self.trial = 0
+        self.template, self.before, self.states = self._undamaged()
+        self.want_losses = losses(self.template.folder)
+        self.want_state = self._train_state(self.template.folder)
+
+    # Files, in this process.
+
+    def _undamaged(self) -> tuple[damage.Template, Any, Any]:
+        folder = self.out / "template"
+        if not (folder / "report.json").exists():
+            life = self._live(Story(folder, "sync"), "undisturbed", until=None)
+            assert life.code == 0, life.err
+        config = load_run_config(str(folder))
+        model = describe_model(config).config
+        mesh = reading_mesh(model, jax.local_devices())
+        template = damage.Template(folder, config, abstract_state(config, model, mesh))
+        with tempfile.TemporaryDirectory(dir=self.out) as scratch:
+            before = damage.baselines(template, Path(scratch))
+        return template, before, damage.states_of(template)
+
+    def damage_one(self, number: int) -> None:
+        """Damage a file of a copy of the undamaged directory, and read that."""
+        rng = np.random.default_rng((self.seed, number))
+        with tempfile.TemporaryDirectory(dir=self.out) as scratch:
+            tried = damage.try_one(self.template, self.before, self.states, rng, Path(scratch))
+        if tried is None:
+            return
+        what, wrong, found = tried
+        self.done["damaged files read"] += 1
+        for value in found.values():
+            if isinstance(value, Exception):
+                self.told[_pattern(str(value))] += 1
+        for each in wrong:
+            self._fail(f"{what} | {each} | --out={self.out} --seed={self.seed} --again={number}")
+
+    def _fail(self, text: str) -> None:
+        self.wrong.append(text)
+        print(f"WRONG: {text}", flush=True)
+
+    # Processes.
+
+    def _live(self, story: Story, what: str, *, until: Any, clock_s: int = 0, ro: bool = False):
+        """Start a process, do to it what `until` does, and wait for its end."""
+        env = environment(self.cache)
+        if clock_s:
+            env["PYTHONPATH"] = f"{ROOT / 'tests/chaos/other_clock'}:{env['PYTHONPATH']}"
+            env["TBA_OTHER_CLOCK_S"] = str(clock_s)
+        argv = command(story.workdir, *OVERRIDES, *DRIVERS[story.driver])
+        if ro:
+            mount = f"mount --bind {story.workdir} {story.workdir} && "
+            mount += f"mount -o remount,bind,ro {story.workdir} && exec "
+            argv = ["unshare", "-m", "sh", "-c", mount + '"$@"', "sh", *argv]
+        # Pipes, which hold all that a run prints: a limit on files' sizes leaves them alone.
+        process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT
+        )
+        began, was_killed = time.monotonic(), False
+        try:
+            if until is not None:
+                was_killed = until(process)
+            while process.poll() is None:
+                if time.monotonic() - began > MOST_S:
+                    self._fail(f"hangs after {story.events[-5:]}, {what}")
+                    break
+                self._work()
+        finally:
+            offspring = [] if process.poll() is not None else children(process.pid)
+            process.kill()
+            out, err = process.communicate()
+        self._gone(offspring, story)
+        return Life(what, process.returncode, out, err, was_killed)
+
+    def _work(self) -> None:
+        """What this process does while it waits."""
+        if hasattr(self, "states"):
+            self.damage_one(self.trial)
+            self.trial += 1
+        else:
+            time.sleep(0.05)
+
+    def _gone(self, offspring: list[int], story: Story) -> None:
+        end = time.monotonic() + 20
+        while alive := [pid for pid in offspring if os.path.exists(f"/proc/{pid}")]:
+            if time.monotonic() > end:
+                self._fail(f"processes {alive} outlived {story.events[-1:]}")
+                return
+            time.sleep(0.05)
+
+    def _moment(self, process: subprocess.Popen[Any], story: Story) -> bool:
+        """Wait for a random moment; whether the process is still there."""
+        before = len(lines_of(story.workdir))
+        num_lines = int(self.rng.integers(1, 9)) if self.rng.random() < 0.7 else 10**9
+        end = time.monotonic() + float(self.rng.random()) * 12
+        late = time.monotonic() + 40
+        while process.poll() is None:
+            now = time.monotonic()
+            if now > late or (num_lines == 10**9 and now > end):
+                break
+            if len(lines_of(story.workdir)) >= before + num_lines:
+                break
+            self._work()
+        time.sleep(float(self.rng.random()) * 0.5)
+        return process.poll() is None
+
+    def kill(self, story: Story) -> Life:
+        """SIGKILL at a random moment."""
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if not self._moment(process, story):
+                return False
+            offspring = children(process.pid)
+            process.kill()
+            process.wait()
+            self._gone(offspring, story)
+            self.done["kills"] += 1
+            return True
+
+        return self._live(story, "killed", until=until)
+
+    def tell(self, story: Story) -> Life:
+        """SIGTERM at a random moment."""
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if self._moment(process, story):
+                process.terminate()
+                self.done["told to end"] += 1
+            return False
+
+        return self._live(story, "told to end", until=until)
+
+    def suspend(self, story: Story) -> Life:
+        """Time that goes on without the process."""
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if self._moment(process, story):
+                process.send_signal(signal.SIGSTOP)
+                time.sleep(3.0)
+                process.send_signal(signal.SIGCONT)
+                self.done["suspended"] += 1
+            if self._moment(process, story):
+                process.kill()
+                process.wait()
+                self.done["kills"] += 1
+                return True
+            return False
+
+        return self._live(story, "suspended", until=until)
+
+    def kill_a_worker(self, story: Story) -> Life:
+        """SIGKILL to a process that scores."""
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if self._moment(process, story):
+                for pid in children(process.pid):
+                    with contextlib.suppress(OSError):
+                        if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                            os.kill(pid, signal.SIGKILL)
+                            self.done["kills"] += 1
+                            self.done["workers killed"] += 1
+                            break
+            return False
+
+        return self._live(story, "worker killed", until=until)
+
+    def fill_disk(self, story: Story) -> Life:
+        """From a random moment on no file grows beyond a size, as on a full disk."""
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if self._moment(process, story):
+                size = int(10 ** self.rng.uniform(0, 6))
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
+                    self.done["disks filled"] += 1
+            return False
+
+        return self._live(story, "disk full", until=until)
+
+    def forbid_writing(self, story: Story) -> Life:
+        """The work directory is read-only."""
+        self.done["disks made read-only"] += 1
+        return self._live(story, "disk read-only", until=None, ro=True)
+
+    def shift_clock(self, story: Story) -> Life:
+        """The clock is ten years wrong, and files are of then, too; then killed."""
+        shift = SHIFT_S if self.rng.random() < 0.5 else -SHIFT_S
+        for file in story.workdir.rglob("*"):
+            with contextlib.suppress(OSError):
+                os.utime(file, (time.time() - shift, time.time() - shift))
+
+        def until(process: subprocess.Popen[Any]) -> bool:
+            if not self._moment(process, story):
+                return False
+            process.kill()
+            process.wait()
+            self.done["kills"] += 1
+            return True
+
+        self.done["clocks shifted"] += 1
+        return self._live(story, f"clock shifted by {shift} s", until=until, clock_s=shift)
+
+    def spoil(self, story: Story) -> tuple[Path, Path] | None:
+        """Damage a file between two processes; the file and a copy of what it was."""
+        picked = damage.pick(self.rng, story.workdir)
+        if picked is None:
+            return None
+        kind, file = picked
+        kept = self.out / "kept"
+        shutil.copyfile(file, kept)
+        what = damage.damage(self.rng, file)
+        if not what:
+            return None
+        self.done["files damaged between processes"] += 1
+        story.events.append(f"{kind} {file.relative_to(story.workdir)}: {what}")
+        story.has_whole_logs &= file.suffix != ".jsonl"
+        return file, kept
+
+    # Runs.
+
+    def story(self, number: int, end_s: float) -> None:
+        """One run, until it is finished or time is over."""
+        driver = list(DRIVERS)[number % 2]
+        story = Story(self.out / f"run{number}", driver)
+        deeds = (
+            *[self.kill] * 12,
+            self.tell,
+            self.suspend,
+            self.kill_a_worker,
+            self.kill_a_worker,
+            self.fill_disk,
+            self.forbid_writing,
+            self.shift_clock,
+        )
+        while time.monotonic() < end_s:
+            spoilt = None
+            if (story.workdir / "metrics.jsonl").exists() and self.rng.random() < 0.3:
+                spoilt = self.spoil(story)
+            deed = deeds[int(self.rng.integers(len(deeds)))]
+            if not story.workdir.exists():
+                deed = self.kill
+            life = deed(story)
+            story.events.append(life.what)
+            self._judge(story, life)
+            if life.code == 0 and not life.was_killed:
+                self._finished(story)
+                return
+            if life.code in (1, 2) and spoilt is not None:
+                self._put_back(story, *spoilt)
+
+    def _put_back(self, story: Story, file: Path, kept: Path) -> None:
+        """Mend what the command refused, as its line asks for."""
+        if file.is_dir():
+            shutil.rmtree(file)
+        elif file.is_symlink():
+            file.unlink()
+        if file.parent.is_dir():  # else it was put aside with its checkpoint
+            shutil.copyfile(kept, file)
+        story.events.append("put back")
+
+    def _judge(self, story: Story, life: Life) -> None:
+        """A process ends by our hand, in order, or in one line."""
+        where = f"{story.driver} {story.events[-6:]}"
+        if "Traceback" in life.err + life.out:
+            self._fail(f"traceback: {where}: {life.err[-800:]}")
+        if life.was_killed or life.code in (0, 128 + signal.SIGTERM, -signal.SIGTERM):
+            return
+        error = life.err.strip().splitlines()
+        if life.code not in (1, 2) or len(error) != 1 or not error[0].startswith("error: "):
+            self._fail(f"exit code {life.code}, not one line: {where}: {life.err[-800:]}")
+        elif "(not expected" in error[0]:
+            self._fail(f"nobody expected: {where}: {error[0]}")
+        else:
+            self.told[_pattern(error[0])] += 1
+            self.done["ended in one line"] += 1
+
+    def _finished(self, story: Story) -> None:
+        """What a run that came to its end must show."""
+        self.done[f"{story.driver} runs finished"] += 1
+        workdir, where = story.workdir, f"{story.workdir.name} {story.driver} {story.events}"
+        ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+        gone = sum(v for k, v in ledger.items() if k.startswith("evicted"))
+        gone += ledger["outbox"] + ledger["stored"] + ledger["duplicate"]
+        if ledger["generated"] != gone + sum(ledger["rejected"].values()):
+            self._fail(f"ledger not closed: {where}: {ledger}")
+        checkpoints = Checkpoints(str(workdir / "checkpoints"), read_only=True)
+        for path in sorted((workdir / "checkpoints").iterdir()):
+            if not path.name.isdigit() or checkpoints.damage(int(path.name)):
+                self._fail(f"{path} is left damaged or unfinished: {where}")
+        versions = Versions(workdir)
+        left = sorted(path.name for path in (workdir / "weights").iterdir())
+        named = versions.named()
+        if left != sorted(map(str, named)) or any(map(versions.damage, named)):
+            self._fail(f"weights are left damaged or unfinished: {where}: {left}")
+        if story.has_whole_logs and sorted(losses(workdir)) != list(range(1, NUM_STEPS + 1)):
+            self._fail(f"steps missing or twice: {where}")
+        if story.driver == "sync":
+            if self._train_state(workdir) != self.want_state:
+                self._fail(f"another train state than undisturbed: {where}")
+            if story.has_whole_logs and losses(workdir) != self.want_losses:
+                self._fail(f"other losses than undisturbed: {where}")
+        elif story.has_whole_logs:
+            self._replay(story, where)
+        if not self.wrong:
+            shutil.rmtree(workdir)
+
+    def _replay(self, story: Story, where: str) -> None:
+        again = story.workdir.with_name(story.workdir.name + "-again")
+        done = subprocess.run(
+            command(
+                again,
+                *OVERRIDES,
+                *DRIVERS[story.driver],
+                flags=(f"--replay_schedule={story.workdir / 'schedule.jsonl'}",),
+            ),
+            env=environment(self.cache),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=MOST_S,
+        )
+        if done.returncode or losses(again) != losses(story.workdir):
+            self._fail(f"its schedule's replay differs: {where}: {done.stderr[-500:]}")
+        self.done["schedules replayed"] += 1
+        shutil.rmtree(again, ignore_errors=True)
+
+    def _train_state(self, workdir: Path) -> str:
+        checkpoints = Checkpoints(str(workdir / "checkpoints"), read_only=True)
+        _, state, _ = checkpoints.restore(self.template.target, NUM_STEPS)
+        return damage.digest_of(state)
+
+
+def lines_of(workdir: Path) -> list[dict[str, Any]]:
+    """Lines of metrics so far; [] where they are damaged."""
+    try:
+        return lines(workdir / "metrics.jsonl")
+    except (OSError, ValueError):
+        return []
+
+
+def _pattern(message: str) -> str:
+    """A message without what differs from one time to the next."""
+    message = re.sub(r"/\S+/", "…/", message)
+    message = re.sub(r"\b[0-9a-f]{8,}\b|\d[\d,.]*", "#", message)
+    return message[:110]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; the exit code."""
+    parser = argparse.ArgumentParser(description="the random killer")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget_min", type=float, default=25.0)
+    parser.add_argument("--out", default="", help="folder; kept where something is wrong")
+    parser.add_argument("--again", type=int, default=None, help="number of a damaged file")
+    args = parser.parse_args(argv)
+    out = Path(args.out or tempfile.mkdtemp(prefix="killer-")).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    end_s = time.monotonic() + 60 * args.budget_min
+    killer = Killer(args.seed, out)
+    if args.again is not None:
+        killer.damage_one(args.again)
+    else:
+        number = 0
+        while time.monotonic() < end_s:
+            killer.story(number, end_s)
+            number += 1
+    result = {"seed": args.seed, "done": dict(killer.done), "wrong": killer.wrong}
+    result["told"] = dict(killer.told.most_common())
+    print(json.dumps(result))
+    if not killer.wrong and not args.out:
+        shutil.rmtree(out)
+    return 1 if killer.wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
