@@ -24,6 +24,7 @@ from ml_collections import config_flags
 from tba_jax.commands.edge import guarded
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import local_folder, parse_flags
+from tba_jax.config.methods import written_out
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
@@ -36,8 +37,10 @@ from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finish
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
 
+# What the config flag looks for settings in, which `cli` fills.
+_GIVEN: list[str] = []
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A preset, math[:PRESET], or a file, FILE.py[:PRESET]."
+    "config", None, "A preset, math[:PRESET], or a file, FILE.py[:PRESET].", sys_argv=_GIVEN
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."
@@ -183,7 +186,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
         print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
         print("--dry_run prints every field; docs/config.md says what each means.")
         return 0
-    return guarded(lambda: main(parse_flags(argv, flags.FLAGS)))
+    return guarded(lambda: main(_parsed(argv)))
+
+
+def _parsed(argv: Sequence[str]) -> list[str]:
+    """Arguments that are no flags."""
+    _GIVEN[:] = written_out(argv)
+    return parse_flags(_GIVEN, flags.FLAGS)
 
 
 def _exit(code: int) -> None:

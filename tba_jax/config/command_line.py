@@ -15,7 +15,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from tba_jax.config import presets
+from tba_jax.config import methods, presets
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
 
@@ -24,7 +24,7 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
     """absl's parser, with every mistake as a ConfigError.
 
     Args:
-        argv: program name and arguments.
+        argv: program name and arguments, with an objective's preset written out already.
         flag_values: flags with a config flag named `config` among them.
 
     Returns:
@@ -55,6 +55,7 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
     Raises:
         ConfigError: no such preset, file, field or value, or an argument that is no config flag.
     """
+    arguments = methods.written_out(arguments)
     _check_fields(arguments)  # defining the flags of a given config trips over such a field
     argv = ["", *arguments]
     flag_values = flags.FlagValues()

@@ -54,6 +54,8 @@ def _objective(o: ObjectiveSettings, num_steps: int) -> Iterator[str]:
             f"objective.weights=equal has no effect: objective {o.name} needs responses to count "
             "as often as they were drawn"
         )
+    if o.beta and make_objective(o).beta_is == "unused":
+        yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"
     beta_steps = o.beta_steps if o.beta_schedule == "linear" else 0
     gamma, gamma_final = o.reference_temperature, o.reference_temperature_final
     for name, start, final, steps in (

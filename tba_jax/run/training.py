@@ -140,8 +140,14 @@ def make_step_shardings(
         optimizer,
         mesh,
         keep_reference=config.reference.placement == "trainer",
-        learn_log_z="log_z" in make_objective(config.objective).heads,
+        log_z_layers=_log_z_layers(config),
     )
+
+
+def _log_z_layers(config: Config) -> int:
+    """Of the learned log Z; 0: there is none."""
+    has_head = "log_z" in make_objective(config.objective).heads
+    return config.objective.log_z_layers if has_head else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -154,7 +160,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
-    learns_log_z = "log_z" in make_objective(config.objective).heads
+    log_z_layers = _log_z_layers(config)
     policy = policy_config(config, model_config)
     if policy.adapters is None:
         params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
@@ -165,7 +171,8 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            log_z_size=model_config.hidden_size if learns_log_z else 0,
+            log_z_size=model_config.hidden_size if log_z_layers else 0,
+            log_z_layers=log_z_layers,
         ),
         params,
     )

@@ -5,7 +5,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tba_jax.settings import Section, field, need, share
+from tba_jax.train.objectives.choices import (
+    Anchor,
+    Importance,
+    KlCenter,
+    LogZ,
+    RewardTransform,
+    Shape,
+)
 from tba_jax.train.objectives.registry import make_objective, objective_names
+
+# What only `tb` has.
+SWITCHES = (
+    "log_z",
+    "anchor",
+    "shape",
+    "kl_center",
+    "baseline_shift",
+    "length_normalise",
+    "reward_transform",
+    "importance",
+    "kl_clamp",
+)
 
 
 @dataclass(frozen=True)
@@ -46,12 +67,14 @@ class ObjectiveSettings(Section):
     )
     group_size: int = field(16, "K: responses per prompt in a training group", at_least=2)
     beta: float = field(
-        0.05, "KL coefficient at step 0; the target is pi_ref exp(r / beta)", above=0
+        0.05,
+        "KL coefficient at step 0; the target is pi_ref exp(r / beta); 0 where the objective can",
+        at_least=0,
     )
     beta_schedule: Literal["constant", "linear", "linear_then_jump"] = field(
         "constant", "how beta moves to beta_final"
     )
-    beta_final: float = field(0.05, "beta after the schedule", above=0)
+    beta_final: float = field(0.05, "beta after the schedule", at_least=0)
     beta_steps: int = field(0, "steps over which beta moves linearly to beta_final", at_least=0)
     beta_jump_step: int = field(0, "linear_then_jump: step of the jump to beta_final", at_least=0)
     weights: Literal["drawn", "equal"] = field(
@@ -63,10 +86,59 @@ class ObjectiveSettings(Section):
     scale: Literal["advantage", "paper"] = field(
         "advantage", "advantage: beta/2 of the variance; paper: mean of squares"
     )
-    log_z: Literal["vargrad", "learned"] = field(
-        "vargrad", "vargrad: the group's estimate; learned: a head on the prompt"
+    log_z: LogZ = field(
+        "vargrad",
+        "tb: the mean of r / beta less the log-ratio over the group (vargrad) or over the others "
+        "of it (leave_one_out), of r / beta alone (mean_reward), log mean exp r / beta (softmean), "
+        "or a head on the prompt (learned)",
     )
     log_z_rate: float = field(1.0, "learned log Z: its learning rate over the policy's", above=0)
+    log_z_layers: int = field(
+        1,
+        "learned log Z: 1: a linear head; more: so many layers with GELU and LayerNorm between",
+        at_least=1,
+    )
+    anchor: Anchor = field(
+        "reference",
+        "tb: what log-ratios are to: the reference, the policy that drew the response, an estimate "
+        "of a moving average of the policy from these two, or nothing: a policy gradient",
+    )
+    shape: Shape = field(
+        "squared", "tb: of the residual; linex and cosh have tails of exponentials"
+    )
+    linex_alpha: float = field(1.0, "linex: its asymmetry", above=0)
+    kl_center: KlCenter = field(
+        "live",
+        "tb: the log-ratio whose mean a group's log Z has: of the policy now, of the policy that "
+        "drew the responses, or none",
+    )
+    baseline_shift: float = field(
+        0.0, "tb: the baseline lies so far below the group's, in units of the reward", at_least=0
+    )
+    length_normalise: bool = field(False, "tb: divide log-ratios by the number of tokens")
+    reward_transform: RewardTransform = field(
+        "raw", "tb: group_normalised: less the group's mean, over its deviation"
+    )
+    importance: Importance = field(
+        "none",
+        "tb: detached ratios to the sampler: of tokens, 0 above the cap (token_clip), at most the "
+        "cap (truncated), 0 outside floor and cap (masked); of responses, at most the cap "
+        "(sequence_clip), at most 1 for those below the group's mean (topr)",
+    )
+    importance_cap: float = field(
+        0.0, "tb, cispo: bound of the ratio; 0: the objective's own, 8 and 5", at_least=0
+    )
+    importance_floor: float = field(
+        0.5, "importance=masked: below it a token has no weight", above=0
+    )
+    kl_clamp: float = field(0.0, "tb: bound of each token's log-ratio; 0: none", at_least=0)
+    ema_decay: float = field(
+        0.9, "anchor=ema_surrogate: of the average that it estimates, per step", above=0, at_most=1
+    )
+    clip_low: float = field(
+        0.0, "how far a clipped ratio falls below 1; 0: the objective's own", at_least=0
+    )
+    clip_high: float = field(0.0, "how far it rises above 1; 0: the objective's own", at_least=0)
     reference_temperature: float = field(1.0, "gamma: divides log pi_ref in the target", above=0)
     reference_temperature_final: float = field(
         1.0, "gamma after reference_temperature_steps", above=0
@@ -106,12 +178,71 @@ class ObjectiveSettings(Section):
                 "a temperature that is constant does not move",
                 f"Set --config.objective.{name}_steps to the number of steps.",
             )
+        self._check_beta()
+        if self.name == "tb":
+            self._check_switches()
+        else:
+            self._check_no_switches()
+
+    def _check_beta(self) -> None:
+        is_zero = not self.beta or (self.beta_schedule != "constant" and not self.beta_final)
         need(
-            self.log_z == "vargrad" or "log_z" in make_objective(self).heads,
+            not is_zero or make_objective(self).beta_is != "positive",
+            "objective.beta",
+            self.beta,
+            f"objective.name={self.name} divides by beta",
+            "Give a beta and a beta_final above 0.",
+        )
+
+    def _check_no_switches(self) -> None:
+        """A switch of tb's would be ignored."""
+        for name in SWITCHES:
+            default = type(self).__dataclass_fields__[name].default
+            need(
+                getattr(self, name) == default,
+                f"objective.{name}",
+                getattr(self, name),
+                f"objective.name={self.name} has no such switch",
+                f"Set --config.objective.{name}={default} or --config.objective.name=tb.",
+            )
+
+    def _check_switches(self) -> None:
+        """Combinations of switches that mean nothing or can overflow."""
+        has_anchor = self.anchor != "none"
+        need(
+            has_anchor or (self.log_z in ("vargrad", "leave_one_out", "mean_reward")),
             "objective.log_z",
             self.log_z,
-            f"objective.name={self.name} has no log Z to learn",
+            "without an anchor there is a baseline and no log Z",
             "Set --config.objective.log_z=vargrad.",
+        )
+        need(
+            has_anchor or self.shape == "squared",
+            "objective.shape",
+            self.shape,
+            "without an anchor there is no residual to shape",
+            "Set --config.objective.shape=squared.",
+        )
+        need(
+            has_anchor or not self.kl_clamp,
+            "objective.kl_clamp",
+            self.kl_clamp,
+            "without an anchor there is no log-ratio to clamp",
+            "Set --config.objective.kl_clamp=0.",
+        )
+        need(
+            self.shape == "squared" or self.kl_clamp > 0 or self.length_normalise,
+            "objective.shape",
+            self.shape,
+            "grows exponentially, and a log-ratio of a whole response would overflow",
+            "Set --config.objective.length_normalise=True or give objective.kl_clamp.",
+        )
+        need(
+            self.kl_center == "live" or (has_anchor and self.log_z in ("vargrad", "leave_one_out")),
+            "objective.kl_center",
+            self.kl_center,
+            "only log_z=vargrad or leave_one_out, with an anchor, centres a log-ratio",
+            "Set --config.objective.kl_center=live.",
         )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned log Z(x): a linear head on the policy's own view of the prompt.
+"""A learned log Z(x): a head, linear or deeper, on the policy's own view of the prompt.
 
 The alternative to VarGrad where groups are small or of mixed origin. The invariant it owns: the
 estimate depends on the prompt's tokens alone, not on padding or on any response.
@@ -7,6 +7,7 @@ estimate depends on the prompt's tokens alone, not on padding or on any response
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -14,21 +15,61 @@ from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
-class LogZHead(NamedTuple):
-    """Parameters of the head.
+class Hidden(NamedTuple):
+    """A layer below the last: matrix, GELU, LayerNorm; float32.
 
     Attributes:
-        weight: float32 [d].
-        bias: float32 scalar.
+        weight: [d d].
+        bias, scale, shift: [d].
     """
 
     weight: Array
     bias: Array
+    scale: Array
+    shift: Array
 
 
-def init_head(hidden_size: int) -> LogZHead:
-    """A head that says 0 for every prompt, which is log Z where the policy is the reference."""
-    return LogZHead(jnp.zeros(hidden_size, jnp.float32), jnp.float32(0.0))
+class LogZHead(NamedTuple):
+    """Parameters of the head, float32.
+
+    Attributes:
+        weight: [d].
+        bias: scalar.
+        hidden: the layers below, from the first on; () for a linear head.
+    """
+
+    weight: Array
+    bias: Array
+    hidden: tuple[Hidden, ...] = ()
+
+
+def init_head(hidden_size: int, num_layers: int = 1) -> LogZHead:
+    """A head that says 0 for every prompt, which is log Z where the policy is the reference.
+
+    Args:
+        hidden_size: d.
+        num_layers: 1: linear; FlowRL has 3, and a dropout of 0.1 that is left out here.
+    """
+    keys = jax.random.split(jax.random.key(0), num_layers)
+
+    def hidden(key: Array) -> Hidden:
+        # Of variance 1 / (3 d), as torch's Linear.
+        bound = hidden_size**-0.5
+        shape = (hidden_size, hidden_size)
+        return Hidden(
+            jax.random.uniform(key, shape, jnp.float32, -bound, bound),
+            jnp.zeros(hidden_size, jnp.float32),
+            jnp.ones(hidden_size, jnp.float32),
+            jnp.zeros(hidden_size, jnp.float32),
+        )
+
+    below = tuple(hidden(key) for key in keys[1:])
+    return LogZHead(jnp.zeros(hidden_size, jnp.float32), jnp.float32(0.0), below)
+
+
+def _apply_hidden(layer: Hidden, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
+    x = jax.nn.gelu(x @ layer.weight + layer.bias[None], approximate=False)
+    return layer.scale[None] * jax.nn.standardize(x, axis=-1, epsilon=1e-5) + layer.shift[None]
 
 
 def log_z(
@@ -57,7 +98,7 @@ def log_z(
         sharding: as in `logprobs.token_logprobs`.
 
     References:
-        TBA, arXiv:2503.18929, appendix B.3.
+        TBA, arXiv:2503.18929, appendix B.3; deeper: FlowRL, arXiv:2509.15207.
     """
     size = prompts.shape[1]
     first = (size - prompt_lengths)[:, None]
@@ -77,4 +118,6 @@ def log_z(
         sharding=sharding,
     )
     pooled = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
+    for layer in head.hidden:
+        pooled = _apply_hidden(layer, pooled)
     return pooled @ head.weight + head.bias

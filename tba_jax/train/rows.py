@@ -52,12 +52,14 @@ class Responses(NamedTuple):
         reward: raw.
         weight: how often it was drawn.
         length: its tokens.
+        staleness: int32, steps since the version that drew it; 0 where no version did.
     """
 
     reference_logprob: Array
     reward: Array
     weight: Array
     length: Array
+    staleness: Array
 
 
 class Rows(NamedTuple):
@@ -113,6 +115,7 @@ class Rows(NamedTuple):
             reward=here.reward,
             weight=here.weight,
             length=here.length,
+            staleness=here.staleness,
             log_z=None,
             totals=totals,
         )
@@ -180,8 +183,11 @@ def whole(base: Any, params: Any) -> Any:
     return params if base is None else lora.combine(base, params)
 
 
-def _responses(batch: Batch | PackedBatch) -> Responses:
-    return Responses(batch.reference_logprob, batch.rewards, batch.weights, batch.response_lengths)
+def _responses(batch: Batch | PackedBatch, step: Array) -> Responses:
+    staleness = jnp.where(batch.versions < 0, 0, step - batch.versions)
+    return Responses(
+        batch.reference_logprob, batch.rewards, batch.weights, batch.response_lengths, staleness
+    )
 
 
 def _of_rows(values: Array, slots: Array) -> Array:
@@ -216,7 +222,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> R
             batch.behavior_token_logprobs,
         ),
         is_current=is_current[..., None],
-        responses=_responses(batch),
+        responses=_responses(batch, step),
     )
 
 
@@ -246,5 +252,5 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
             begins=is_response & (batch.positions == prompt_lengths),
         ),
         is_current=is_response & (_of_rows(batch.versions, batch.slots) == step),
-        responses=_responses(batch),
+        responses=_responses(batch, step),
     )

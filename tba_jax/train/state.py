@@ -54,7 +54,7 @@ class StepShardings(NamedTuple):
         replicated: of the metrics.
         compute: how the step computes on the trainer's devices.
         base: of the frozen parameters beside adapters; None where all are trained.
-        log_z_size: as in `init_state`.
+        log_z_size, log_z_layers: as in `init_state`.
     """
 
     state: TrainState
@@ -63,6 +63,7 @@ class StepShardings(NamedTuple):
     compute: ComputeSharding
     base: Any = None
     log_z_size: int = 0
+    log_z_layers: int = 1
 
 
 def step_shardings(
@@ -71,7 +72,7 @@ def step_shardings(
     mesh: Mesh,
     *,
     keep_reference: bool,
-    learn_log_z: bool = False,
+    log_z_layers: int = 0,
 ) -> StepShardings:
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
@@ -80,7 +81,7 @@ def step_shardings(
         optimizer: whose state is placed.
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
-        learn_log_z: it holds a learned log Z.
+        log_z_layers: of a learned log Z; 0: there is none.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -93,7 +94,8 @@ def step_shardings(
             init_state,
             optimizer=optimizer,
             keep_reference=keep_reference,
-            log_z_size=config.hidden_size if learn_log_z else 0,
+            log_z_size=config.hidden_size if log_z_layers else 0,
+            log_z_layers=log_z_layers,
         ),
         params,
     )
@@ -103,7 +105,8 @@ def step_shardings(
         replicated=NamedSharding(mesh, PartitionSpec()),
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
-        log_z_size=config.hidden_size if learn_log_z else 0,
+        log_z_size=config.hidden_size if log_z_layers else 0,
+        log_z_layers=log_z_layers,
     )
 
 
@@ -120,6 +123,7 @@ def make_init_state(
             optimizer=optimizer,
             keep_reference=shardings.state.reference_params is not None,
             log_z_size=shardings.log_z_size,
+            log_z_layers=shardings.log_z_layers,
         ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
@@ -133,6 +137,7 @@ def init_state(
     *,
     keep_reference: bool,
     log_z_size: int = 0,
+    log_z_layers: int = 1,
 ) -> TrainState:
     """Fresh state at step 0; the reference, where kept, is a copy of the policy.
 
@@ -141,9 +146,10 @@ def init_state(
         optimizer: whose state is made.
         keep_reference: whether the trainer scores the reference.
         log_z_size: hidden size of the model where log Z is learned, else 0.
+        log_z_layers: of its head.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    head = init_head(log_z_size) if log_z_size else None
+    head = init_head(log_z_size, log_z_layers) if log_z_size else None
     opt_state = optimizer.init(trainable(params, head))
     # Three arrays: one could not be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]

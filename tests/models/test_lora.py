@@ -183,7 +183,7 @@ def test_a_learned_log_z_is_trained_beside_adapters():
     settings = replace(SETTINGS, objective=TrajectoryBalance("paper", "learned"))
     base, mesh = random_params(DIVISIBLE), make_mesh((1, 2, 2))
     policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ("q",))
-    shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, learn_log_z=True)
+    shardings = step_shardings(policy, optimizer, mesh, keep_reference=False, log_z_layers=1)
     adapters = lora.init_adapters(policy, 0, shardings.state.params)
     state = make_init_state(optimizer, shardings)(adapters)
     step = make_train_step(policy, optimizer, schedule, settings, shardings)

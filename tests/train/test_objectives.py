@@ -70,6 +70,17 @@ def test_gradient_on_policy_equals_rloo_up_to_the_leave_one_out_factor(group):
     np.testing.assert_allclose(tb * k / (k - 1), rloo, atol=1e-6)
 
 
+def test_rloo_without_a_kl_has_a_gradient_and_ignores_the_reference(group):
+    # It was nan: the residual was divided by beta.
+    policy, _, reward = group
+    found = Rloo()(summed(*group), 0.0)
+    others = (reward.sum(1, keepdims=True) - reward) / 4
+    np.testing.assert_allclose(found.loss, -np.mean((reward - others) * policy), rtol=1e-5)
+    gradient = jax.grad(lambda p: Rloo()(summed(p, jnp.inf + policy, reward), 0.0).loss)(policy)
+    np.testing.assert_allclose(gradient, -(reward - others) / policy.size, atol=1e-6)
+    assert np.isnan(found.metrics["tb_loss"])  # there is no target to be far from
+
+
 def test_rloo_advantage_against_numpy(group):
     policy, reference, reward = (np.asarray(x, np.float64) for x in group)
     beta = 0.2

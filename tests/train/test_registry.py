@@ -74,6 +74,7 @@ def random_groups(p=4, k=3, t=5, seed=0):
         reward=jnp.asarray(rng.normal(size=(p, k)), jnp.float32),
         weight=jnp.asarray(weight),
         length=jnp.asarray(length, jnp.int32),
+        staleness=jnp.asarray(rng.integers(0, 9, (p, k)), jnp.int32),
         log_z=None,
         totals=Totals(*(jnp.float32(x) for x in (p, weight.sum(), (mask.sum(-1) * weight).sum()))),
     )

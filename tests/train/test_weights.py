@@ -29,6 +29,7 @@ from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 
 # Of up to four distinct responses, K = 6 drawn: with repeats, one alone, all of them.
+STALENESS = np.arange(16).reshape(4, 4)
 WEIGHTS = np.array([[3, 1, 2, 0], [6, 0, 0, 0], [1, 1, 1, 3], [2, 2, 0, 2]])
 # Every registered objective, those that can learn log Z in both forms.
 OBJECTIVES = {
@@ -37,6 +38,9 @@ OBJECTIVES = {
     for log_z in ("vargrad", "learned")
     if (made := make_objective(SimpleNamespace(name=name, log_z=log_z))).heads or log_z == "vargrad"
 }
+
+
+METRICS = {"tb_vargrad", "tb_learned", "online_dpo_vargrad", "grpo_vargrad"}
 
 
 @functools.cache
@@ -74,6 +78,7 @@ def group_data(policy, index, weight):
         reward=pick(reward),
         weight=weight,
         length=mask.sum(-1),
+        staleness=pick(STALENESS),
         log_z=jnp.asarray(log_z),
         totals=Totals(jnp.float64(len(WEIGHTS)), weight.sum(), counted),
     )
@@ -92,7 +97,8 @@ def of_objective(objective, index, weight):
     return jax.value_and_grad(loss, (0, 1), has_aux=True)(policy, log_z)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+# Losses and gradients of all of them: test_objective_formulas.py.
+@pytest.mark.parametrize("name", [n if n in METRICS else slow(n) for n in OBJECTIVES])
 def test_every_objective_counts_a_weight_as_so_many_responses(name):
     every = np.broadcast_to(np.arange(4), WEIGHTS.shape)
     rows = np.array([np.repeat(np.arange(4), w) for w in WEIGHTS])
@@ -154,7 +160,7 @@ def step_of(objective, draws, *, row_length=0, shares_prompts=False, **cut):
     state = init_state(
         random_params(CONFIG),
         keep_gradient(),
-        keep_reference=False,
+        keep_reference=objective.needs_token_reference,
         log_z_size=CONFIG.hidden_size if objective.heads else 0,
     )
     batch = lay_out(

@@ -9,7 +9,7 @@ with a weight counts as so many responses.
 
 import abc
 from collections.abc import Mapping
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class GroupData(NamedTuple):
         reward: [p k], raw, not divided by beta.
         weight: [p k], how often each response was drawn; 0: there is none.
         length: [p k], tokens of each response.
+        staleness: [p k], optimiser steps between the version that drew it and the trained one; 0
+            where no version did.
         log_z: [p], learned; None without that head.
         totals: of the whole batch.
     """
@@ -62,6 +64,7 @@ class GroupData(NamedTuple):
     reward: Float[Array, "p k"]
     weight: Float[Array, "p k"]
     length: Int[Array, "p k"]
+    staleness: Int[Array, "p k"]
     log_z: Float[Array, " p"] | None
     totals: Totals
 
@@ -108,10 +111,12 @@ class Objective(abc.ABC):
             the run's policies drew are refused.
         needs_token_reference: it reads the reference token by token; only a reference that the
             trainer scores is known so.
+        beta_is: positive: it divides by beta; any: 0 leaves the reference out; unused.
     """
 
-    needs_behavior: ClassVar[bool]
-    needs_token_reference: ClassVar[bool] = False
+    needs_behavior: ClassVar[Any]
+    needs_token_reference: ClassVar[Any] = False
+    beta_is: ClassVar[Any] = "positive"
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "needs_behavior"):
@@ -131,7 +136,8 @@ class Objective(abc.ABC):
 
         Args:
             data: the groups.
-            beta: KL coefficient, > 0; the target is pi_ref exp(r / beta).
+            beta: KL coefficient, > 0, or at least 0 where `beta_is` says so; the target is
+                pi_ref exp(r / beta).
         """
 
 
@@ -161,6 +167,7 @@ def summed(
         reward=reward,
         weight=weight,
         length=jnp.ones((p, k), jnp.int32),
+        staleness=jnp.zeros((p, k), jnp.int32),
         log_z=log_z,
         totals=Totals(jnp.asarray(p, weight.dtype), num, num),
     )

@@ -15,7 +15,9 @@ from tba_jax.train import objectives
 if TYPE_CHECKING:
     from tba_jax.train.objectives.base import Objective
 
-_SHARED = {"base", "registry"}
+_SHARED = {"base", "choices", "pieces", "registry", "switches"}
+# Where a setting is 0, an objective has a number of its own.
+_OWN = {"clip_low", "clip_high", "importance_cap"}
 
 
 def objective_names() -> tuple[str, ...]:
@@ -29,8 +31,8 @@ def objective_class(name: str) -> "type[Objective]":
 
 
 def free_of_behavior() -> tuple[str, ...]:
-    """Objectives that assume nothing of the sampler."""
-    return tuple(n for n in objective_names() if not objective_class(n).needs_behavior)
+    """Objectives that assume nothing of the sampler, as they are by default."""
+    return tuple(n for n in objective_names() if not objective_class(n)().needs_behavior)
 
 
 def make_objective(settings: Any) -> "Objective":
@@ -38,8 +40,9 @@ def make_objective(settings: Any) -> "Objective":
 
     Args:
         settings: the section `objective` of a config. A field of the objective that it lacks keeps
-            its default.
+            its default, and so does a clip or cap that is 0 there.
     """
     made: Any = objective_class(settings.name)
     names = [field.name for field in dataclasses.fields(made) if hasattr(settings, field.name)]
-    return made(**{name: getattr(settings, name) for name in names})
+    values = {name: getattr(settings, name) for name in names}
+    return made(**{name: value for name, value in values.items() if value or name not in _OWN})

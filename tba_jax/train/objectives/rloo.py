@@ -3,18 +3,10 @@
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from tba_jax.train.objectives.base import (
-    GroupData,
-    Loss,
-    Objective,
-    balance_metrics,
-    tb_residual,
-    vargrad_log_z,
-)
+from tba_jax.train.objectives.base import GroupData, Loss, Objective
+from tba_jax.train.objectives.pieces import leave_one_out, regularised, with_balance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,24 +17,23 @@ class Rloo(Objective):
     A_j = R_j - mean of the other K - 1, repeats of y_j among them
     loss = -(1 / (p K)) sum w_j A_j log pi(y_j|x)
 
-    An on-policy estimator: on stale responses it is biased, which is the comparison it is here for.
+    Here pi is the live policy and there is no ratio to the sampler, so for beta > 0 the gradient is
+    that of Trajectory Balance (`advantage` scale) times K / (K - 1) on any data, stale ones too:
+    nothing sets the two apart but the factor. What is biased on stale data, and what a comparison
+    wants, is `proximal_rloo`, whose KL is the sampler's, or beta = 0.
 
     References:
-        RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, eq. 6.
+        RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, section 3.3 and appendix A.
     """
 
     needs_behavior = True
+    beta_is = "any"
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        k = data.num_drawn
-        residual = jax.lax.stop_gradient(
-            tb_residual(data.policy_logprob, data.reference_logprob, data.reward, beta=beta)
-        )
-        regularised = -beta * residual
-        centred = regularised - data.mean_over_group(regularised)[:, None]
-        advantage = centred * (k / jnp.maximum(k - 1, 1))[:, None]
+        reward = regularised(data, data.policy_logprob, beta)
+        advantage = reward - leave_one_out(data, reward)
         loss = -data.mean_over_responses(advantage * data.policy_logprob)
-        return Loss(loss, balance_metrics(data, residual, vargrad_log_z(data, residual)))
+        return with_balance(data, beta, loss)
 
 
 OBJECTIVE = Rloo

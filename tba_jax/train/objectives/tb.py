@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectory Balance, in its VarGrad form or with a learned log Z."""
+"""Trajectory Balance and its relatives: one loss with switches, exact TB by default."""
 
 import dataclasses
 from typing import Literal
@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.train.objectives import switches
 from tba_jax.train.objectives.base import (
     GroupData,
     Loss,
@@ -16,6 +17,15 @@ from tba_jax.train.objectives.base import (
     tb_residual,
     vargrad_log_z,
 )
+from tba_jax.train.objectives.choices import (
+    Anchor,
+    Importance,
+    KlCenter,
+    LogZ,
+    RewardTransform,
+    Shape,
+)
+from tba_jax.train.objectives.pieces import centred, group_normalised, is_past
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,18 +42,67 @@ class TrajectoryBalance(Objective):
     `advantage` keeps the gradient in units of the reward, so that gradient clipping means the same
     at every beta and a moving beta is not a hidden learning-rate schedule.
 
+    Every other field is a switch of its own, and exact Trajectory Balance is their defaults:
+    residual = (log pi - log anchor) - r / beta, log_z from the group, their sum t in a convex
+    shape. Without an anchor there is no residual to square: the loss is -A log pi, A without
+    gradient, and beta is not read. docs/objectives.md has the methods that these make.
+
     Attributes:
         scale: see above; the second form of the gradient holds for VarGrad alone.
-        log_z: vargrad: of the group; learned: a head on the prompt, gradients flow there too.
+        log_z: `switches.estimated_log_z`; learned: a head on the prompt, gradients flow there too.
+        anchor: what the policy is held to: the reference, the sampler (then of one version), an
+            estimate of a moving average of the policy, or nothing.
+        shape: of t: squared t^2 / 2, linex (e^(a t) - a t - 1) / a^2, cosh cosh t - 1.
+        linex_alpha: a; positive punishes too much probability more.
+        kl_center: whose log-ratio to the anchor the group's log Z has the mean of: the live
+            policy's, the sampler's as when it was drawn, or none.
+        baseline_shift: in units of the reward, the baseline lies so far below the group's: a pull
+            to what was sampled.
+        length_normalise: log-ratios are divided by the number of tokens.
+        reward_transform: group_normalised: r less its group's mean, over its deviation.
+        importance: of pi / mu, without gradient. sequence_clip: a response's, at most the cap;
+            topr: a response's, at most 1, and 1 where its reward is above the mean; these multiply
+            its loss. token_clip: a token's, 0 above the cap (the gradient of min(ratio, cap));
+            truncated: at most the cap; masked: 0 outside [floor, cap]; these multiply a token's
+            part of the gradient.
+        importance_cap, importance_floor: see there.
+        kl_clamp: bounds the log-ratio of each token to the anchor; 0: none.
+        ema_decay: of the average that `anchor=ema_surrogate` estimates, per step.
 
     References:
-        TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3.
+        TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3. TBA' : section 6.
     """
 
     scale: Literal["advantage", "paper"] = "advantage"
-    log_z: Literal["vargrad", "learned"] = "vargrad"
+    log_z: LogZ = "vargrad"
+    anchor: Anchor = "reference"
+    shape: Shape = "squared"
+    linex_alpha: float = 1.0
+    kl_center: KlCenter = "live"
+    baseline_shift: float = 0.0
+    length_normalise: bool = False
+    reward_transform: RewardTransform = "raw"
+    importance: Importance = "none"
+    importance_cap: float = 8.0
+    importance_floor: float = 0.5
+    kl_clamp: float = 0.0
+    ema_decay: float = 0.9
 
-    needs_behavior = False
+    @property
+    def needs_behavior(self) -> bool:
+        """Whether a switch reads the sampler."""
+        reads = self.anchor in ("behavior", "ema_surrogate") or self.kl_center == "behavior"
+        return reads or self.importance != "none" or self.anchor == "none"
+
+    @property
+    def needs_token_reference(self) -> bool:
+        """To clamp token by token."""
+        return self.anchor == "reference" and self.kl_clamp > 0
+
+    @property
+    def beta_is(self) -> str:
+        """Positive, as it divides; unused without an anchor."""
+        return "unused" if self.anchor == "none" else "positive"
 
     @property
     def heads(self) -> tuple[Literal["log_z"], ...]:
@@ -51,12 +110,78 @@ class TrajectoryBalance(Objective):
         return ("log_z",) if self.log_z == "learned" else ()
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        if self.anchor == "none":
+            return self._without_anchor(data)
+        is_plain = self == TrajectoryBalance(self.scale, self.log_z)
+        if is_plain and self.log_z in ("vargrad", "learned"):
+            return self._exact(data, beta)
+        reward = self._reward(data)
+        gap = switches.anchored(data, self.anchor, self.ema_decay, self.kl_clamp)
+        gap = gap + switches.token_flow(
+            data, self.importance, self.importance_floor, self.importance_cap
+        )
+        if self.length_normalise:
+            gap = gap * switches.per_token(data)
+        t = gap - reward / beta + self._log_z(data, gap, reward / beta) - self.baseline_shift / beta
+        weight = switches.response_weight(
+            data, self.importance, self.importance_cap, centred(data, reward)
+        )
+        mean = data.mean_over_responses(weight * switches.shaped(t, self.shape, self.linex_alpha))
+        loss = mean * (beta if self.scale == "advantage" else 2)
+        residual = jax.lax.stop_gradient(gap - reward / beta)
+        known = balance_metrics(data, residual, data.mean_over_group(t - residual))
+        return Loss(loss, {**known, **self._ratio_metrics(data)})
+
+    def _exact(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        """Trajectory Balance as it is."""
         reference_logprob = jax.lax.stop_gradient(data.reference_logprob)
         residual = tb_residual(data.policy_logprob, reference_logprob, data.reward, beta=beta)
         log_z = vargrad_log_z(data, residual) if data.log_z is None else data.log_z
         mean_square = data.mean_over_responses(jnp.square(residual + log_z[:, None]))
         loss = mean_square * (beta / 2) if self.scale == "advantage" else mean_square
         return Loss(loss, balance_metrics(data, residual, log_z))
+
+    def _without_anchor(self, data: GroupData) -> Loss:
+        """A policy gradient: the score of each response times its advantage."""
+        reward = self._reward(data)
+        baseline = switches.estimated_log_z(data, self.log_z, jnp.zeros_like(reward), reward)
+        advantage = reward - baseline + self.baseline_shift
+        logprob = data.policy_logprob + switches.token_flow(
+            data, self.importance, self.importance_floor, self.importance_cap
+        )
+        if self.length_normalise:
+            logprob = logprob * switches.per_token(data)
+        weight = switches.response_weight(
+            data, self.importance, self.importance_cap, centred(data, reward)
+        )
+        advantage = jax.lax.stop_gradient(weight * advantage)
+        loss = -data.mean_over_responses(advantage * logprob)
+        return Loss(loss, self._ratio_metrics(data))
+
+    def _reward(self, data: GroupData) -> Float[Array, "p k"]:
+        is_raw = self.reward_transform == "raw"
+        return data.reward if is_raw else group_normalised(data, data.reward)
+
+    def _log_z(
+        self, data: GroupData, gap: Float[Array, "p k"], scaled_reward: Float[Array, "p k"]
+    ) -> Float[Array, "p k"]:
+        if data.log_z is not None:
+            return jnp.broadcast_to(data.log_z[:, None], gap.shape)
+        if self.kl_center == "behavior":
+            gap = switches.sampled_anchored(data, self.anchor)
+            gap = gap * switches.per_token(data) if self.length_normalise else gap
+        elif self.kl_center == "none":
+            gap = jnp.zeros_like(gap)
+        return switches.estimated_log_z(data, self.log_z, gap, scaled_reward)
+
+    def _ratio_metrics(self, data: GroupData) -> dict[str, Float[Array, ""]]:
+        """The share of what a bound of the ratio to the sampler takes hold of."""
+        if self.importance == "none":
+            return {}
+        floor = self.importance_floor if self.importance == "masked" else 0.0
+        cap = 1.0 if self.importance == "topr" else self.importance_cap
+        is_of_tokens = self.importance in ("token_clip", "truncated", "masked")
+        return {"clip_fraction": jax.lax.stop_gradient(is_past(data, floor, cap, is_of_tokens))}
 
 
 OBJECTIVE = TrajectoryBalance

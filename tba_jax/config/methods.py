@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Published methods as settings: what `--config.objective.preset=NAME` stands for.
+
+A preset is no setting: it is written out as the settings that it stands for, before those that are
+given beside it, so a run's config says what is computed and nothing else. The invariant: it begins
+from exact Trajectory Balance, whatever the config had before it.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tba_jax.settings import ConfigError
+from tba_jax.train.config import SWITCHES, ObjectiveSettings
+
+FLAG = "--config.objective.preset="
+
+# TBA' of MATH: the reference follows the policy, log-ratios of tokens are bounded.
+_PRIME = {
+    "importance": "token_clip",
+    "importance_cap": 8.0,
+    "kl_clamp": 10.0,
+    "reference.placement": "trainer",
+    "reference.reset_period": 50,
+}
+
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    # arXiv:2503.18929: exact Trajectory Balance, VarGrad form.
+    "tba": {},
+    # Its section 6 as its code of November 2025 has it: a group's mean log-ratio is the sampler's.
+    "tba_prime": {**_PRIME, "kl_center": "behavior"},
+    # The same with the live policy's mean, as its code has it since: VarGrad but for the bounds.
+    "tba_prime_live": {**_PRIME, "kl_center": "live"},
+    # arXiv:2602.19362: the sampler is the anchor, so log mean exp r / beta is unbiased for its Z.
+    "oapl": {"anchor": "behavior", "log_z": "softmean"},
+    # arXiv:2501.12599, section 2.3.2: policy mirror descent, the mean reward for the soft value.
+    "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward"},
+    # arXiv:2509.15207 and its recipe in verl; its beta, 15, multiplies the reward.
+    "flowrl": {
+        "log_z": "learned",
+        "log_z_layers": 3,
+        "length_normalise": True,
+        "reward_transform": "group_normalised",
+        "importance": "sequence_clip",
+        "importance_cap": 10.0,
+        "beta": 1 / 15,
+        "beta_final": 1 / 15,
+        "beta_schedule": "constant",
+        "beta_steps": 0,
+    },
+    # arXiv:2503.14286: what is worse than the mean gets less weight the less likely it has become.
+    "topr": {"anchor": "none", "importance": "topr"},
+    # arXiv:2506.20520: a baseline a little below the mean.
+    "asymre": {"anchor": "none", "baseline_shift": 0.1},
+    # One actor, in turn with the trainer, on policy (the baseline of TBA's red-teaming).
+    "gflownet_sync": {
+        "driver": "sync",
+        "num_searchers": 1,
+        "sync_period": 1,
+        "search.exact_lag": 0,
+        "search.initial_fill": 0,
+        "replay.recency_prob": 1.0,
+        "replay.pace": "off",
+    },
+    # arXiv:2402.03300; its KL reads the reference token by token.
+    "grpo": {
+        "name": "grpo",
+        "beta": 0.04,
+        "beta_final": 0.04,
+        "beta_schedule": "constant",
+        "beta_steps": 0,
+        "reference.placement": "trainer",
+    },
+}
+
+
+def fields_of(name: str) -> dict[str, Any]:
+    """Dotted fields of a method, those that it leaves at their defaults among them.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in METHODS:
+        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"objective.preset has no {name!r}; there are {', '.join(METHODS)}{hint}")
+    defaults = {field.name: field.default for field in dataclasses.fields(ObjectiveSettings)}
+    reset = ("name", *SWITCHES, "log_z_layers", "importance_cap", "clip_low", "clip_high")
+    found = {f"objective.{field}": defaults[field] for field in reset}
+    for field, value in METHODS[name].items():
+        is_own = field in defaults
+        found[f"objective.{field}" if is_own else field] = value
+    return found
+
+
+def written_out(argv: Sequence[str]) -> list[str]:
+    """Arguments with the preset, if one is given, as the settings that it stands for.
+
+    They come before the first setting, so that any other wins over them.
+
+    Raises:
+        ConfigError: no such preset, or more than one.
+    """
+    names = [text.removeprefix(FLAG) for text in argv if text.startswith(FLAG)]
+    if not names:
+        return list(argv)
+    if len(names) > 1:
+        raise ConfigError(f"objective.preset is given {len(names)} times: {', '.join(names)}")
+    rest = [text for text in argv if not text.startswith(FLAG)]
+    first = next((i for i, text in enumerate(rest) if text.startswith("--config.")), len(rest))
+    given = [f"--config.{field}={value}" for field, value in fields_of(names[0]).items()]
+    return [*rest[:first], *given, *rest[first:]]

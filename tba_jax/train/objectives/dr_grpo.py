@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO without its two normalisations."""
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tba_jax.train.objectives.base import GroupData, Loss, Objective
+from tba_jax.train.objectives.pieces import (
+    centred,
+    clipped_gain,
+    is_clipped,
+    log_ratio,
+    sum_over_tokens,
+    with_balance,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DrGrpo(Objective):
+    """Clipped ratios of tokens and centred rewards; neither deviation nor length divides.
+
+    A_j = r_j - mean
+    loss = -(1 / (p K)) sum_j w_j sum_t min(rho A_j, clip(rho) A_j),  rho = pi / mu of a token
+
+    The paper divides by a constant, the longest length that may be generated; here it is 1, so that
+    gradients are in units of the reward as RLOO's. There is no KL.
+
+    Attributes:
+        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
+
+    References:
+        Understanding R1-Zero-like training, arXiv:2503.20783.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    needs_behavior = True
+    beta_is = "unused"
+
+    def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
+        advantage = centred(data, data.reward)[..., None]
+        ratio = jnp.exp(log_ratio(data))
+        clip = self.clip_low, self.clip_high
+        gain = clipped_gain(ratio, advantage, *clip)
+        loss = -data.mean_over_responses(sum_over_tokens(data, gain))
+        share = data.mean_over_tokens(is_clipped(ratio, advantage, *clip))
+        return with_balance(data, beta, loss, clip_fraction=share)
+
+
+OBJECTIVE = DrGrpo

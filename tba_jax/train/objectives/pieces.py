@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several objectives are made of: advantages, ratios to the sampler, clipped gains.
+
+Functions of `GroupData` alone; which objective uses them is not known here. The invariant they own
+is that of `base`: a response with a weight counts as so many responses, of which K are a group.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tba_jax.train.objectives.base import (
+    GroupData,
+    Loss,
+    balance_metrics,
+    tb_residual,
+    vargrad_log_z,
+)
+
+# Of TRL, added to the deviation of a group's rewards.
+STD_EPS = 1e-4
+
+
+def centred(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
+    """x less its group's mean."""
+    return x - data.mean_over_group(x)[:, None]
+
+
+def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
+    """The mean of x over the other K - 1 responses, repeats of the same one among them."""
+    k = data.num_drawn[:, None]
+    total = jnp.sum(x * data.weight, axis=1, keepdims=True)
+    return (total - x) / jnp.maximum(k - 1, 1)
+
+
+def group_normalised(data: GroupData, reward: Float[Array, "p k"]) -> Float[Array, "p k"]:
+    """(r - mean) / (std + 1e-4) of each group, std with K - 1 as TRL and verl take it.
+
+    A group whose rewards are all equal becomes 0.
+    """
+    gap = centred(data, reward)
+    k = data.num_drawn
+    variance = data.mean_over_group(jnp.square(gap)) * k / jnp.maximum(k - 1, 1)
+    # The root of 0 has no gradient, and rewards need none.
+    std = jnp.sqrt(jax.lax.stop_gradient(variance))[:, None]
+    return gap / (std + STD_EPS)
+
+
+def log_ratio(data: GroupData) -> Float[Array, "p k t"]:
+    """log pi - log behaviour of each token that counts, 0 elsewhere."""
+    return jnp.where(data.mask, data.policy_token_logprobs - data.behavior_token_logprobs, 0)
+
+
+def summed_behavior(data: GroupData) -> Float[Array, "p k"]:
+    """log behaviour(y|x) over the tokens that count."""
+    return jnp.sum(jnp.where(data.mask, data.behavior_token_logprobs, 0), axis=-1)
+
+
+def num_counted(data: GroupData) -> Float[Array, "p k"]:
+    """Tokens of each response that count; 1 where there are none, as it divides."""
+    return jnp.maximum(jnp.sum(data.mask, axis=-1), 1)
+
+
+def sum_over_tokens(data: GroupData, x: Float[Array, "p k t"]) -> Float[Array, "p k"]:
+    """Sum of the tokens that count, of each response."""
+    return jnp.sum(jnp.where(data.mask, x, 0), axis=-1)
+
+
+def mean_of_each(data: GroupData, x: Float[Array, "p k t"]) -> Float[Array, "p k"]:
+    """Mean of the tokens that count, of each response."""
+    return sum_over_tokens(data, x) / num_counted(data)
+
+
+def clipped_gain(
+    ratio: Float[Array, "..."], advantage: Float[Array, "..."], low: float, high: float
+) -> Float[Array, "..."]:
+    """min(ratio A, clip(ratio, 1 - low, 1 + high) A): what PPO maximises."""
+    clipped = jnp.clip(ratio, 1 - low, 1 + high)
+    return jnp.minimum(ratio * advantage, clipped * advantage)
+
+
+def is_clipped(
+    ratio: Float[Array, "..."], advantage: Float[Array, "..."], low: float, high: float
+) -> Float[Array, "..."]:
+    """1 where `clipped_gain` has no gradient."""
+    above = (ratio > 1 + high) & (advantage > 0)
+    below = (ratio < 1 - low) & (advantage < 0)
+    return (above | below).astype(ratio.dtype)
+
+
+def is_past(data: GroupData, low: float, high: float, is_of_tokens: bool) -> Float[Array, ""]:
+    """The share of tokens, or of responses, whose ratio to the sampler lies outside."""
+    ratio = log_ratio(data)
+    ratio = jnp.exp(ratio if is_of_tokens else jnp.sum(ratio, axis=-1))
+    past = ((ratio < low) | (ratio > high)).astype(ratio.dtype)
+    return data.mean_over_tokens(past) if is_of_tokens else data.mean_over_responses(past)
+
+
+def k3(data: GroupData) -> Float[Array, "p k t"]:
+    """Schulman's estimate of KL(pi || pi_ref) per token: exp(g) - g - 1, g = log pi_ref - log pi.
+
+    Needs the reference token by token.
+    """
+    assert data.reference_token_logprobs is not None
+    reference = jax.lax.stop_gradient(data.reference_token_logprobs)
+    gap = jnp.where(data.mask, reference - data.policy_token_logprobs, 0)
+    return jnp.exp(gap) - gap - 1
+
+
+def regularised(
+    data: GroupData, logprob: Float[Array, "p k"], beta: Float[Array, ""] | float
+) -> Float[Array, "p k"]:
+    """r - beta (logprob - log pi_ref), gradient stopped; the raw reward at beta = 0."""
+    kl = jnp.where(beta > 0, logprob - data.reference_logprob, 0)
+    return jax.lax.stop_gradient(data.reward - beta * kl)
+
+
+def with_balance(
+    data: GroupData,
+    beta: Float[Array, ""] | float,
+    loss: Float[Array, ""],
+    **metrics: Float[Array, ""],
+) -> Loss:
+    """A loss with the metrics of Trajectory Balance beside its own; nan at beta = 0, where the
+    target is no distribution."""
+    divisor = jnp.where(beta > 0, beta, jnp.nan)
+    residual = tb_residual(data.policy_logprob, data.reference_logprob, data.reward, beta=divisor)
+    known = balance_metrics(data, residual, vargrad_log_z(data, residual))
+    return Loss(loss, {**known, **jax.lax.stop_gradient(metrics)})

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of a Trajectory Balance loss that may be exchanged, one function for each switch.
+
+Of `tb` alone, which says what each switch means. The invariant: with the defaults nothing here is
+called, so exact Trajectory Balance is exact whatever is added.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from tba_jax.train.objectives.base import GroupData
+from tba_jax.train.objectives.pieces import (
+    leave_one_out,
+    log_ratio,
+    num_counted,
+    sum_over_tokens,
+    summed_behavior,
+)
+
+
+def anchored(
+    data: GroupData, anchor: str, ema_decay: float, kl_clamp: float
+) -> Float[Array, "p k"]:
+    """log pi - log anchor of each response; gradients flow as through log pi.
+
+    ema_surrogate: c (log pi - log mu), c = d / (s (1 - d)) for a decay d per step and data of s
+    steps ago, which an average of the policy's weights would be apart by without its forward pass.
+    A clamp bounds the value of each token, not its gradient.
+    """
+    flow = data.policy_logprob - jax.lax.stop_gradient(data.policy_logprob)
+    if anchor == "reference":
+        if not kl_clamp:
+            return data.policy_logprob - jax.lax.stop_gradient(data.reference_logprob)
+        assert data.reference_token_logprobs is not None
+        gap = jnp.where(data.mask, data.policy_token_logprobs - data.reference_token_logprobs, 0)
+    else:
+        gap = log_ratio(data)
+    scale = jnp.ones_like(data.reward)
+    if anchor == "ema_surrogate":
+        scale = ema_decay / (jnp.maximum(data.staleness, 1) * (1 - ema_decay))
+    if kl_clamp:
+        gap = jnp.clip(gap, -kl_clamp, kl_clamp)
+    return jax.lax.stop_gradient(scale * sum_over_tokens(data, gap)) + scale * flow
+
+
+def sampled_anchored(data: GroupData, anchor: str) -> Float[Array, "p k"]:
+    """The same with the sampler in the place of the policy: log mu - log anchor."""
+    if anchor == "reference":
+        return summed_behavior(data) - data.reference_logprob
+    return jnp.zeros_like(data.reward)
+
+
+def estimated_log_z(
+    data: GroupData, log_z: str, gap: Float[Array, "p k"], scaled_reward: Float[Array, "p k"]
+) -> Float[Array, "p k"]:
+    """log Z of each response's prompt, gradient stopped.
+
+    Args:
+        data: the groups.
+        log_z: vargrad: mean of r / beta - gap; leave_one_out: the same of the others; mean_reward:
+            mean of r / beta; softmean: log mean exp(r / beta), unbiased for Z where the anchor is
+            the sampler.
+        gap: log pi - log anchor, or what is centred in its place.
+        scaled_reward: r / beta.
+    """
+    gap, scaled_reward = jax.lax.stop_gradient((gap, scaled_reward))
+    if log_z == "leave_one_out":
+        return leave_one_out(data, scaled_reward - gap)
+    if log_z == "softmean":
+        top = jnp.max(jnp.where(data.weight > 0, scaled_reward, -jnp.inf), axis=1)
+        top = jnp.where(data.num_drawn > 0, top, 0)
+        lifted = jnp.where(data.weight > 0, scaled_reward - top[:, None], 0)
+        mean = data.mean_over_group(jnp.exp(lifted))
+        found = top + jnp.log(jnp.where(data.num_drawn > 0, mean, 1))
+    elif log_z == "mean_reward":
+        found = data.mean_over_group(scaled_reward)
+    else:
+        found = data.mean_over_group(scaled_reward - gap)
+    return jnp.broadcast_to(found[:, None], scaled_reward.shape)
+
+
+def shaped(t: Float[Array, "p k"], shape: str, alpha: float) -> Float[Array, "p k"]:
+    """A convex function of the residual whose curvature at its minimum, 0, is 1."""
+    if shape == "linex":
+        return (jnp.exp(alpha * t) - alpha * t - 1) / alpha**2
+    if shape == "cosh":
+        return jnp.cosh(t) - 1
+    return jnp.square(t) / 2
+
+
+def response_weight(
+    data: GroupData, importance: str, cap: float, is_good: Float[Array, "p k"]
+) -> Float[Array, "p k"]:
+    """What the loss of each response is multiplied by, gradient stopped."""
+    if importance not in ("sequence_clip", "topr"):
+        return jnp.ones_like(data.reward)
+    log_weight = jax.lax.stop_gradient(jnp.sum(log_ratio(data), axis=-1))
+    if importance == "sequence_clip":
+        return jnp.exp(jnp.minimum(log_weight, jnp.log(cap)))
+    return jnp.where(is_good > 0, 1.0, jnp.exp(jnp.minimum(log_weight, 0)))
+
+
+def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Float[Array, "p k"]:
+    """A number that is 0 and whose gradient turns that by log pi into one with token weights."""
+    if importance not in ("token_clip", "truncated", "masked"):
+        return jnp.zeros_like(data.reward)
+    ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(data)))
+    if importance == "truncated":
+        weight = jnp.minimum(ratio, cap)
+    else:
+        lowest = floor if importance == "masked" else 0.0
+        weight = jnp.where((ratio >= lowest) & (ratio <= cap), ratio, 0)
+    extra = (weight - 1) * data.policy_token_logprobs
+    return sum_over_tokens(data, extra - jax.lax.stop_gradient(extra))
+
+
+def per_token(data: GroupData) -> Float[Array, "p k"]:
+    """1 / |y| of each response."""
+    return 1 / num_counted(data)

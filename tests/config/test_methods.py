@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`objective.preset` is the settings that it stands for, and whatever is given beside it wins."""
+
+import math
+
+import pytest
+
+import tba_jax
+from tba_jax.config.command_line import override
+from tba_jax.config.methods import METHODS, written_out
+from tba_jax.config.notes import notes
+from tba_jax.config.rules import validate
+from tba_jax.config.schema import Config, ConfigError, make_config
+from tba_jax.train.objectives.registry import make_objective
+from tba_jax.train.objectives.tb import TrajectoryBalance
+
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
+    config = override(None, ["--config=math", f"--config.objective.preset={name}"])
+    validate(config)
+    assert not hasattr(config.objective, "preset")
+    made = make_objective(config.objective)
+    plain = override(None, ["--config=math"])
+    assert (made == make_objective(plain.objective)) == (name in ("tba", "gflownet_sync"))
+
+
+def test_presets_are_the_published_points():
+    def of(name):
+        return make_objective(override(Config(), [f"--config.objective.preset={name}"]).objective)
+
+    assert of("tba") == TrajectoryBalance()
+    assert of("oapl") == TrajectoryBalance(anchor="behavior", log_z="softmean")
+    assert of("asymre") == TrajectoryBalance(anchor="none", baseline_shift=0.1)
+    prime = TrajectoryBalance(
+        kl_center="behavior", importance="token_clip", importance_cap=8.0, kl_clamp=10.0
+    )
+    assert of("tba_prime") == prime and prime.needs_token_reference and prime.needs_behavior
+    config = override(Config(), ["--config.objective.preset=flowrl"])
+    assert math.isclose(1 / config.objective.beta, 15) and config.objective.log_z_layers == 3
+
+
+def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not():
+    given = ["--config.objective.log_z=vargrad", "--config.objective.preset=flowrl"]
+    config = override(make_config({"objective.kl_center": "none"}), given)
+    o = config.objective
+    assert (o.log_z, o.length_normalise, o.kl_center) == ("vargrad", True, "live")
+    assert tba_jax.load_config("math", objective={"preset": "oapl"}).objective.log_z == "softmean"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["oap"], "objective.preset has no 'oap'; there are tba, .*; did you mean oapl?"),
+        (["oapl", "topr"], "objective.preset is given 2 times: oapl, topr"),
+    ],
+)
+def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        written_out([f"--config.objective.preset={name}" for name in given])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
+        ({"name": "online_dpo", "beta": 0.0}, "beta = 0.0: objective.name=online_dpo divides"),
+        ({"name": "rloo", "beta": 0.0}, None),
+        ({"name": "rloo", "anchor": "none"}, "anchor = 'none': objective.name=rloo has no such"),
+        ({"anchor": "none", "beta": 0.0}, None),
+        ({"anchor": "none", "log_z": "learned"}, "log_z = 'learned': without an anchor"),
+        ({"anchor": "none", "shape": "cosh", "kl_clamp": 1.0}, "shape = 'cosh': without an anchor"),
+        ({"anchor": "none", "kl_clamp": 1.0}, "kl_clamp = 1.0: without an anchor"),
+        ({"shape": "linex"}, "shape = 'linex': grows exponentially"),
+        ({"kl_center": "none", "log_z": "softmean"}, "kl_center = 'none': only log_z=vargrad"),
+    ],
+)
+def test_switches_that_mean_nothing_together_are_refused(fields, message):
+    config = make_config({f"objective.{name}": value for name, value in fields.items()})
+    if message is None:
+        validate(config)
+        return
+    with pytest.raises(ConfigError, match=f"config.objective.{message}"):
+        validate(config)
+
+
+def test_a_beta_that_nothing_reads_is_said():
+    (note,) = notes(make_config({"objective.name": "dapo"}))
+    assert note == "objective.beta=0.05 has no effect: objective dapo has no KL to a reference"
+    assert notes(make_config({"objective.name": "dapo", "objective.beta": 0.0})) == []

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every objective against its published formula, written down in numpy over repeated rows.
+
+Values directly; gradients by central differences of the formula, in which `now` is the policy
+where gradients flow and `then` the same policy where they are stopped. Nothing of it uses jax's
+autodiff or the pieces that objectives are made of.
+"""
+
+import functools
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tba_jax.train.objectives.base import GroupData, Totals
+from tba_jax.train.objectives.registry import make_objective, objective_names
+
+BETA = 0.3
+# K = 6 of up to four distinct responses.
+WEIGHTS = np.array([[3, 1, 2, 0], [1, 1, 1, 3], [2, 2, 1, 1]])
+T = 4
+
+
+def problem():
+    """Arrays [p k t] and [p k] of a small batch; the sampler is near the policy."""
+    rng = np.random.default_rng(3)
+    mask = np.arange(T) < rng.integers(1, T + 1, WEIGHTS.shape)[..., None]
+    mask &= WEIGHTS[..., None] > 0
+    policy = np.where(mask, rng.normal(-1.5, 0.5, mask.shape), 0.0)
+    behavior = np.where(mask, policy + rng.normal(0, 0.4, mask.shape), 0.0)
+    reference = np.where(mask, policy + rng.normal(0, 0.6, mask.shape), 0.0)
+    reward = np.where(WEIGHTS > 0, rng.integers(0, 4, WEIGHTS.shape) / 2, 0.0)
+    return SimpleNamespace(
+        policy=policy,
+        behavior=behavior,
+        reference=reference,
+        reward=reward,
+        mask=mask,
+        log_z=rng.normal(size=len(WEIGHTS)),
+        staleness=np.where(WEIGHTS > 0, rng.integers(0, 5, WEIGHTS.shape), 0),
+    )
+
+
+def loss_of(objective, policy, made):
+    weight = jnp.asarray(WEIGHTS, jnp.float64)
+    policy = jnp.where(made.mask, policy, 0.0)
+    data = GroupData(
+        policy_logprob=policy.sum(-1),
+        policy_token_logprobs=policy,
+        behavior_token_logprobs=jnp.asarray(made.behavior),
+        reference_logprob=jnp.asarray(made.reference.sum(-1)),
+        reference_token_logprobs=jnp.asarray(made.reference),
+        mask=jnp.asarray(made.mask),
+        reward=jnp.asarray(made.reward),
+        weight=weight,
+        length=jnp.asarray(made.mask.sum(-1)),
+        staleness=jnp.asarray(made.staleness),
+        log_z=jnp.asarray(made.log_z) if objective.heads else None,
+        totals=Totals(jnp.float64(len(WEIGHTS)), weight.sum(), (made.mask.sum(-1) * WEIGHTS).sum()),
+    )
+    return objective(data, BETA).loss
+
+
+def groups(policy, made):
+    """Each prompt's K responses as rows: lists of their tokens' log-probs, rewards, ages."""
+    for i, weights in enumerate(WEIGHTS):
+        rows = [j for j, w in enumerate(weights) for _ in range(w)]
+
+        def tokens(x, i=i, rows=rows):
+            return [x[i, j][made.mask[i, j]] for j in rows]
+
+        yield SimpleNamespace(
+            now=tokens(policy),
+            then=tokens(made.policy),
+            mu=tokens(made.behavior),
+            ref=tokens(made.reference),
+            r=made.reward[i, rows],
+            age=made.staleness[i, rows],
+            log_z=made.log_z[i],
+            n=len(rows),
+        )
+
+
+def total(x):
+    return np.array([tokens.sum() for tokens in x])
+
+
+def others(x):
+    return np.array([np.delete(x, j).mean() for j in range(len(x))])
+
+
+def normalised(r):
+    return (r - r.mean()) / (r.std(ddof=1) + 1e-4)
+
+
+def ppo(ratio, advantage, low, high):
+    return np.minimum(ratio * advantage, np.clip(ratio, 1 - low, 1 + high) * advantage)
+
+
+# The mean over all responses of a number for each. `of` is a function of one group.
+def over_responses(of):
+    return lambda gs: np.mean(np.concatenate([of(g) for g in gs]))
+
+
+def tokens_of(g, advantage, low=0.2, high=0.2):
+    """PPO's gain of each token, as a list of rows."""
+    return [
+        ppo(np.exp(a - b), x, low, high) for a, b, x in zip(g.now, g.mu, advantage, strict=True)
+    ]
+
+
+def rloo(g):
+    r = g.r - BETA * (total(g.then) - total(g.ref))
+    return -(r - others(r)) * total(g.now)
+
+
+def proximal_rloo(g):
+    r = g.r - BETA * (total(g.mu) - total(g.ref))
+    return -ppo(np.exp(total(g.now) - total(g.mu)), r - others(r), 0.2, 0.2)
+
+
+def grpo(g):
+    gains = tokens_of(g, normalised(g.r))
+    kls = [np.exp(b - a) - (b - a) - 1 for a, b in zip(g.now, g.ref, strict=True)]
+    return np.array([-np.mean(x - BETA * kl) for x, kl in zip(gains, kls, strict=True)])
+
+
+def gspo(g):
+    ratio = np.exp([np.mean(a - b) for a, b in zip(g.now, g.mu, strict=True)])
+    return -ppo(ratio, normalised(g.r), 3e-4, 4e-4)
+
+
+def dapo(gs):
+    gains = [x for g in gs for x in tokens_of(g, normalised(g.r), 0.2, 0.28)]
+    return -np.mean(np.concatenate(gains))
+
+
+def cispo(gs, cap=5.0):
+    def of(g):
+        parts = [
+            np.minimum(np.exp(b - c), cap) * a * x
+            for a, b, c, x in zip(g.now, g.then, g.mu, normalised(g.r), strict=True)
+        ]
+        return -np.mean(np.concatenate(parts))
+
+    return np.mean([of(g) for g in gs])
+
+
+def online_dpo(gs):
+    def of(g):
+        h = total(g.now) - total(g.ref)
+        best, worst = g.r.argmax(), g.r.argmin()
+        return np.log1p(np.exp(-BETA * (h[best] - h[worst]))) if np.ptp(g.r) else 0.0
+
+    return np.mean([of(g) for g in gs])
+
+
+def balance(residual, log_z, shape=lambda t: t**2 / 2, weight=lambda g: 1.0):
+    """beta times a mean of shapes of residual + log Z; both are functions of (group, policy)."""
+
+    def of(g):
+        return BETA * weight(g) * shape(residual(g, g.now) + log_z(g))
+
+    return over_responses(of)
+
+
+def tb_residual(g, policy):
+    return total(policy) - total(g.ref) - g.r / BETA
+
+
+def vargrad(g):
+    return -np.mean(tb_residual(g, g.then))
+
+
+def per_length(residual):
+    lengths = lambda g: np.array([len(x) for x in g.now])  # noqa: E731 (one line, used here alone)
+    return lambda g, policy: (residual(g, policy) + g.r / BETA) / lengths(g) - g.r / BETA
+
+
+def weighted_tokens(weigh):
+    """TB whose gradient by each token has a weight: a surrogate, as the weight is detached."""
+
+    def of(g):
+        t = tb_residual(g, g.then) + vargrad(g)
+        flow = [
+            np.sum(weigh(np.exp(b - c)) * (a - b))
+            for a, b, c in zip(g.now, g.then, g.mu, strict=True)
+        ]
+        # The value of the square, and the gradient of the weighted sum.
+        return BETA * (t**2 / 2 + t * np.array(flow))
+
+    return over_responses(of)
+
+
+def topr(g):
+    ratio = np.exp(total(g.then) - total(g.mu))
+    return np.where(g.r > g.r.mean(), 1.0, np.minimum(ratio, 1.0))
+
+
+def clamped(g, policy, bound=0.5):
+    """The clamp is of the value: the gradient is that of the policy's log-prob."""
+    fixed = [np.clip(a - b, -bound, bound).sum() for a, b in zip(g.then, g.ref, strict=True)]
+    return np.array(fixed) + total(policy) - total(g.then) - g.r / BETA
+
+
+def ema(g, policy):
+    scale = 0.9 / (np.maximum(g.age, 1) * 0.1)
+    return scale * (total(policy) - total(g.mu)) - g.r / BETA
+
+
+def own(residual):
+    return lambda g: -np.mean(residual(g, g.then))
+
+
+def from_sampler(g, policy):
+    return total(policy) - total(g.mu) - g.r / BETA
+
+
+def linex(a):
+    return lambda t: (np.exp(a * t) - a * t - 1) / a**2
+
+
+def normalised_reward(g, policy):
+    return total(policy) - total(g.ref) - normalised(g.r) / BETA
+
+
+def loo_log_z(g):
+    return -others(tb_residual(g, g.then))
+
+
+def behavior_log_z(g):
+    return np.mean(g.r / BETA - (total(g.mu) - total(g.ref)))
+
+
+short = per_length(tb_residual)
+FORMULAS = {
+    "reinforce": ({}, over_responses(
+        lambda g: -(g.r - BETA * (total(g.then) - total(g.ref))) * total(g.now))),
+    "rloo": ({}, over_responses(rloo)),
+    "proximal_rloo": ({}, over_responses(proximal_rloo)),
+    "grpo": ({}, over_responses(grpo)),
+    "dr_grpo": ({}, over_responses(
+        lambda g: -np.array([x.sum() for x in tokens_of(g, g.r - g.r.mean())]))),
+    "dapo": ({}, dapo),
+    "gspo": ({}, over_responses(gspo)),
+    "cispo": ({}, cispo),
+    "cispo, cap": ({"importance_cap": 1.1}, lambda gs: cispo(gs, 1.1)),
+    "online_dpo": ({}, online_dpo),
+    "tb": ({}, balance(tb_residual, vargrad)),
+    "tb, paper": ({"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
+    "tb, learned": ({"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),
+    "tb, leave one out": ({"log_z": "leave_one_out"}, balance(tb_residual, loo_log_z)),
+    "tb, mean reward": (
+        {"log_z": "mean_reward"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
+    "tb, centred by none": (
+        {"kl_center": "none"}, balance(tb_residual, lambda g: np.mean(g.r) / BETA)),
+    "tb, centred by the sampler": (
+        {"kl_center": "behavior"}, balance(tb_residual, behavior_log_z)),
+    "tb, from the sampler": ({"anchor": "behavior"}, balance(from_sampler, own(from_sampler))),
+    "tb, soft mean": ({"anchor": "behavior", "log_z": "softmean"}, balance(
+        from_sampler, lambda g: math.log(np.mean(np.exp(g.r / BETA))))),
+    "tb, moving average": ({"anchor": "ema_surrogate"}, balance(ema, own(ema))),
+    "tb, shifted": (
+        {"baseline_shift": 0.2}, balance(tb_residual, lambda g: vargrad(g) - 0.2 / BETA)),
+    "tb, per token": ({"length_normalise": True}, balance(short, own(short))),
+    "tb, linex": (
+        {"length_normalise": True, "shape": "linex", "linex_alpha": 0.7},
+        balance(short, own(short), linex(0.7))),
+    "tb, cosh": ({"length_normalise": True, "shape": "cosh"},
+        balance(short, own(short), lambda t: np.cosh(t) - 1)),
+    "tb, rewards normalised": (
+        {"reward_transform": "group_normalised"},
+        balance(normalised_reward, own(normalised_reward))),
+    "tb, clamped": ({"kl_clamp": 0.5}, balance(clamped, own(clamped))),
+    "tb, topr": ({"importance": "topr"}, balance(tb_residual, vargrad, weight=topr)),
+    "tb, sequence clip": (
+        {"importance": "sequence_clip", "importance_cap": 1.2},
+        balance(tb_residual, vargrad, weight=lambda g: np.minimum(
+            np.exp(total(g.then) - total(g.mu)), 1.2))),
+    "tb, token clip": (
+        {"importance": "token_clip", "importance_cap": 1.3},
+        weighted_tokens(lambda w: np.where(w > 1.3, 0, w))),
+    "tb, truncated": (
+        {"importance": "truncated", "importance_cap": 1.3},
+        weighted_tokens(lambda w: np.minimum(w, 1.3))),
+    "tb, masked": (
+        {"importance": "masked", "importance_cap": 1.3, "importance_floor": 0.8},
+        weighted_tokens(lambda w: np.where((w < 0.8) | (w > 1.3), 0, w))),
+    "tb, no anchor": ({"anchor": "none"}, over_responses(
+        lambda g: -(g.r - g.r.mean()) * total(g.now))),
+    "tb, asymre": ({"anchor": "none", "baseline_shift": 0.1}, over_responses(
+        lambda g: -(g.r - g.r.mean() + 0.1) * total(g.now))),
+    "tb, no anchor, topr": ({"anchor": "none", "importance": "topr"}, over_responses(
+        lambda g: -topr(g) * (g.r - g.r.mean()) * total(g.now))),
+}  # fmt: skip
+
+
+def test_every_objective_has_a_formula_here():
+    assert {name.split(",")[0] for name in FORMULAS} == set(objective_names())
+
+
+@functools.cache
+def computed():
+    """(loss, gradient) of every objective, in one program."""
+    made = problem()
+    objectives = {
+        name: make_objective(SimpleNamespace(name=name.split(",")[0], beta=BETA, **fields))
+        for name, (fields, _) in FORMULAS.items()
+    }
+
+    def compute(policy):
+        return {
+            name: jax.value_and_grad(lambda p, each=each: loss_of(each, p, made))(policy)
+            for name, each in objectives.items()
+        }
+
+    with jax.enable_x64(True):
+        return jax.device_get(jax.jit(compute)(jnp.asarray(made.policy)))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_value_and_gradient_are_those_of_the_formula(name):
+    (loss, gradient), formula, made = computed()[name], FORMULAS[name][1], problem()
+    np.testing.assert_allclose(loss, formula(list(groups(made.policy, made))), rtol=1e-12)
+    step, expected = 1e-5, np.zeros_like(made.policy)
+    for at in zip(*np.nonzero(made.mask), strict=True):
+        moved = [made.policy.copy(), made.policy.copy()]
+        moved[0][at] += step
+        moved[1][at] -= step
+        values = [formula(list(groups(x, made))) for x in moved]
+        expected[at] = (values[0] - values[1]) / (2 * step)
+    largest = np.abs(expected).max()
+    assert largest > 1e-3
+    # A central difference in float64: its error is of the order of step^2.
+    np.testing.assert_allclose(gradient, expected, atol=1e-8 * max(1, largest) + 1e-7 * largest)
