@@ -29,8 +29,8 @@ from tba_jax.devices.site import Site
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
+from tba_jax.run.beside import DELIVERY_S
 from tba_jax.run.compiling import first_batch
-from tba_jax.run.drivers import DELIVERY_S
 from tba_jax.run.modeling import START_MODEL, make_publication_program
 from tba_jax.run.placing import Sites
 from tba_jax.run.searching import make_transport

@@ -14,7 +14,7 @@ from typing import Any
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.service import EvaluationService
-from tba_jax.report.writers import ProgressDisplay
+from tba_jax.report.relay import Display
 from tba_jax.run.clock import RunClock
 from tba_jax.run.compiling import PUBLICATION, compile_ahead
 from tba_jax.run.evaluating import build_evaluator
@@ -22,7 +22,7 @@ from tba_jax.run.host_state import HostState
 from tba_jax.run.modeling import make_publication_program
 from tba_jax.run.repartition import repartition
 from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
-from tba_jax.run.searching import build_searchers
+from tba_jax.run.searching import build_searchers, make_transport
 from tba_jax.run.shared import open_shared
 from tba_jax.run.start import open_start
 from tba_jax.run.training import build_trainer, make_buffer, make_step_program
@@ -34,7 +34,7 @@ def build(
     *,
     cluster: Cluster,
     clock: RunClock,
-    progress: ProgressDisplay,
+    progress: Display,
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
 ) -> Run:
@@ -63,9 +63,15 @@ def build(
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         search = build_searchers(
             shared,
-            base=start.base,
+            transport=make_transport(
+                config,
+                shared.policy,
+                shared.sites,
+                shared.workdir,
+                start.base,
+                ahead.after(PUBLICATION, publish),
+            ),
             references=start.references,
-            publish=ahead.after(PUBLICATION, publish),
             # All are taken before the first step, whatever became of the file since.
             wants_given=start.step == 0,
             note=progress.note,

@@ -16,6 +16,7 @@ from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
 from tba_jax.report.lines import wrong_metrics
+from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
 from tba_jax.run import drivers, evaluations
 from tba_jax.run.build import build
@@ -29,6 +30,9 @@ from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import drive_schedule
 from tba_jax.run.workdir import Outcome
 
+Drive = Callable[[Run, Callable[[], bool]], None]
+"""Moves the parts of a run until its last step, or until the function says to stop."""
+
 
 def conduct(
     config: Config,
@@ -40,6 +44,8 @@ def conduct(
     accept_changed: Collection[str] = (),
     events: Sequence[Mapping[str, Any]] | None = None,
     start_s: float,
+    display: Display | None = None,
+    drive: Drive | None = None,
 ) -> Outcome:
     """Build, drive, evaluate at the end, write the report.
 
@@ -52,15 +58,19 @@ def conduct(
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
         events: schedule to replay; None: the configured driver.
         start_s: `time.perf_counter` when the run's time began to count.
+        display: what is shown goes there; None: to standard output.
+        drive: moves the parts in place of the configured driver.
 
     Raises:
         UserError: the reward function cannot be used.
         WorkdirLost: the directory is gone, or in other hands.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed)
+    if display is None:
+        display = _display(config, workdir, cluster)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display)
     try:
-        _drive(run, interrupted, events)
+        _drive(run, interrupted, events, drive)
         # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
         # that is killed in it evaluates again.
         run.save()
@@ -86,6 +96,18 @@ def conduct(
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
+def _display(config: Config, workdir: Path, cluster: Cluster) -> ProgressDisplay:
+    """On standard output, of process 0."""
+    task = make_task(config)
+    return ProgressDisplay(
+        config.num_steps,
+        title=workdir.name,
+        kind=task.response_kinds[0] if task.response_kinds else "",
+        metric=task.metric,
+        console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
+    )
+
+
 def _open(
     config: Config,
     workdir: Path,
@@ -93,16 +115,9 @@ def _open(
     start_s: float,
     hold: Hold | None,
     accept_changed: Collection[str],
+    progress: Display,
 ) -> Run:
-    """The connected parts, with a progress display."""
-    task = make_task(config)
-    progress = ProgressDisplay(
-        config.num_steps,
-        title=workdir.name,
-        kind=task.response_kinds[0] if task.response_kinds else "",
-        metric=task.metric,
-        console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
-    )
+    """The connected parts, with a display."""
     try:
         taken = hold.taken_over if hold is not None else ""
         for line in (*notes(config), taken, open_cache(config.compilation_cache)):
@@ -125,7 +140,10 @@ def _open(
 
 
 def _drive(
-    run: Run, interrupted: Callable[[], bool], events: Sequence[Mapping[str, Any]] | None
+    run: Run,
+    interrupted: Callable[[], bool],
+    events: Sequence[Mapping[str, Any]] | None,
+    drive: Drive | None,
 ) -> None:
     """From where the run is to its last step, the end of the schedule, or an interruption."""
     _check_reward(run)
@@ -141,8 +159,8 @@ def _drive(
     if events is not None:
         drive_schedule(run, events, interrupted)
     elif begun < config.num_steps:
-        drive = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
-        drive(run, interrupted)
+        own = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
+        (drive or own)(run, interrupted)
 
 
 def _writers(config: Config, workdir: Path) -> list[Any]:

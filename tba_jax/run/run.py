@@ -17,7 +17,8 @@ from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.writers import JsonlWriter, MultiWriter, ProgressDisplay
+from tba_jax.report.relay import Display
+from tba_jax.report.writers import JsonlWriter, MultiWriter
 from tba_jax.run.clock import RunClock
 from tba_jax.run.evaluating import load_start_weights
 from tba_jax.run.host_state import HostState
@@ -42,7 +43,7 @@ class Logs(NamedTuple):
     """
 
     metrics: MultiWriter
-    progress: ProgressDisplay
+    progress: Display
     schedule: JsonlWriter
     own: JsonlWriter | None
 
@@ -221,7 +222,7 @@ class Run:
         self.logs.close()
 
 
-def open_logs(workdir: Path, cluster: Cluster, progress: ProgressDisplay, extra: list[Any]) -> Logs:
+def open_logs(workdir: Path, cluster: Cluster, progress: Display, extra: list[Any]) -> Logs:
     """The logs of a process, appended to where they are.
 
     Args:

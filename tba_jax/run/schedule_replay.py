@@ -17,7 +17,8 @@ from typing import Any
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.lines import wrong_event
 from tba_jax.report.writers import read_jsonl
-from tba_jax.run.drivers import after_step, make_admission, make_searches
+from tba_jax.run.beside import after_step
+from tba_jax.run.drivers import make_admission, make_searches
 from tba_jax.run.run import Run
 from tba_jax.search.continuous import ContinuousSearch, Finished, Ticket
 from tba_jax.weights.transport import Published

@@ -217,24 +217,21 @@ class Search:
 def build_searchers(
     shared: Shared,
     *,
-    base: Any,
+    transport: Transport,
     references: Mapping[Site, Reference],
-    publish: Callable[[Any], Any],
     wants_given: bool,
     note: Callable[[str], None],
 ) -> Search:
-    """This process's searchers with their streams, outboxes and decoders, and the transport.
+    """This process's searchers with their streams, outboxes and decoders.
 
     Args:
         shared: what they stand on.
-        base: frozen parameters under adapters, on the trainer's devices; None without adapters.
+        transport: how weights come to them; its readers are they.
         references: by site; none where the trainer scores.
-        publish: what a publication runs on the trainer's devices.
         wants_given: the run's first rounds are still to come, so start data is read.
         note: told how much is given.
     """
     config, sites, task = shared.config, shared.sites, shared.task
-    transport = make_transport(config, shared.policy, sites, shared.workdir, base, publish)
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
     # The synchronous driver itself decides how far searchers run ahead.
     outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize

@@ -9,8 +9,8 @@ from fake_rounds import distinct_responses, make_buffer, make_commit
 from tba_jax.config.schema import make_config
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.config import ReplaySettings
+from tba_jax.run.beside import early_warnings
 from tba_jax.run.closing import economy_summary
-from tba_jax.run.drivers import early_warnings
 
 
 def host(num_prompts, num_batches, **settings):
