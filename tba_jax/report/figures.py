@@ -8,7 +8,7 @@ To add one, write a function that draws it and a record in `FIGURES`; the page, 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from tba_jax.report import plots
+from tba_jax.report import age_plot, plots
 from tba_jax.report.files import Run
 from tba_jax.report.words import held_out, percent
 from tba_jax.report.writers import is_share, metric_label
@@ -97,5 +97,13 @@ FIGURES = (
         "Optimisation",
         "Dots are steps, lines their moving mean.",
         plots.optimisation,
+    ),
+    ReportFigure(
+        "by_staleness",
+        HEALTHY,
+        "By the age of the responses",
+        "Moving means; an age is in steps, up to the next. What falls away first here is what an "
+        "objective with ratios no longer learns from.",
+        age_plot.by_staleness,
     ),
 )

@@ -286,7 +286,7 @@ def _time_axis(axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(seconds)))
 
 
-def _step_axis(axes: "Axes", *, is_named: bool = True) -> None:
+def step_axis(axes: "Axes", *, is_named: bool = True) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
@@ -379,7 +379,7 @@ def reward(run: Run, theme: Theme) -> "Figure | None":
     axes = figure.add_subplot()
     style_axes(axes, theme)
     _smoothed(axes, x, y, theme.main)
-    _step_axis(axes)
+    step_axis(axes)
     return figure
 
 
@@ -408,7 +408,7 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
             axes.set_ylim(0, 1.04)
             axes.set_yticks([0, 0.5, 1])
             _percent_axis(axes)
-    _step_axis(rows[-1])
+    step_axis(rows[-1])
     return figure
 
 
@@ -585,5 +585,5 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
         _smoothed(axes, *column(run.metrics, "step", name), theme.main)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)
-        _step_axis(axes, is_named=i >= len(panels) - columns)
+        step_axis(axes, is_named=i >= len(panels) - columns)
     return figure

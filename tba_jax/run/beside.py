@@ -18,6 +18,8 @@ from tba_jax.run import evaluations
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 from tba_jax.run.watchdog import Watchdog
+from tba_jax.train.objectives.registry import make_objective
+from tba_jax.train.off_policy import spent_strata
 
 # Sleep between two looks at the outboxes while the trainer has nothing to train on.
 POLL_S = 0.002
@@ -285,7 +287,9 @@ class _Loop:
         )
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
-            for line in early_warnings(self._run, self._admission):
+            needs_behavior = make_objective(self._run.config.objective).needs_behavior
+            spent = spent_strata(trainer.strata) if needs_behavior else []
+            for line in [*early_warnings(self._run, self._admission), *spent]:
                 self._run.logs.progress.note(line)
 
     def _slot_use(self) -> dict[str, float]:

@@ -24,7 +24,13 @@ from tba_jax.models.transformer import Remat, TransformerConfig
 from tba_jax.train.heads import log_z
 from tba_jax.train.micro_batches import Cut, cut_rows, gradients, score_all
 from tba_jax.train.objectives.base import Loss, Objective
-from tba_jax.train.off_policy import largest_gap, off_policy_stats
+from tba_jax.train.off_policy import (
+    STRATA_KEY,
+    Measured,
+    largest_gap,
+    off_policy_stats,
+    stratified,
+)
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens, make_rows, num_valid_tokens, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
@@ -89,8 +95,8 @@ def make_train_step(
 
     Returns:
         (state, batch) -> (state, metrics), with adapters (state, batch, base): metrics are float32
-        scalars, and the base is neither changed nor donated. It raises ValueError for a batch whose
-        rows the micro-batches do not divide.
+        scalars, but for the strata under `STRATA_KEY`; the base is neither changed nor donated. It
+        raises ValueError for a batch whose rows the micro-batches do not divide.
     """
     compute = None if shardings is None else shardings.compute
 
@@ -135,7 +141,8 @@ def make_train_step(
             "skipped_steps": new_state.skipped_steps,
             "skipped_in_a_row": new_state.skipped_in_a_row,
         }
-        return new_state, {f"train/{name}": value for name, value in metrics.items()}
+        named = {f"train/{name}": value for name, value in metrics.items()}
+        return new_state, {**named, STRATA_KEY: stratified(_measured(rows, policy, beta))}
 
     return _jitted(train_step, shardings)
 
@@ -291,6 +298,27 @@ def _batch_metrics(
         **off_policy._asdict(),
         "sampler_gap": largest_gap(policy, behavior, rows.is_current),
     }
+
+
+def _measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""]) -> Measured:
+    """What is known of every response, towards the target that the objective is shown."""
+    tokens, responses = rows.tokens, rows.responses
+    counted, weight = tokens.counted, responses.weight
+    log_ratio = jnp.where(counted, policy - tokens.behavior, 0)
+    is_far = (log_ratio < jnp.log(0.8)) | (log_ratio > jnp.log(1.2))
+    of_policy = rows.sums(policy * counted)
+    residual = of_policy - responses.reference_logprob - responses.reward / beta
+    mean = jnp.sum(residual * weight, 1, keepdims=True) / jnp.sum(weight, 1, keepdims=True)
+    return Measured(
+        of_policy,
+        rows.sums(tokens.behavior * counted),
+        responses.reference_logprob,
+        rows.sums(counted.astype(jnp.float32)),
+        rows.sums(is_far.astype(jnp.float32)),
+        residual - mean,
+        responses.staleness,
+        weight,
+    )
 
 
 def _padding_share(batch: Batch | PackedBatch, cut: Cut) -> Float[Array, ""]:

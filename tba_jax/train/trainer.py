@@ -24,6 +24,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
+from tba_jax.train.off_policy import STRATA_KEY, named_strata
 from tba_jax.train.state import TrainState
 from tba_jax.weights.transport import Transport
 
@@ -78,6 +79,7 @@ class Trainer:
     Attributes:
         num_merged_groups: groups of the rounds merged by this process.
         version: newest published.
+        strata: of the last step, by name as in the metrics.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Trainer:
         self.last_event: Mapping[str, Any] = {}
         self.num_merged_groups = 0
         self.version = self.step_index
+        self.strata: dict[str, float] = {}
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
         self._buffer = buffer
@@ -222,8 +225,10 @@ class Trainer:
         batch = self._packing.batch(draws, self._planner.agree_on_shape)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, batch)
-        # One transfer for all scalars; it is also what waits for the step.
-        values = {k: float(v) for k, v in jax.device_get(metrics).items()}
+        # One transfer for all of it; it is also what waits for the step.
+        found = jax.device_get(metrics)
+        self.strata = named_strata(found.pop(STRATA_KEY)) if STRATA_KEY in found else {}
+        values = {k: float(v) for k, v in found.items()}
         end = self._clock()
         in_a_row = int(values.pop("train/skipped_in_a_row"))
         if in_a_row >= self._max_nonfinite_steps:
@@ -257,6 +262,7 @@ class Trainer:
                 "train/step_s": end - start,
                 "train/tokens_per_s": values["train/response_tokens"] / max(end - start, 1e-9),
                 **self._staleness_metrics(draws, step),
+                **self.strata,
             }
         )
         return values

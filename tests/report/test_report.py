@@ -17,7 +17,7 @@ from tba_jax.report.files import Run
 from tba_jax.storage import sealed
 
 VOID = {"meta", "img", "source", "br", "hr"}
-NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"}
+NAMES = {"accuracy", "reward", "habits", "staleness", "timeline", "optimisation"} | {"by_staleness"}
 
 
 class Page(html.parser.HTMLParser):

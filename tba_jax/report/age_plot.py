@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figure of responses by their age: how far each stratum of staleness is from the policy.
+
+It reads `stale_LEAST/NAME` of metrics.jsonl, whatever strata a run has.
+"""
+
+from typing import TYPE_CHECKING
+
+from tba_jax.report import plots
+from tba_jax.report.files import Run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def by_staleness(run: Run, theme: plots.Theme) -> "Figure | None":
+    """Small multiples of how far responses of each age are from the policy, a line for each age."""
+    panels = [
+        ("effective sample size (share)", "ess_fraction"),
+        ("log ratio to the sampler, median (nats)", "log_ratio_p50"),
+        ("log ratio, 95 % (nats)", "log_ratio_p95"),
+        ("residual, root of mean square", "residual_rms"),
+        ("tokens with a ratio outside 0.8 to 1.2", "clip_fraction"),
+        ("distinct responses (share)", "unique_share"),
+    ]
+    prefix, name = "stale_", "/ess_fraction"
+    keys = {key for record in run.metrics for key in record if key.endswith(name)}
+    ages = sorted(int(k[len(prefix) : -len(name)]) for k in keys if k.startswith(prefix))
+    if not ages:
+        return None
+    colours = (*plots.SERIES, theme.ink)
+    figure = plots.new_figure(10.4, 4.4, theme)
+    for i, (label, quantity) in enumerate(panels):
+        axes = figure.add_subplot(2, 3, i + 1)
+        plots.style_axes(axes, theme)
+        for j, age in enumerate(ages):
+            x, y = plots.column(run.metrics, "step", f"{prefix}{age}/{quantity}")
+            axes.plot(
+                x,
+                plots.smooth(y, 9),
+                color=colours[j % len(colours)],
+                label=f"{age}",
+                linewidth=1.4,
+            )
+        axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
+        axes.locator_params(axis="y", nbins=4)
+        plots.step_axis(axes, is_named=i >= 3)
+        if i == 0:
+            axes.legend(title="steps old, from", fontsize=7.5, title_fontsize=7.5, frameon=False)
+    return figure
