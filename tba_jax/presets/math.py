@@ -12,11 +12,20 @@ gsm8k
     of 1e-5 are lost in most weights (docs/results/low_precision.md). Recommended instead:
     --config.model.param_dtype=float32 (12 bytes a parameter with its moments, not 6), or where
     memory is short --config.optimizer.rounding=stochastic (6 bytes).
+gsm8k_official
+    The same with the prompt, the grader and the masked EOS of the paper's code, to compare with it
+    (docs/fidelity.md). `gsm8k` asks in the form that the start model was tuned on, trains EOS,
+    which Trajectory Balance needs, and reads answers more carefully. Not run by us.
 math
-    TBA' on MATH with Qwen2.5-7B, section 6 and table 4. Not run by us.
+    TBA' on MATH with Qwen2.5-7B, section 6 and table 4, as exact VarGrad with a reference that is
+    reset: nothing is bounded, and a group is centred by the live policy. Not run by us.
+tba_prime_2, tba_prime_10
+    The same on data exactly 2 and 10 steps old, as its code of November 2025: centred by the
+    sampler, ratios of tokens up to 8, log-ratios of tokens up to 10. In one thread, without
+    overlap. Not run by us.
 
-The models of both are asked in plain text, as in the paper: an SFT model in the form it was tuned
-on, and a base model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
+The models of all are asked in plain text: an SFT model in the form it was tuned on, and a base
+model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
 asked in its chat template with --config.task.chat=True.
 """
 
@@ -144,6 +153,27 @@ PRESETS = {
         "eval": {"period": 5, "max_new_tokens": 2048, "num_slots": 64},
     },
 }
+
+_GSM8K, _MATH = PRESETS["gsm8k"], PRESETS["math"]
+PRESETS["gsm8k_official"] = {
+    **_GSM8K,
+    "task": {**_GSM8K["task"], "name": "gsm8k_official"},
+    "objective": {**_GSM8K["objective"], "mask_eos": True},
+}
+for _lag in (2, 10):
+    PRESETS[f"tba_prime_{_lag}"] = {
+        **_MATH,
+        "driver": "sync",
+        "objective": {
+            **_MATH["objective"],
+            "kl_center": "behavior",
+            "importance": "token_clip",
+            "importance_cap": 8.0,
+            "kl_clamp": 10.0,
+        },
+        "search": {**_MATH["search"], "exact_lag": _lag},
+        "replay": {"recency_prob": 1.0},
+    }
 
 
 def get_config(preset: str = "arithmetic") -> ConfigDict:

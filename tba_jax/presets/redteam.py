@@ -15,6 +15,8 @@ llama
     Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B; recency 0.6 with a
     buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
     recency 0.5: 94.8 %, more diverse). The attacker must be a supervised model too. Not run by us.
+llama_150k
+    The other row of table 6: recency 0.5 with a buffer of 150,000. Not run by us.
 
 The paper puts the SFT data and ten batches of the SFT model into the buffer before the first step.
 gpt2 and llama do the latter; the former is --config.task.start_path=SFT.jsonl, the file that
@@ -56,6 +58,9 @@ _PAPER = {
         "learning_rate": 1e-4,
         "schedule": "linear",
         "warmup_steps": 100,
+        # Their scheduler counts the 8 micro-batches of a step and is moved once a step, so the rate
+        # ends at 88 % of its peak.
+        "decay_steps": 39_900,
         "weight_decay": 0.01,
         "clip_norm": 1.0,
     },
@@ -202,6 +207,10 @@ PRESETS = {
         },
     ),
 }
+
+
+_LLAMA_150K = {"replay": {"recency_prob": 0.5, "capacity_per_prompt": 150_000}}
+PRESETS["llama_150k"] = _merged(PRESETS["llama"], _LLAMA_150K)
 
 
 def get_config(preset: str = "toy") -> ConfigDict:

@@ -12,6 +12,9 @@ pythia410m, pythia1b, pythia2.8b
     size, 256 steps of 8 prompts x 20 responses, three searchers; judged by a 6.9B gold reward model
     against human references. Paper, 410m: win rate 0.86 at perplexity 1.13 (diluted) and about 15
     steps off policy. Not run by us.
+pythia2.8b_slow
+    2.8b for 825 steps (figure 4), beta at its final value from their step 140 on and not 104. Not
+    run by us.
 """
 
 from ml_collections import ConfigDict
@@ -38,12 +41,12 @@ def _pythia(size: str) -> dict:
         "batch": {"num_prompts": 8, "share_prompts": True},
         "objective": {
             "group_size": 20,
-            # Towards 0.05 in 128 steps, cut at step 32, where it jumps there.
+            # Towards 0.05 in 128 steps, cut at their update 32, counted from 1, where it jumps.
             "beta": 1.0,
             "beta_final": 0.05,
             "beta_schedule": "linear_then_jump",
             "beta_steps": 128,
-            "beta_jump_step": 32,
+            "beta_jump_step": 31,
             "scale": "paper",
         },
         "optimizer": {"learning_rate": 3e-6, "schedule": "linear", "clip_norm": 0.0},
@@ -73,6 +76,8 @@ def _pythia(size: str) -> dict:
         },
     }
 
+
+_SLOW = _pythia("2.8b")
 
 PRESETS = {
     "toy": {
@@ -119,6 +124,11 @@ PRESETS = {
     "pythia410m": _pythia("410m"),
     "pythia1b": _pythia("1b"),
     "pythia2.8b": _pythia("2.8b"),
+    "pythia2.8b_slow": {
+        **_SLOW,
+        "num_steps": 825,
+        "objective": {**_SLOW["objective"], "beta_steps": 412, "beta_jump_step": 139},
+    },
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `gsm8k` task: grade-school word problems, prompted and graded as in the paper.
+"""The `gsm8k` task: grade-school word problems, and the same as the paper's code has them.
 
 It does not know how grading works (`rewards.numeric` does). Invariant: a problem's index is its row
 in the published file.
@@ -12,6 +12,8 @@ from tba_jax.tasks.rows import Row, RowTask
 
 # The template that the paper's start model, rho-1b-sft-GSM8K, was fine-tuned with.
 PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
+# What the paper's own code asks that model instead: one character and one newline apart.
+OFFICIAL_PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
 # What a chat model is asked: to mark its answer as the data set's solutions do.
 MESSAGE = (
     "{question}\n\nReason step by step, and write the final answer on a line of its own, as "
@@ -52,3 +54,15 @@ class GSM8K(RowTask):
         if marked is not None and last_number(marked) is not None:
             return "marked"
         return "unmarked" if last_number(text) is not None else "no_number"
+
+
+class GSM8KOfficial(GSM8K):
+    """The same problems with the prompt and the grader of the paper's code, to compare with it."""
+
+    name = "gsm8k_official"
+    reward = "tba_jax.rewards.gsm8k_official:reward"
+
+    @staticmethod
+    def problem(row: Row) -> tuple[str, dict[str, Any]]:
+        """Prompt text; column `answer` is the whole gold solution."""
+        return OFFICIAL_PROMPT.format(question=row["question"]), {"answer": row["answer"]}

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.chats import PromptContent
 from tba_jax.tasks.custom import Custom
-from tba_jax.tasks.gsm8k import GSM8K
+from tba_jax.tasks.gsm8k import GSM8K, GSM8KOfficial
 from tba_jax.tasks.hendrycks_math import HendrycksMath
 from tba_jax.tasks.reasoning_gym import ReasoningGym
 from tba_jax.tasks.redteam import RedTeam
@@ -122,6 +122,7 @@ TASKS: dict[str, Entry] = {
         Entry(Arithmetic, _embedded(Arithmetic), has_chat=False),
         Entry(Custom, Custom, needs_data=True),
         Entry(GSM8K, _rows(GSM8K)),
+        Entry(GSM8KOfficial, _rows(GSM8KOfficial)),
         Entry(HendrycksMath, _rows(HendrycksMath)),
         Entry(
             RedTeam, _embedded(RedTeam), has_chat=False, has_one_prompt=True, metrics=("attacks",)

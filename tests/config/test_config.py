@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tba_jax.config import document
@@ -25,6 +26,7 @@ from tba_jax.config.schema import (
     get_field,
     make_config,
 )
+from tba_jax.run.training import make_optimizer_from, make_step_settings
 
 ROOT = Path(__file__).parents[2]
 CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
@@ -93,6 +95,32 @@ def test_red_team_presets_are_appendix_b3(preset):
         assert config.objective.reward_temperature_steps == 1000
         assert config.objective.reference_temperature_final == 1.2
         assert config.objective.reference_temperature_steps == 2000
+
+
+def test_the_papers_other_runs_differ_where_they_say():
+    math, tldr, redteam = (ROOT / "configs" / f"{n}.py" for n in ("math", "tldr", "redteam"))
+    # Their update counts from 1: 31 updates of the line, 0.777 at the last, then the jump.
+    config = load(tldr, "pythia410m")
+    beta = make_step_settings(config, ()).target.beta
+    np.testing.assert_allclose([beta.at(30), beta.at(31)], [0.777, 0.05], rtol=1e-3)
+    slow = load(tldr, "pythia2.8b_slow")
+    beta = make_step_settings(slow, ()).target.beta
+    assert slow.num_steps == 825 and beta.at(138) > 0.6 and beta.at(139) == np.float32(0.05)
+    # Their rate has lost 12 % at the end.
+    rate = make_optimizer_from(load(redteam, "gpt2"))[1]
+    np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
+    llama = load(redteam, "llama_150k")
+    assert (llama.replay.recency_prob, llama.replay.capacity_per_prompt) == (0.5, 150_000)
+    official = load(math, "gsm8k_official")
+    assert (official.task.name, official.objective.mask_eos) == ("gsm8k_official", True)
+    assert flatten(official) == flatten(load(math, "gsm8k")) | {
+        "name": "math/gsm8k_official",
+        "task.name": "gsm8k_official",
+        "objective.mask_eos": True,
+    }
+    for lag in (2, 10):
+        config = load(math, f"tba_prime_{lag}")
+        assert (config.search.exact_lag, config.objective.kl_center) == (lag, "behavior")
 
 
 def test_every_field_has_a_meaning():

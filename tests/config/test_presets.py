@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 def test_the_names_are_those_of_the_files():
     assert {name.split(":")[0] for name in names()} == {"math", "tldr", "redteam"}
     assert {p.stem for p in (ROOT / "configs").glob("*.py")} == {"math", "tldr", "redteam"}
-    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 10
+    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 15
 
 
 @pytest.mark.parametrize("name", names())
