@@ -114,7 +114,9 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     Raises:
         ValueError: the folder holds no run.
     """
-    return SavedRun(files.load_run(local_folder(workdir, "workdir")))
+    from tba_jax.run.mirroring import run_folder
+
+    return SavedRun(files.load_run(run_folder(workdir, "workdir", print)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,8 +31,9 @@ from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.interruption import Interruption
-from tba_jax.run.session import start_cluster, train
+from tba_jax.run.session import start_cluster, train, train_in_bucket
 from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finished_before
+from tba_jax.storage.bucket import is_address
 
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
@@ -76,12 +77,16 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
     validate(config)
-    workdir = local_folder(_WORKDIR.value or default_workdir(config))
+    given = _WORKDIR.value or default_workdir(config)
+    address = given if is_address(given) else ""
+    workdir = Path(given) if address else local_folder(given)
     if _DRY_RUN.value:
-        print(json.dumps({"workdir": str(workdir), **config_lib.flatten(config)}, indent=1))
+        print(json.dumps({"workdir": given, **config_lib.flatten(config)}, indent=1))
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
         return 0
+    if address:
+        return _run_in_bucket(config, address)
     events = None
     if _REPLAY_SCHEDULE.value:
         from tba_jax.run.schedule_replay import read_schedule
@@ -107,11 +112,30 @@ def main(argv: Sequence[str]) -> int:
     return _say(outcome, config, workdir, interrupted.signal_number)
 
 
-def _say(outcome: Outcome, config: Config, workdir: Path, signal_number: int | None) -> int:
+def _run_in_bucket(config: Config, address: str) -> int:
+    """`main` with a work directory in an object store."""
+    if MODES[config.placement].spans_hosts or _REPLAY_SCHEDULE.value:
+        what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
+        raise UserError(
+            f"{what} needs a work directory that is a folder, shared by all hosts; "
+            f"--workdir={address} is an object store"
+        )
+    interrupted = Interruption()
+    outcome = train_in_bucket(
+        config,
+        address,
+        interrupted=interrupted,
+        accept_changed=_ACCEPT_CHANGED.value,
+        start_s=_PROCESS_START,
+    )
+    return _say(outcome, config, address.rstrip("/"), interrupted.signal_number)
+
+
+def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:
     """Print what became of a run; the exit code of a single process."""
     if outcome.is_finished:
         words = "This run is finished. " if outcome.was_finished else ""
-        print(f"{words}Report: {workdir / 'report.html'}")
+        print(f"{words}Report: {workdir}/report.html")
         return 0
     cause = "a signal to another process"
     if signal_number is not None:

@@ -38,15 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.num_texts < 0:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
     # Imported here, so that --help and a wrong flag answer at once.
-    from tba_jax.config.command_line import local_folder
     from tba_jax.config.schema import ConfigError
     from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.run.errors import UserError
+    from tba_jax.run.mirroring import run_folder
     from tba_jax.tasks.registry import entry_of
 
     try:
-        workdir = local_folder(args.workdir, "WORKDIR")
+        workdir = run_folder(args.workdir, "WORKDIR", lambda line: print(line, file=sys.stderr))
         step, state = load(workdir)
-    except (CheckpointError, ConfigError) as error:
+    except (CheckpointError, ConfigError, UserError) as error:
         print(f"buffer: {error}", file=sys.stderr)
         return 1
     arrays, meta = state.parts["buffer"]

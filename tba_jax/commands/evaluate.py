@@ -80,6 +80,10 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             gold.close()
 
 
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     parser = argparse.ArgumentParser(
@@ -103,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
+    from tba_jax.run.mirroring import run_folder
     from tba_jax.run.modeling import model_path
     from tba_jax.run.saved import load_policy, load_run_config
     from tba_jax.weights.versions import PublicationError
@@ -116,12 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--workdir"
             )
         if args.workdir:
-            config = override(load_run_config(args.workdir), overrides)
+            workdir = str(run_folder(args.workdir, "--workdir", _note))
+            config = override(load_run_config(workdir), overrides)
             validate(config)
             open_cache(config.compilation_cache)
-            step, model_config, params, _, folder = load_policy(
-                args.workdir, args.published, lambda line: print(line, file=sys.stderr)
-            )
+            step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
             what = f"{args.workdir} at step {step}"
         elif args.config:
             import jax

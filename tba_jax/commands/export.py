@@ -16,6 +16,10 @@ from tba_jax.commands.model_card import model_card
 from tba_jax.config.command_line import local_folder
 
 
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     parser = argparse.ArgumentParser(
@@ -37,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.report.build import load_run
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
+    from tba_jax.run.mirroring import run_folder
     from tba_jax.run.saved import load_policy
     from tba_jax.weights.versions import PublicationError
 
@@ -48,11 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("--public says who sees a repository of the hub; give --push, too")
         if args.push:
             check_push(args.push)
-        step, model_config, params, hf_config, source = load_policy(
-            args.workdir, args.published, lambda line: print(line, file=sys.stderr)
-        )
+        workdir = str(run_folder(args.workdir, "--workdir", _note))
+        step, model_config, params, hf_config, source = load_policy(workdir, args.published, _note)
         hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
-        card = model_card(load_run(args.workdir), step, args.push or str(out))
+        card = model_card(load_run(workdir), step, args.push or str(out))
         (out / "README.md").write_text(card, encoding="utf-8")
         print(f"wrote the policy at step {step} of {args.workdir} to {out}")
         if args.push:

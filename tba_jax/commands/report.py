@@ -5,10 +5,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tba_jax.config.command_line import local_folder
 from tba_jax.report.build import build_report
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
+from tba_jax.run.errors import UserError
+from tba_jax.run.mirroring import run_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,9 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workdir", help="work directory of a run")
     arguments = parser.parse_args(argv)
     try:
-        workdir = local_folder(arguments.workdir, "WORKDIR")
+        workdir = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         page = build_report(workdir)
-    except ValueError as error:
+    except (ValueError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(headline(load_run(workdir)))

@@ -48,7 +48,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
 def wrong_event(record: Mapping[str, Any]) -> str:
     """What is wrong with a line of schedule.jsonl; "" for nothing."""
     event = record.get("event")
-    if event not in _REQUIRED:
+    if not isinstance(event, str) or event not in _REQUIRED:
         return f"'event' is {event!r:.40}"
     for name in _REQUIRED[event]:
         if name not in record:

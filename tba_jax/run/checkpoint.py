@@ -48,8 +48,9 @@ _READ_ERRORS = (
 _UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax gives to folders under way
 
 
-def _has_no_traceback(record: std_logging.LogRecord) -> bool:
-    return not record.exc_info
+def _is_told_once(record: std_logging.LogRecord) -> bool:
+    # Orbax's own metadata decide nothing here, and it goes on without them.
+    return not record.exc_info and " Metadata file: " not in record.getMessage()
 
 
 def _print_unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -67,7 +68,7 @@ def _tell_failures_once() -> None:
     exception. Doing this again has no effect.
     """
     for logger in (logging.get_absl_logger(), std_logging.getLogger("asyncio")):
-        logger.addFilter(_has_no_traceback)
+        logger.addFilter(_is_told_once)
     if sys.unraisablehook is sys.__unraisablehook__:
         sys.unraisablehook = _print_unless_late
 

@@ -69,6 +69,8 @@ def conduct(
     if display is None:
         display = _display(config, workdir, cluster)
     run = _open(config, workdir, cluster, start_s, hold, accept_changed, display)
+    if hold is not None:
+        hold.begin()
     try:
         _drive(run, interrupted, events, drive)
         # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run

@@ -65,6 +65,7 @@ def is_mendable(error: BaseException) -> bool:
     from tba_jax.report.writers import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.storage.bucket import StorageError
     from tba_jax.train.trainer import NonFiniteError
     from tba_jax.weights.versions import PublicationError
 
@@ -77,6 +78,7 @@ def is_mendable(error: BaseException) -> bool:
         RewardFailure,
         NonFiniteError,
         StarvedError,
+        StorageError,
         TurnError,
         WorkdirLost,
     )

@@ -2,11 +2,12 @@
 """One process works on a work directory: a lease with a heartbeat and a fencing number.
 
 `WORKDIR/lock/N.json` is made exclusively by whoever holds the directory for the N-th time; the
-highest N holds it. That needs no locks of the file system, so it works on network file systems
-too. The holder counts a beat in its file every few seconds. Whether a holder is gone is decided by
-the watcher's own monotonic clock: it saw no beat for `expire_s`; on the very machine it looks for
-the process itself. A holder that slept and was taken over finds a higher number and ends, before
-it writes a checkpoint. It knows nothing of what is in the directory.
+highest N holds it. That needs no locks of the file system, so it works on network file systems and
+in object stores that can make an object only where there is none. The holder counts a beat in its
+file every few seconds. Whether a holder is gone is decided by the watcher's own monotonic clock: it
+saw no beat for `expire_s`; on the very machine it looks for the process itself. A holder that slept
+and was taken over finds a higher number and ends, before it writes a checkpoint. It knows nothing
+of what is in the directory.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.run.errors import UserError, WorkdirLost
@@ -26,11 +27,100 @@ BEAT_S = 5.0
 EXPIRE_S = 30.0
 
 
+class Slots(Protocol):
+    """Where numbers are taken: text by number, made by one of many who want it."""
+
+    def numbers(self) -> set[int]:
+        """Those that are taken."""
+        ...
+
+    def create(self, number: int, text: str) -> bool:
+        """Take one, unless it is taken; whether this call did."""
+        ...
+
+    def read(self, number: int) -> str | None:
+        """Its text; None when it is gone."""
+        ...
+
+    def write(self, number: int, text: str) -> None:
+        """Replace its text."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """Give it back, if it is taken."""
+        ...
+
+
+class Companion(Protocol):
+    """What works beside a run in a held directory."""
+
+    def start(self) -> None:
+        """The directory is as the run goes on with it."""
+        ...
+
+    def check(self) -> None:
+        """Raise what it found, in words for the user."""
+        ...
+
+
+class FolderSlots:
+    """Files of a folder: WORKDIR/lock/NUMBER.json."""
+
+    def __init__(self, workdir: Path) -> None:
+        self._workdir, self._folder = workdir, workdir / FOLDER
+
+    def __str__(self) -> str:
+        return str(self._workdir)
+
+    def numbers(self) -> set[int]:
+        """Of the files in it."""
+        try:
+            names = os.listdir(self._folder)
+        except FileNotFoundError:
+            return set()
+        stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
+        return {int(stem) for stem in stems if stem.isdigit()}
+
+    def create(self, number: int, text: str) -> bool:
+        """Make a file that is not there."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(self._file(number), "x") as file:
+                file.write(text)
+        except FileExistsError:
+            return False
+        return True
+
+    def read(self, number: int) -> str | None:
+        """Its content, with a character for each byte that is no text."""
+        try:
+            return self._file(number).read_text(errors="replace")
+        except (FileNotFoundError, IsADirectoryError):
+            return None
+
+    def write(self, number: int, text: str) -> None:
+        """Replace the file whole."""
+        unfinished = self._file(number).with_suffix(".unfinished")
+        unfinished.write_text(text)
+        os.replace(unfinished, self._file(number))
+
+    def remove(self, number: int) -> None:
+        """Delete the file, or what is in its place."""
+        path = self._file(number)
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number:08d}.json"
+
+
 class Hold:
     """A held work directory; a context manager that lets it go.
 
     Args:
-        workdir: exists.
+        slots: of the work directory.
         beat_s: seconds between two signs of life.
         expire_s: a holder elsewhere without one for as long is gone.
         clock, sleep: seconds that only go on, and waiting for some.
@@ -38,6 +128,7 @@ class Hold:
     Attributes:
         number: fencing number.
         taken_over: a line about the holder before, of which nothing was heard any more; "".
+        companion: begins with the run, and what it finds is found by `check`; None: there is none.
 
     Raises:
         UserError: another process holds it.
@@ -45,20 +136,21 @@ class Hold:
 
     def __init__(
         self,
-        workdir: Path,
+        slots: Slots,
         *,
         beat_s: float = BEAT_S,
         expire_s: float = EXPIRE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._workdir = workdir
-        self._folder = workdir / FOLDER
+        self._slots = slots
         self._beat_s, self._expire_s = beat_s, expire_s
         self._clock, self._sleep = clock, sleep
         self._entry: dict[str, Any] = {**_here(), "beat": 0, "released": False}
         self._stop = StopFlag()
         self.number, self.taken_over = self._acquire()
+        self._beat_at = clock()
+        self.companion: Companion | None = None
         self._worker = Worker("workdir-lock", self._beat, self._stop, idle_s=beat_s)
         self._worker.start()
 
@@ -68,12 +160,19 @@ class Hold:
     def __exit__(self, *args: object) -> None:
         self.release()
 
+    def begin(self) -> None:
+        """The run is built, and goes on with the directory as it is now."""
+        if self.companion is not None:
+            self.companion.start()
+
     def check(self) -> None:
-        """Raise what the heartbeat found; costs nothing.
+        """Raise what the heartbeat found, or the companion; costs nothing.
 
         Raises:
             WorkdirLost: the directory is gone or in other hands.
         """
+        if self.companion is not None:
+            self.companion.check()
         try:
             self._stop.check()
         except WorkerError as error:
@@ -87,17 +186,17 @@ class Hold:
             WorkdirLost: as `check`.
         """
         self.check()
-        numbers = self._numbers()
+        numbers = self._slots.numbers()
         if numbers and max(numbers) > self.number:
             other = self._read(max(numbers)) or {}
             raise WorkdirLost(
                 f"process {other.get('pid', '?')} on {other.get('host', '?')} has taken over "
-                f"{self._workdir}: no sign of life came from this one for {self._expire_s:.0f} s "
+                f"{self._slots}: no sign of life came from this one for {self._expire_s:.0f} s "
                 "(was it suspended?). It ends and writes nothing more"
             )
         if self.number not in numbers:
             raise WorkdirLost(
-                f"the work directory {self._workdir} is gone: deleted or moved away while the run "
+                f"the work directory {self._slots} is gone: deleted or moved away while the run "
                 "was going"
             )
 
@@ -107,30 +206,35 @@ class Hold:
         self._worker.join(self._expire_s)
         # Where the directory is gone there is nothing to release, and `check` has said so.
         with contextlib.suppress(OSError):
-            if self.number in self._numbers():
+            if self.number in self._slots.numbers():
                 self._write(self.number, {**self._entry, "released": True})
 
     def _beat(self) -> bool:
-        self.confirm()
-        self._entry["beat"] += 1
-        self._write(self.number, self._entry)
+        try:
+            self.confirm()
+            self._entry["beat"] += 1
+            self._write(self.number, self._entry)
+            self._beat_at = self._clock()
+        except OSError as error:  # may pass, as long as nobody takes this process for gone
+            if self._clock() - self._beat_at > self._expire_s:
+                raise WorkdirLost(
+                    f"no sign of life could be written to {self._slots} for {self._expire_s:.0f} s "
+                    f"({error}), so that another process may take it over"
+                ) from error
         return False  # and sleeps until the next
 
     def _acquire(self) -> tuple[int, str]:
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             while True:
-                newest = max(self._numbers(), default=0)
+                newest = max(self._slots.numbers(), default=0)
                 line = self._wait_until_gone(newest) if newest else ""
                 if self._create(newest + 1):
                     break
-            for number in self._numbers():
+            for number in self._slots.numbers():
                 if number <= newest:
-                    self._file(number).unlink(missing_ok=True)
+                    self._slots.remove(number)
         except OSError as error:
-            raise UserError(
-                f"cannot write to the work directory {self._workdir}: {error}"
-            ) from error
+            raise UserError(f"cannot write to the work directory {self._slots}: {error}") from error
         return newest + 1, line
 
     def _wait_until_gone(self, number: int) -> str:
@@ -156,50 +260,32 @@ class Hold:
             if now != entry:
                 raise self._held(who)
         return (
-            f"{self._workdir} was held by {who}, of which nothing was heard for "
+            f"{self._slots} was held by {who}, of which nothing was heard for "
             f"{self._expire_s:.0f} s; taken over"
         )
 
     def _held(self, who: str) -> UserError:
         return UserError(
-            f"{who} is working on {self._workdir}. Wait for it or stop it, or give another "
-            "--workdir"
+            f"{who} is working on {self._slots}. Wait for it or stop it, or give another --workdir"
         )
-
-    def _numbers(self) -> set[int]:
-        try:
-            names = os.listdir(self._folder)
-        except FileNotFoundError:
-            return set()
-        stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
-        return {int(stem) for stem in stems if stem.isdigit()}
-
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.json"
 
     def _create(self, number: int) -> bool:
         """Whether this process is the one that made it."""
-        try:
-            with open(self._file(number), "x") as file:
-                json.dump(self._entry, file)
-        except FileExistsError:
-            return False
-        return True
+        return self._slots.create(number, json.dumps(self._entry))
 
     def _read(self, number: int) -> dict[str, Any] | None:
         """An entry; {} while it is being written, None when it is gone."""
-        try:
-            entry = json.loads(self._file(number).read_text())
-        except FileNotFoundError:
+        text = self._slots.read(number)
+        if text is None:
             return None
-        except ValueError:
+        try:
+            entry = json.loads(text)
+        except (ValueError, RecursionError):
             return {}
         return entry if isinstance(entry, dict) else {}
 
     def _write(self, number: int, entry: dict[str, Any]) -> None:
-        unfinished = self._file(number).with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(entry))
-        os.replace(unfinished, self._file(number))
+        self._slots.write(number, json.dumps(entry))
 
 
 def _here() -> dict[str, Any]:
@@ -217,7 +303,8 @@ def _here() -> dict[str, Any]:
 
 
 def _is_alive(entry: dict[str, Any]) -> bool:
-    return bool(entry.get("began")) and _began(int(entry["pid"])) == entry["began"]
+    pid = entry.get("pid")  # of a damaged entry anything
+    return isinstance(pid, int) and bool(entry.get("began")) and _began(pid) == entry["began"]
 
 
 def _began(pid: int) -> str:

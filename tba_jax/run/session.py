@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import Outcome, claim, finished_before, holds_run
+from tba_jax.run.workdir import (
+    Outcome,
+    begin_run,
+    claim,
+    finished_before,
+    holds_run,
+    is_finished,
+)
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -64,6 +71,67 @@ def train(
             events=events,
             start_s=start_s,
         )
+
+
+def train_in_bucket(
+    config: Config,
+    address: str,
+    *,
+    interrupted: Callable[[], bool] = lambda: False,
+    accept_changed: Collection[str] = (),
+    start_s: float | None = None,
+) -> Outcome:
+    """As `train`, with a work directory in an object store.
+
+    Args:
+        config: validated; of one process.
+        address: gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
+        interrupted, accept_changed, start_s: as `train`.
+
+    Raises:
+        StorageError: the store cannot be used, or refuses for too long.
+        UserError, ValueError, RuntimeError, OSError: as `train`.
+    """
+    from tba_jax.run.lock import Hold
+    from tba_jax.run.mirroring import BucketSlots, Mirroring, folder_of
+    from tba_jax.storage.bucket import Bucket, StorageError
+    from tba_jax.storage.mirror import Mirror
+
+    start_s = time.perf_counter() if start_s is None else start_s
+    bucket, folder = Bucket(address), folder_of(address)
+    try:
+        bucket.require_create()
+    except OSError as error:
+        raise StorageError(f"{bucket} cannot be used: {error}") from error
+    with Hold(BucketSlots(bucket)) as hold:
+        mirror = Mirror(bucket, folder, hold.number)
+        try:
+            mirror.fetch(lambda line: print(line, flush=True))
+        except OSError as error:
+            raise StorageError(f"{bucket} cannot be read: {error}") from error
+        if not holds_run(folder, config):
+            begin_run(folder, config)
+        elif is_finished(folder, config.num_steps):
+            return finished_before(config, folder)
+        mirroring = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
+        hold.companion = mirroring
+        from tba_jax.run.conduct import conduct
+
+        try:
+            outcome = conduct(
+                config,
+                folder,
+                start_cluster(config),
+                interrupted,
+                hold=hold,
+                accept_changed=accept_changed,
+                start_s=start_s,
+            )
+        except BaseException:
+            mirroring.abandon()
+            raise
+        mirroring.finish()
+        return outcome
 
 
 def start_cluster(

@@ -206,11 +206,11 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
     Raises:
         UserError: another process holds it, it holds another run, or it cannot be written to.
     """
-    from tba_jax.run.lock import Hold
+    from tba_jax.run.lock import FolderSlots, Hold
 
     if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
         return None
-    hold = Hold(workdir)
+    hold = Hold(FolderSlots(workdir))
     try:
         if not holds_run(workdir, config):  # now that nobody else can begin one
             begin_run(workdir, config)

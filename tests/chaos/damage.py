@@ -33,11 +33,12 @@ from tba_jax.report.writers import ProgressDisplay, read_jsonl
 from tba_jax.run import identity
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import is_mendable
+from tba_jax.run.lock import FolderSlots, Hold
 from tba_jax.run.run import forget_after, open_logs
 from tba_jax.run.saved import load_run_config
 from tba_jax.run.schedule_replay import read_schedule
 from tba_jax.run.start import _newest_intact
-from tba_jax.run.workdir import claim, finished_before
+from tba_jax.run.workdir import begin_run, finished_before, holds_run, is_finished
 
 KINDS = {
     "config": "config.json",
@@ -221,11 +222,15 @@ class Resumed:
 
 def _resume(template: Template, workdir: Path) -> Resumed:
     """As `conduct` begins."""
-    hold = claim(workdir, template.config)
-    if hold is None:
-        return Resumed(None, "", finished_before(template.config, workdir).report, ())
+    config = template.config
+    if holds_run(workdir, config) and is_finished(workdir, config.num_steps):
+        return Resumed(None, "", finished_before(config, workdir).report, ())
+    # As `claim`, but for the patience with a holder that seems to be elsewhere.
+    hold = Hold(FolderSlots(workdir), beat_s=0.02, expire_s=0.05)
     notes: list[str] = [hold.taken_over] if hold.taken_over else []
     with hold:
+        if not holds_run(workdir, config):
+            begin_run(workdir, config)
         checkpoints = Checkpoints(str(workdir / "checkpoints"), keep=2)
         shared: Any = types.SimpleNamespace(checkpoints=checkpoints, cluster=Cluster())
         step = _newest_intact(shared, notes.append)

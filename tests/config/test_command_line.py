@@ -84,35 +84,54 @@ ADDRESS = "gs://bucket/run"
 MOUNT = "is an address, and a path is wanted: mount the bucket (gcsfuse) or a share"
 
 
-def test_main_refuses_an_address_as_its_work_directory(tmp_path):
+NO_STORE = "ftp://host/run"
+WANT = "is no address of a work directory; want gs://BUCKET/FOLDER, s3://BUCKET/FOLDER, or a folder"
+
+
+def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "tba_jax.main", MATH, f"--workdir={ADDRESS}"],
+        [sys.executable, "-m", "tba_jax.main", MATH, f"--workdir={NO_STORE}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: --workdir={ADDRESS} {MOUNT}")
-    assert "docs/launch/tpu_vm.md" in done.stderr and done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []  # no folder `gs:`
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith(f"error: {NO_STORE!r} {WANT}") and done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # no folder `ftp:`
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "name", "code"),
     [
-        (evaluate, [f"--workdir={ADDRESS}"], "--workdir", 1),
-        (export, [f"--workdir={ADDRESS}", "--out=model"], "--workdir", 1),
         (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
         (sft, ["--model=m", "--data=rows.jsonl", f"--out={ADDRESS}"], "--out", 1),
         (study, ["drivers", "--budget_min=0", f"--out={ADDRESS}"], "--out", 2),
-        (buffer, [ADDRESS], "WORKDIR", 1),
-        (report, [ADDRESS], "WORKDIR", 1),
     ],
 )
-def test_commands_refuse_an_address(command, arguments, name, code, tmp_path, monkeypatch, capsys):
+def test_commands_refuse_an_address_of_what_they_write(
+    command, arguments, name, code, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert command.main(arguments) == code
     assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "name"),
+    [
+        (evaluate, [f"--workdir={NO_STORE}"], "--workdir"),
+        (export, [f"--workdir={NO_STORE}", "--out=model"], "--workdir"),
+        (buffer, [NO_STORE], "WORKDIR"),
+        (report, [NO_STORE], "WORKDIR"),
+    ],
+)
+def test_commands_refuse_the_address_of_what_is_no_object_store(
+    command, arguments, name, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(arguments) == 1
+    assert f": {name}={NO_STORE} cannot be read: {NO_STORE!r} {WANT}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
