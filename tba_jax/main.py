@@ -31,7 +31,8 @@ from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.interruption import Interruption
-from tba_jax.run.session import start_cluster, train, train_in_bucket
+from tba_jax.run.joining import start_cluster
+from tba_jax.run.session import train, train_in_bucket
 from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finished_before
 from tba_jax.storage.bucket import is_address
 

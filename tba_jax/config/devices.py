@@ -8,7 +8,10 @@ from tba_jax.devices.placement import MODES, Asked, MeshShape
 def asked(config: Config) -> Asked:
     """What its placement is to arrange."""
     mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model)
-    return Asked(mesh, config.num_searchers, config.search.num_devices, config.batch.num_prompts)
+    num_searchers = config.num_searchers
+    if MODES[config.placement].searches_elsewhere:
+        num_searchers = config.fleet.max_searchers
+    return Asked(mesh, num_searchers, config.search.num_devices, config.batch.num_prompts)
 
 
 def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:

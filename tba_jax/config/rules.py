@@ -39,6 +39,8 @@ def validate(config: Config) -> None:
     _driver(config)
     if MODES[config.placement].spans_hosts:
         _pod(config)
+    if MODES[config.placement].searches_elsewhere:
+        _fleet(config)
     if config.task.start_path:
         _start_data(config)
     _task(config)
@@ -148,6 +150,38 @@ def _pod(config: Config) -> None:
         config.batch.packed_length,
         "hosts of a pod cannot pack rows together",
         "Set --config.batch.packed_length=0.",
+    )
+
+
+def _fleet(config: Config) -> None:
+    """Searchers on machines of their own."""
+    need(
+        config.driver == "async",
+        "driver",
+        config.driver,
+        "the searchers of a fleet are other processes, which wait for nobody",
+        "Set --config.driver=async.",
+    )
+    need(
+        config.sync.transport == "checkpoint",
+        "sync.transport",
+        config.sync.transport,
+        "the weights of a fleet travel through the work directory, which all machines share",
+        "Set --config.sync.transport=checkpoint.",
+    )
+    need(
+        config.search.ownership == "any",
+        "search.ownership",
+        config.search.ownership,
+        "prompts of a slot that no machine fills would never be drawn",
+        "Set --config.search.ownership=any.",
+    )
+    need(
+        config.fleet.max_searchers % config.num_searchers == 0,
+        "fleet.max_searchers",
+        config.fleet.max_searchers,
+        f"a process has num_searchers = {config.num_searchers} searchers",
+        "Give a multiple of it.",
     )
 
 

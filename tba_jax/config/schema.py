@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from tba_jax.devices.config import MeshSettings, PodSettings
+from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
@@ -82,7 +82,10 @@ class Config:
         1, "k: trainer steps between weight publications and buffer merges", at_least=1
     )
     num_searchers: int = field(
-        1, "searchers (threads of the asynchronous driver); placement=pod: of all hosts", at_least=1
+        1,
+        "searchers (threads of the asynchronous driver); placement=pod: of all hosts; "
+        "placement=fleet: of a process of searchers",
+        at_least=1,
     )
     placement: PlacementName = field(
         "auto",
@@ -109,6 +112,7 @@ class Config:
     search: SearchSettings = SearchSettings()
     replay: ReplaySettings = ReplaySettings()
     pod: PodSettings = PodSettings()
+    fleet: FleetSettings = FleetSettings()
     sync: SyncSettings = SyncSettings()
     reward: RewardSettings = RewardSettings()
     victim: VictimSettings = VictimSettings()

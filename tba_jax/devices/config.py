@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass
 
-from tba_jax.settings import Section, field
+from tba_jax.settings import Section, field, need
 
 
 @dataclass(frozen=True)
@@ -33,3 +33,70 @@ class PodSettings(Section):
         at_least=2,
         on_resume=True,
     )
+
+
+@dataclass(frozen=True)
+class FleetSettings(Section):
+    """Runs of placement=fleet: a trainer, and searchers on machines of their own, through Ray."""
+
+    address: str = field(
+        "local",
+        "local: a Ray cluster of this machine, for this run; auto: the one that this machine "
+        "belongs to; or HOST:PORT of its head",
+        on_resume=True,
+    )
+    max_searchers: int = field(
+        4,
+        "slots for searchers: a slot that no machine fills waits for one; num_searchers of them "
+        "are one process",
+        at_least=1,
+    )
+    trainer: str = field(
+        "CPU=1",
+        "what the trainer's process takes of a machine: CPU=1, GPU=8, TPU=4",
+        on_resume=True,
+    )
+    searcher: str = field(
+        "CPU=1",
+        "what a process of searchers takes: whole machines of TPUs, or one or two of their chips",
+        on_resume=True,
+    )
+    silence_s: float = field(
+        30.0,
+        "a searcher that is silent for this long is lost: what it had begun is drawn again",
+        above=0,
+        on_resume=True,
+    )
+    trainer_silence_s: float = field(
+        300.0,
+        "a trainer that is silent for this long is ended and made again from its newest checkpoint",
+        above=0,
+        on_resume=True,
+    )
+    max_failures: int = field(
+        5, "deaths in a row, without progress between them, that end the run", on_resume=True
+    )
+
+    def check(self) -> None:
+        """Resources that can be read."""
+        for name in ("trainer", "searcher"):
+            text = getattr(self, name)
+            need(
+                parse_resources(text) is not None,
+                f"fleet.{name}",
+                text,
+                "wanted NAME=NUMBER, several with commas between",
+                f"Set --config.fleet.{name}=CPU=1, GPU=8 or TPU=4.",
+            )
+
+
+def parse_resources(text: str) -> dict[str, float] | None:
+    """ "TPU=4,spot=1" as numbers by name; None where it cannot be read."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        try:
+            found[name.strip()] = float(number)
+        except ValueError:
+            return None
+    return found if all(name and amount > 0 for name, amount in found.items()) else None

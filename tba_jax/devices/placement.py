@@ -77,6 +77,8 @@ class Mode(NamedTuple):
         check: (what is asked, devices of a process, processes) -> None; what depends on their
             numbers alone. Raises ConfigError.
         spans_hosts: one trainer on several processes, each with searchers of its own.
+        searches_elsewhere: searchers are other processes, with devices that are not looked at here;
+            what is arranged is the trainer's process, which evaluates.
         mesh: (asked mesh, processes) -> the trainer's.
     """
 
@@ -85,6 +87,7 @@ class Mode(NamedTuple):
     choose: Callable[[Sequence[Any], Asked], Layout]
     check: Callable[[Asked, int, int], None]
     spans_hosts: bool = False
+    searches_elsewhere: bool = False
     mesh: Callable[[MeshShape, int], MeshShape] = lambda mesh, num_hosts: mesh
 
 
@@ -323,7 +326,7 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
     )
 
 
-PlacementName = Literal["auto", "shared", "split", "pod"]
+PlacementName = Literal["auto", "shared", "split", "pod", "fleet"]
 
 MODES: dict[str, Mode] = {
     mode.name: mode
@@ -345,6 +348,13 @@ MODES: dict[str, Mode] = {
             _check_pod,
             spans_hosts=True,
             mesh=_pod_mesh,
+        ),
+        Mode(
+            "fleet",
+            "searchers in processes of their own, on machines that come and go (section fleet)",
+            lambda devices, asked: SHARED,
+            _check_shared,
+            searches_elsewhere=True,
         ),
     )
 }

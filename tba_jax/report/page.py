@@ -338,6 +338,40 @@ def _section(title: str, body: str) -> str:
     return f"<section><h2>{_e(title)}</h2>{body}</section>"
 
 
+def _fleet(run: Run) -> str:
+    """Searchers on other machines, slot by slot."""
+    fleet = run.report.get("fleet") or {}
+    rows = fleet.get("by_searcher") or []
+    if not rows:
+        return ""
+    text = (
+        f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were there at the end, on "
+        f"{fleet['hosts']:.0f} hosts. {fleet['rejoined']:.0f} times one came back, "
+        f"{fleet['lost']:.0f} tickets were lost with one and drawn again; "
+        f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses came in"
+    )
+    if "put_p50_s" in fleet:
+        text += f", acknowledged after {fleet['put_p50_s']:.2f} s (99 %: {fleet['put_p99_s']:.2f})"
+    cells = []
+    for row in rows:
+        staleness = row.get("staleness_mean")
+        cells.append(
+            f'<tr><th scope="row">searcher {row["searcher"]}</th><td>{_e(row["host"] or "-")}</td>'
+            f"<td>{_e(row['state'])}</td><td>{row['joins']}</td><td>{row['groups']:,}</td>"
+            f"<td>{'-' if staleness is None else f'{staleness:.1f}'}</td>"
+            f"<td>{row['idle_s']:,.0f} s</td></tr>"
+        )
+    head = "".join(
+        f'<th scope="col">{name}</th>'
+        for name in ("", "host", "", "came", "groups", "staleness on arrival", "idle")
+    )
+    table = (
+        f'<table class="ledger"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(cells)}</tbody></table>"
+    )
+    return _section("The fleet", f"<p>{_e(text)}.</p>{table}")
+
+
 def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     """The page as HTML text."""
     name = run.report.get("name") or run.config.get("name") or run.workdir.name
@@ -354,6 +388,7 @@ def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
         _asynchrony(run, pictures),
         _section(HEALTHY, health) if health else "",
         _ledger(run),
+        _fleet(run),
         _settings(run),
         f"<footer><p>Rebuild this page with <code>python -m tba_jax.report {_e(run.workdir)}</code>"
         ". The figures are also in <code>plots/</code>, every number in "

@@ -454,8 +454,18 @@ class ProgressDisplay:
             "staleness": stale,
             "decoded": self._field("search/tokens_per_s", lambda x: format_count(x) + " tok/s"),
             "trained": self._field("train/tokens_per_s", lambda x: format_count(x) + " tok/s"),
+            "searchers": self._searchers(),
         }
         return {label: text for label, text in fields.items() if text}
+
+    def _searchers(self) -> str:
+        """Of a fleet: how many are there."""
+        if "fleet/searchers" not in self._last:
+            return ""
+        there, slots, hosts = (
+            self._last[f"fleet/{name}"] for name in ("searchers", "slots", "hosts")
+        )
+        return f"{there:.0f}/{slots:.0f} on {hosts:.0f} host{'' if hosts == 1 else 's'}"
 
     def _plain_line(self) -> None:
         self._printed_at, self._printed_step = self._clock(), self._step
@@ -507,5 +517,5 @@ class ProgressDisplay:
             body.add_row(head)
             body.add_row(line(self._label, "reward"))
             body.add_row(line(self._kind, "length", "staleness"))
-            body.add_row(line("decoded", "trained"))
+            body.add_row(line("decoded", "trained", "searchers"))
             return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")

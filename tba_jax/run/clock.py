@@ -22,6 +22,10 @@ class RunClock:
         """Seconds since the run began, without the pauses between processes."""
         return self._now() - self._start
 
+    def set(self, elapsed_s: float) -> None:
+        """Another process of the run says that it is so old."""
+        self._start = self._now() - elapsed_s
+
     def note_step(self) -> None:
         """A step is done; the first one's time is kept."""
         if self.time_to_first_step_s is None:

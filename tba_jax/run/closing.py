@@ -111,6 +111,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "versions": versions(),
         "config_changes": difference(flatten(Config()), flatten(run.config)),
     }
+    report |= {key: section() for key, section in run.sections.items()}
     report = jsonable(report)
     path = run.shared.workdir / "report.json"
     try:

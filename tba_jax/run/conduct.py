@@ -67,7 +67,7 @@ def conduct(
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     if display is None:
-        display = _display(config, workdir, cluster)
+        display = make_display(config, workdir, is_shown=cluster.is_primary)
     run = _open(config, workdir, cluster, start_s, hold, accept_changed, display)
     if hold is not None:
         hold.begin()
@@ -98,15 +98,15 @@ def conduct(
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
-def _display(config: Config, workdir: Path, cluster: Cluster) -> ProgressDisplay:
-    """On standard output, of process 0."""
+def make_display(config: Config, workdir: Path, *, is_shown: bool = True) -> ProgressDisplay:
+    """On standard output, or nowhere."""
     task = make_task(config)
     return ProgressDisplay(
         config.num_steps,
         title=workdir.name,
         kind=task.response_kinds[0] if task.response_kinds else "",
         metric=task.metric,
-        console=None if cluster.is_primary else Console(quiet=True, force_terminal=False),
+        console=None if is_shown else Console(quiet=True, force_terminal=False),
     )
 
 

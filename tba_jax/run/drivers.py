@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from tba_jax.config.schema import Config
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import summarise_rounds
 from tba_jax.replay.admission import Admission, Demand
@@ -150,16 +151,20 @@ def make_admission(run: Run) -> Admission:
     return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
 
 
+def swaps_in_flight(config: Config) -> bool:
+    """Whether newer weights are taken between chunks."""
+    needs_behavior = make_objective(config.objective).needs_behavior
+    swap = config.search.swap
+    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
+
+
 def make_searches(run: Run, admission: Admission) -> list[ContinuousSearch]:
     """This process's searchers as they run beside a trainer."""
-    needs_behavior = make_objective(run.config.objective).needs_behavior
-    swap = run.config.search.swap
-    in_flight = swap == "in_flight" or (swap == "auto" and not needs_behavior)
     return [
         ContinuousSearch(
             searcher,
             admission,
-            swaps_in_flight=in_flight,
+            swaps_in_flight=swaps_in_flight(run.config),
             log_event=run.logs.schedule.append,
         )
         for searcher in run.search.searchers

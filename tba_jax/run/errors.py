@@ -19,6 +19,10 @@ class StarvedError(RuntimeError):
     """Searchers fill a buffer that no batch can be drawn from; the message says why."""
 
 
+class FleetError(RuntimeError):
+    """A fleet cannot go on; the message says why and what to do."""
+
+
 class WorkdirLost(RuntimeError):
     """The work directory is gone, or another process has taken it over; the message says which."""
 
@@ -72,6 +76,7 @@ def is_mendable(error: BaseException) -> bool:
     named = (
         UserError,
         CheckpointError,
+        FleetError,
         LogError,
         PeerError,
         PublicationError,

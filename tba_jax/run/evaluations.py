@@ -93,8 +93,8 @@ def _step_together(run: Run) -> None:
     """A thread for each searcher's devices until everything that was asked for is done."""
     stop = StopFlag()
     workers = [
-        Worker(f"evaluator-{s.index}", functools.partial(run.evaluations.step, i), stop)
-        for i, s in enumerate(run.search.searchers)
+        Worker(f"evaluator-{i}", functools.partial(run.evaluations.step, i), stop)
+        for i in run.shared.stations
     ]
     try:
         for worker in workers:

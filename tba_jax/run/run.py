@@ -95,6 +95,7 @@ class Run:
         evaluations: evaluates a version, now or on another thread; evaluated: what came of it.
         last_saved_step: step of the newest checkpoint, -1 before the first.
         hold: of the work directory; None where another process has it, or nobody needs it.
+        sections: of the report, by key, beside those that every run has.
     """
 
     shared: Shared
@@ -108,6 +109,7 @@ class Run:
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
     hold: Hold | None = None
+    sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> Config:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tba_jax.config.schema import Config
@@ -21,9 +22,9 @@ from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site
 from tba_jax.flow.state import Saveable
 from tba_jax.models import lora
-from tba_jax.models.shardings import param_shardings
+from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
+from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.modeling import (
     adapter_shardings,
@@ -44,6 +45,7 @@ from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
+from tba_jax.weights.reading import CheckpointReader
 from tba_jax.weights.transport import (
     CheckpointTransport,
     MemoryTransport,
@@ -126,7 +128,7 @@ def make_transport(
     sites: Sites,
     workdir: Path,
     base: Any,
-    publish: Callable[[Any], Any],
+    publish: Callable[[Any], Any] | None,
 ) -> Transport:
     """The weight transport; where adapters are trained they alone travel, and `base` stays.
 
@@ -136,7 +138,7 @@ def make_transport(
         sites: where trainer and searchers are.
         workdir: of the run.
         base: frozen parameters under adapters; None without adapters.
-        publish: as `make_publication_program` makes it.
+        publish: as `make_publication_program` makes it; None in a process that only reads.
     """
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
@@ -155,17 +157,23 @@ def make_transport(
         layout = None
         wanted = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
     transport: Transport
-    program, timeout_s = sites.trainer.in_turn(publish), config.checkpoint.timeout_s
-    if config.sync.transport == "memory":
+    timeout_s = config.checkpoint.timeout_s
+    if layout is not None and config.sync.transport == "checkpoint":
+        # Files have the trainer's layout; what is read is arranged and quantised then.
+        program_of_files = make_publish_program(dtype, layout, published, quantization)
+        layout = sites.trainer.in_turn(program_of_files)
+    if publish is None:
+        files = _published_files(policy, where, dtype)
+        transport = CheckpointReader(
+            str(workdir), files, wanted, timeout_s=timeout_s, layout=layout
+        )
+    elif config.sync.transport == "memory":
+        program = sites.trainer.in_turn(publish)
         transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
     else:
-        if layout is not None:
-            # Files have the trainer's layout; what is read is arranged and quantised then.
-            program_of_files = make_publish_program(dtype, layout, published, quantization)
-            layout = sites.trainer.in_turn(program_of_files)
         transport = CheckpointTransport(
             str(workdir),
-            program,
+            sites.trainer.in_turn(publish),
             wanted,
             keep=config.sync.keep,
             timeout_s=timeout_s,
@@ -174,6 +182,20 @@ def make_transport(
     if not merges:
         return transport
     return MergingTransport(transport, [merges[site] for site in sites.searchers])
+
+
+def _published_files(policy: TransformerConfig, mesh: Mesh, dtype: Any) -> Any:
+    """What a publication through Orbax holds, as a process reads it on its own mesh."""
+    if policy.adapters is None:
+        shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
+    else:
+        shapes = lora.abstract_adapters(policy)
+        shardings = lora.split(param_shardings(policy, mesh))[1]
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding),
+        shapes,
+        on_mesh(mesh, shardings),
+    )
 
 
 def make_decoders(

@@ -5,15 +5,15 @@ It claims the work directory and joins the processes; `conduct` does the rest. I
 heavy before there is something to do. Flags, and what is printed, belong to the command.
 """
 
-import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError
+from tba_jax.run.joining import start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_run,
@@ -22,9 +22,6 @@ from tba_jax.run.workdir import (
     holds_run,
     is_finished,
 )
-
-if TYPE_CHECKING:
-    from tba_jax.devices.cluster import Cluster
 
 
 def train(
@@ -54,6 +51,8 @@ def train(
     start_s = time.perf_counter() if start_s is None else start_s
     if events is not None and holds_run(workdir, config):
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
+    if MODES[config.placement].searches_elsewhere:
+        return _train_fleet(config, workdir, interrupted, accept_changed, events)
     hold = claim(workdir, config)
     if hold is None:
         return finished_before(config, workdir)
@@ -134,45 +133,27 @@ def train_in_bucket(
         return outcome
 
 
-def start_cluster(
+def _train_fleet(
     config: Config,
-    coordinator: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-) -> "Cluster":
-    """Settings that must precede the first use of a device; joins the other processes of a pod."""
+    workdir: Path,
+    interrupted: Callable[[], bool],
+    accept_changed: Collection[str],
+    events: Sequence[Mapping[str, Any]] | None,
+) -> Outcome:
+    """`train` where other processes do the work."""
+    if events is not None:
+        raise UserError("a schedule is replayed in one process; give another placement")
+    from tba_jax.run.conduct import make_display
+    from tba_jax.run.fleet.driver import train_fleet
 
-    from tba_jax.devices import cluster as clusters
-
-    if MODES[config.placement].spans_hosts:
-        address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
-        if address.num_processes != 1:
-            return clusters.start(
-                address,
-                num_cpu_devices=config.num_cpu_devices,
-                heartbeat_s=config.pod.heartbeat_s,
-                shutdown_s=int(config.log.watchdog_s),
-            )
-    if config.num_cpu_devices > 1:
-        _divide_cpu(config.num_cpu_devices)
-    return clusters.Cluster()
-
-
-def _divide_cpu(num_devices: int) -> None:
-    """Have the CPU backend show several devices, at least, where jax runs already.
-
-    Raises:
-        UserError: it runs on fewer.
-    """
-    import jax
-
+    display = make_display(config, workdir)
     try:
-        jax.config.update("jax_num_cpu_devices", num_devices)
-    except RuntimeError as error:  # too late: what uses jax in this process came first
-        found = jax.local_device_count()
-        if jax.default_backend() == "cpu" and found < num_devices:
-            raise UserError(
-                f"config.num_cpu_devices = {num_devices}: jax runs in this process already, with "
-                f"{found} CPU device(s). Restart it (the kernel of a notebook) and train before "
-                f"anything else uses jax, or give num_cpu_devices={found}"
-            ) from error
+        return train_fleet(
+            config,
+            workdir,
+            interrupted=interrupted,
+            accept_changed=accept_changed,
+            display=display,
+        )
+    finally:
+        display.close()

@@ -10,12 +10,14 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.placement import MODES
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
@@ -29,6 +31,20 @@ from tba_jax.run.rewarding import Rewards, make_task, open_rewards
 from tba_jax.tasks.registry import Task
 
 
+class Seat(NamedTuple):
+    """Where the searchers of a process lie that only searches, and which they are.
+
+    Attributes:
+        sites: the trainer's is where weights are read.
+        first_searcher: index in the run of the first of them.
+        num_searchers: of the whole run.
+    """
+
+    sites: Sites
+    first_searcher: int
+    num_searchers: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """What all parts of a run stand on.
@@ -36,6 +52,8 @@ class Shared:
     Attributes:
         cluster: the processes of the run; everything made for it is this one's.
         clock: seconds of running time, accumulated over resumes.
+        first_searcher: index in the run of this process's first searcher.
+        num_searchers: of all processes.
         model: the one that the run starts from.
     """
 
@@ -49,6 +67,8 @@ class Shared:
     tokenizer: Tokenizer
     rewards: Rewards
     checkpoints: Checkpoints
+    first_searcher: int
+    num_searchers: int
 
     @property
     def policy(self) -> TransformerConfig:
@@ -56,14 +76,10 @@ class Shared:
         return policy_config(self.config, self.model.config)
 
     @property
-    def num_searchers(self) -> int:
-        """Of all processes."""
-        return len(self.sites.searchers) * self.cluster.num_processes
-
-    @property
-    def first_searcher(self) -> int:
-        """Index of this process's first searcher in the run."""
-        return len(self.sites.searchers) * self.cluster.process_id
+    def stations(self) -> range:
+        """Which of this process's searchers have devices here, and evaluate."""
+        elsewhere = MODES[self.config.placement].searches_elsewhere
+        return range(1 if elsewhere else len(self.sites.searchers))
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -84,6 +100,7 @@ def open_shared(
     cluster: Cluster,
     clock: RunClock,
     note: Callable[[str], None],
+    seat: Seat | None = None,
 ) -> Shared:
     """Place the run and open what its parts share.
 
@@ -93,15 +110,22 @@ def open_shared(
         cluster: the processes of the run, all of which call this.
         clock: started when the process did.
         note: told what the task has.
+        seat: of a process that only searches, and writes no checkpoints.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: model folder, data or reward function are not usable; says which and why.
     """
     folder = Path(workdir).absolute()
-    validate_devices(config, len(jax.local_devices()), cluster.num_processes)
-    # Only a pod spans processes; with one process these are the same devices.
-    sites = open_sites(config, place_run(config, jax.devices(), cluster.process_id))
+    if seat is None:
+        validate_devices(config, len(jax.local_devices()), cluster.num_processes)
+        # Only a pod spans processes; with one process these are the same devices.
+        sites = open_sites(config, place_run(config, jax.devices(), cluster.process_id))
+        each = len(sites.searchers)
+        seat = Seat(sites, each * cluster.process_id, each * cluster.num_processes)
+        is_reader = False
+    else:
+        sites, is_reader = seat.sites, True
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
     note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
@@ -121,5 +145,8 @@ def open_shared(
             str(folder / "checkpoints"),
             keep=config.checkpoint.keep,
             timeout_s=config.checkpoint.timeout_s,
+            read_only=is_reader,
         ),
+        first_searcher=seat.first_searcher,
+        num_searchers=seat.num_searchers,
     )

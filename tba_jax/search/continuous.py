@@ -14,12 +14,11 @@ changed. What a session draws follows from those alone, so a run can be replayed
 import dataclasses
 import queue
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.replay.admission import Admission
 from tba_jax.search.groups import measure
 from tba_jax.search.rollout import Rollout, Session, Transcript, transcript_of
 from tba_jax.search.searcher import Searcher
@@ -70,6 +69,18 @@ class Finished(NamedTuple):
     decode_s: float
 
 
+class TicketOffice(Protocol):
+    """What a searcher needs of admission."""
+
+    def admit(self, searcher: int) -> bool:
+        """Whether this searcher may begin one more prompt; if so, it is under way."""
+        ...
+
+    def commit(self, searcher: int, latency_s: float) -> None:
+        """A group of this searcher lies in its outbox, `latency_s` after it was admitted."""
+        ...
+
+
 class ContinuousSearch:
     """What a searcher does beside a trainer: `step` decodes and `grade` commits, a thread each.
 
@@ -83,7 +94,7 @@ class ContinuousSearch:
     def __init__(
         self,
         searcher: Searcher,
-        admission: Admission,
+        admission: TicketOffice,
         *,
         swaps_in_flight: bool,
         log_event: LogEvent,
@@ -169,6 +180,14 @@ class ContinuousSearch:
     def is_idle(self) -> bool:
         """Nothing is being decoded."""
         return self._session is None or self._session.is_idle
+
+    @property
+    def room(self) -> int:
+        """Prompts that could begin now, if they were admitted."""
+        size, session = self._settings.samples_per_prompt, self._session
+        if session is None:
+            return -(-(self._settings.num_slots or size * self._settings.prompts_per_round) // size)
+        return -(-max(0, session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
         """One with a new session, as after a resume; no prompt is taken from the stream again."""

@@ -168,7 +168,7 @@ class _Undelivered:
             self._since = None if self._waiting is None else self._waiting[1]
 
 
-class _Mailbox:
+class Mailbox:
     """The newest version on each reader's devices.
 
     Args:
@@ -224,7 +224,7 @@ class MemoryTransport:
     ) -> None:
         self.delivery_s = 0.0
         self._program = program
-        self._mailbox = _Mailbox(shardings)
+        self._mailbox = Mailbox(shardings)
         self._undelivered = _Undelivered(timeout_s)
         self._delivering = threading.Lock()
 
@@ -290,7 +290,7 @@ class CheckpointTransport:
         self._keep = keep
         self._program = program
         self._layout: Layout = (lambda params: params) if layout is None else layout
-        self._mailbox = _Mailbox(shardings)
+        self._mailbox = Mailbox(shardings)
         self._undelivered = _Undelivered(timeout_s)
         self._delivering = threading.Lock()
         self._writer = ocp.AsyncCheckpointer(
@@ -386,10 +386,13 @@ class MergingTransport:
         adapters: the transport that adapters travel by.
         merges: of each reader: adapters on its devices -> weights as its decoder wants them.
             Readers with the same function share what it returned last.
+
+    Attributes:
+        source: the transport that adapters travel by.
     """
 
     def __init__(self, adapters: Transport, merges: Sequence[Callable[[Any], Any]]) -> None:
-        self._adapters = adapters
+        self._adapters = self.source = adapters
         self._merges = list(merges)
         self._group = [self._merges.index(merge) for merge in self._merges]
         self._locks = [threading.Lock() for _ in self._merges]

@@ -63,7 +63,9 @@ class _Slot:
     num_joins: int = 0
     num_groups: int = 0
     staleness: int = 0  # summed over its groups
-    idle_s: float = 0.0
+    idle_s: float = 0.0  # of this incarnation
+    idle_before_s: float = 0.0
+    tokens: int = 0
 
     @property
     def is_there(self) -> bool:
@@ -97,7 +99,7 @@ class Desk:
         self._lock = threading.Lock()
         self._time = _PatientTime(clock, longest_s=terms.silence_s / 4)
         self._version = -1
-        self._trainer_version = 0
+        self._step = 0
         self._is_closed = False
         self._num_lost = self._num_duplicates = self._num_fenced = 0
         self._num_bytes = 0
@@ -120,6 +122,8 @@ class Desk:
                 slot.num_joins += 1
                 slot.host, slot.heard_s, slot.is_lost = hello.host, now, False
                 slot.begun = {}
+                slot.idle_before_s += slot.idle_s
+                slot.idle_s = 0.0
                 position = slot.outbox.position()
                 slot.next = position["next_round"]
                 caller = Caller(self._terms.epoch, number, slot.incarnation)
@@ -182,7 +186,8 @@ class Desk:
                 latency_s = self._time() - slot.begun.pop(commit.round)
                 self._admission.commit(caller.slot, latency_s)
                 slot.num_groups += 1
-                slot.staleness += self._trainer_version - commit.version
+                slot.tokens += commit.report.metrics.tokens
+                slot.staleness += self._step - commit.version
             self._num_bytes += num_bytes
             self._num_duplicates += len(commits) - len(new)
             answer = self._answer(slot)
@@ -193,10 +198,10 @@ class Desk:
         with self._lock:
             self._version = version
 
-    def note_version(self, version: int) -> None:
-        """The trainer published this version; staleness counts from it."""
+    def note_step(self, step: int) -> None:
+        """The trainer is there; staleness counts from it."""
         with self._lock:
-            self._trainer_version = version
+            self._step = step
 
     def sweep(self) -> bool:
         """Book what silent searchers have begun as lost; whether there were any."""
@@ -252,7 +257,7 @@ class Desk:
                     "joins": slot.num_joins,
                     "groups": slot.num_groups,
                     "staleness_mean": slot.staleness / slot.num_groups if slot.num_groups else None,
-                    "idle_s": slot.idle_s,
+                    "idle_s": slot.idle_before_s + slot.idle_s,
                 }
                 for number, slot in self._slots.items()
             ]
@@ -263,10 +268,11 @@ class Desk:
             used, self._slot_use = self._slot_use, (0, 0)
             return used
 
-    def idle_s(self, slot: int) -> float:
-        """Seconds that whoever fills a slot now had nothing to do."""
+    def totals(self, number: int) -> tuple[float, int]:
+        """Seconds that whoever filled a slot had nothing to do, and tokens that came from there."""
         with self._lock:
-            return self._slots[slot].idle_s
+            slot = self._slots[number]
+            return slot.idle_before_s + slot.idle_s, slot.tokens
 
     def _refusal(self, hello: Hello) -> str:
         if self._is_closed:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of a fleet as actors of Ray, and the line between them.
+
+Actors only pass on: what they do is in `training` and `searching`. Nothing heavy is imported, and
+no device touched, before an actor is asked to work. Invariant: no call waits without a deadline.
+"""
+
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ml_collections import ConfigDict
+
+from tba_jax.config.schema import Config, freeze
+from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.run.fleet.link import Unreachable
+from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, encode
+
+TRAINER = "trainer"
+"""Name of the trainer's actor in the namespace of its run."""
+
+_GONE = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.GetTimeoutError,
+    ray.exceptions.ObjectStoreFullError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.RaySystemError,
+)
+
+
+def restored(fields: dict[str, Any]) -> Config:
+    """A config that came as plain values, so that versions that differ can say so themselves."""
+    return freeze(ConfigDict(fields))
+
+
+class TrainerProcess:
+    """`training.TrainerHost` in a process of its own."""
+
+    def __init__(self, fields: dict[str, Any], workdir: str, accept_changed: list[str]) -> None:
+        from tba_jax.run.fleet.training import TrainerHost
+
+        self._host = TrainerHost(restored(fields), Path(workdir), accept_changed)
+
+    @ray.method(concurrency_group="run")
+    def run(self) -> dict[str, Any]:
+        """`TrainerHost.run`."""
+        return self._host.run()._asdict()
+
+    @ray.method(concurrency_group="searchers")
+    def join(self, hello: Hello) -> tuple[Welcome, float]:
+        """`TrainerHost.join`."""
+        return self._host.join(hello)
+
+    @ray.method(concurrency_group="searchers")
+    def assign(self, caller: Caller, wanted: int, seen: int, vitals: Vitals) -> Answer:
+        """`TrainerHost.assign`."""
+        return self._host.assign(caller, wanted, seen, vitals)
+
+    @ray.method(concurrency_group="searchers")
+    def put(self, caller: Caller, data: bytes) -> Answer:
+        """`TrainerHost.put`."""
+        return self._host.put(caller, data)
+
+    @ray.method(concurrency_group="driver")
+    def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
+        """`TrainerHost.news`."""
+        return self._host.news(since)
+
+    @ray.method(concurrency_group="driver")
+    def interrupt(self) -> None:
+        """`TrainerHost.interrupt`."""
+        self._host.interrupt()
+
+
+class RayLine:
+    """Messages to the trainer's actor, whichever has its name now.
+
+    Args:
+        namespace: of the run.
+        deadline_s: of a call.
+    """
+
+    def __init__(self, namespace: str, deadline_s: float) -> None:
+        self._namespace = namespace
+        self._deadline_s = deadline_s
+        self._handle: Any = None
+
+    def join(self, hello: Hello) -> tuple[Welcome, float]:
+        """Be let in."""
+        return self._call("join", hello)
+
+    def assign(self, caller: Caller, wanted: int, seen: int, vitals: Vitals) -> Answer:
+        """Ask for tickets."""
+        return self._call("assign", caller, wanted, seen, vitals)
+
+    def put(self, caller: Caller, commits: Sequence[RoundCommit]) -> Answer:
+        """Bring what is finished."""
+        return self._call("put", caller, encode(commits))
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(TRAINER, namespace=self._namespace)
+            reference = getattr(self._handle, method).remote(*arguments)
+            return ray.get(reference, timeout=self._deadline_s)
+        except _GONE as error:
+            self._handle = None
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise Unreachable(f"{type(error).__name__}: {first:.200}") from None
+        except ValueError as error:
+            if self._handle is not None:
+                raise
+            raise Unreachable("there is no trainer at the moment") from error
+
+
+class SearcherProcess:
+    """`searching.search` in a process of its own, begun again by itself when Ray restarts it."""
+
+    def __init__(
+        self, fields: dict[str, Any], workdir: str, slots: Sequence[int], namespace: str
+    ) -> None:
+        self._config = restored(fields)
+        self._workdir, self._slots = Path(workdir), tuple(slots)
+        self._line = RayLine(namespace, self._config.fleet.silence_s)
+        self._lines: list[str] = []
+        self._end = ""
+        self._stop = StopFlag()
+        Worker(f"fleet-{slots[0]}", self._search, self._stop).start()
+
+    def _search(self) -> bool:
+        from tba_jax.devices.program_cache import open_cache
+        from tba_jax.run.fleet.searching import open_party, search
+        from tba_jax.run.joining import start_cluster
+
+        start_cluster(self._config)
+        open_cache(self._config.compilation_cache)
+        party = open_party(self._config, self._workdir, self._slots, lambda text: None)
+        node = ray.get_runtime_context().get_node_id()[:6]
+        host = f"{socket.gethostname()}/{node}"
+        try:
+            self._end = search(party, self._line, host, self._lines.append)
+        finally:
+            party.shared.rewards.close()
+        self._stop.set()
+        return True
+
+    def status(self, since: int) -> tuple[str, list[str]]:
+        """Why it has ended ("" while it goes on), and lines from number `since` on.
+
+        Raises:
+            WorkerError: it failed.
+        """
+        try:
+            self._stop.check()
+        except WorkerError as error:
+            cause = error.__cause__
+            while isinstance(cause, WorkerError) and cause.__cause__ is not None:
+                cause = cause.__cause__
+            raise RuntimeError(f"{type(cause).__name__}: {cause}") from None
+        return self._end, self._lines[since:]
+
+
+def actor_classes() -> tuple[Any, Any]:
+    """`TrainerProcess` and `SearcherProcess` as classes of actors."""
+    remote: Any = ray.remote
+    groups = {"run": 1, "searchers": 8, "driver": 2}
+    return remote(concurrency_groups=groups)(TrainerProcess), remote(SearcherProcess)

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of a fleet: it makes every process of a run, and makes those again that die.
+
+It holds the work directory, shows what the trainer relays, and owns all actors, so that they end
+with it. A trainer that dies is made again from its newest checkpoint while searchers wait; Ray
+restarts searchers, wherever there is room. It computes nothing and touches no device. Invariant: a
+death is one line, and deaths without progress between them end the run with the last cause.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from tba_jax.config.schema import Config
+from tba_jax.devices.config import parse_resources
+from tba_jax.report.relay import Display, show
+from tba_jax.run.errors import FleetError, UserError
+from tba_jax.run.identity import run_id_of
+from tba_jax.run.lock import Hold
+from tba_jax.run.workdir import Outcome, claim, finished_before
+
+_LOOK_S = 0.2  # between two looks at everything
+_REMIND_S = 60.0  # between two lines about a machine that is waited for
+_AGAIN_S = 1.0  # before a searcher that failed is made again
+
+
+def train_fleet(
+    config: Config,
+    workdir: Path,
+    *,
+    interrupted: Callable[[], bool],
+    accept_changed: Collection[str] = (),
+    display: Display,
+) -> Outcome:
+    """Begin a run of placement=fleet, or go on with the one in the work directory.
+
+    Args:
+        config: validated.
+        workdir: which all machines see.
+        interrupted: looked at all the time; what it stops can be continued.
+        accept_changed: as in `session.train`.
+        display: what is shown goes there.
+
+    Raises:
+        UserError: as `session.train`; Ray is not installed, or not to be reached.
+        FleetError: processes die without progress.
+    """
+    hold = claim(workdir, config)
+    if hold is None:
+        return finished_before(config, workdir)
+    workdir = workdir.absolute()
+    with hold, _ray(config) as ray:
+        fleet = _Fleet(ray, config, workdir, hold, accept_changed, display)
+        try:
+            return fleet.run(interrupted)
+        finally:
+            fleet.close()
+
+
+@contextlib.contextmanager
+def _ray(config: Config) -> Iterator[Any]:
+    """Ray, connected; signals stay ours."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            "config.placement = 'fleet' needs Ray, which cannot be imported "
+            f"({error}); install it with: pip install 'tba_jax[fleet]'"
+        ) from error
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.getsignal(number) for number in numbers]
+    address = config.fleet.address
+    options: dict[str, Any] = {"address": address}
+    if address == "local":
+        # Processes, not cores: a laptop's share its cores among as many as are asked for.
+        wanted = [_resources(config.fleet.trainer)]
+        wanted += [_resources(config.fleet.searcher)] * num_hosts(config)
+        cpus = sum(each.get("num_cpus", 0) for each in wanted)
+        options |= {"num_cpus": max(1, round(cpus + 0.5)), "object_store_memory": 2**27}
+        options |= {"include_dashboard": False}
+    try:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"config.fleet.address = {address!r}: no Ray cluster there ({first:.200}); start one "
+            "with `ray start --head`, or give local"
+        ) from error
+    try:
+        for number, handler in zip(numbers, handlers, strict=True):
+            if handler is not None:
+                signal.signal(number, handler)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def num_hosts(config: Config) -> int:
+    """Processes of searchers that there may be."""
+    return config.fleet.max_searchers // config.num_searchers
+
+
+def _resources(text: str) -> dict[str, Any]:
+    """As options of an actor."""
+    found = parse_resources(text)
+    assert found is not None, "validated"
+    options: dict[str, Any] = {
+        "num_cpus": found.pop("CPU", 0.0),
+        "num_gpus": found.pop("GPU", 0.0),
+    }
+    has_accelerator = options["num_gpus"] or "TPU" in found
+    options["resources"] = found
+    # Without a GPU of its own an actor sees all of them, and the first would take their memory.
+    variables = {} if has_accelerator else {"JAX_PLATFORMS": "cpu"}
+    variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    options["runtime_env"] = {"env_vars": variables}
+    return options
+
+
+@dataclasses.dataclass
+class _Searchers:
+    """A process of searchers, as the driver sees it."""
+
+    name: str
+    handle: Any
+    asked: Any = None  # its status, under way
+    asked_at: float = 0.0
+    num_lines: int = 0
+    is_up: bool = False
+    is_over: bool = False
+    failures: int = 0
+    reminded_at: float = 0.0
+
+
+class _Fleet:
+    """The actors of a run.
+
+    Args:
+        ray: connected.
+        config, workdir, accept_changed, display: as in `train_fleet`.
+        hold: of the work directory.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        config: Config,
+        workdir: Path,
+        hold: Hold,
+        accept_changed: Collection[str],
+        display: Display,
+    ) -> None:
+        from tba_jax.run.fleet.actors import TRAINER, actor_classes
+
+        self._ray = ray
+        self._trainer_name = TRAINER
+        self._trainer_class, self._searcher_class = actor_classes()
+        self._config = config
+        self._workdir = workdir
+        self._hold = hold
+        self._display = display
+        self._namespace = f"tba_jax-{run_id_of(workdir)}"
+        self._fields = dataclasses.asdict(config)
+        self._accept_changed = list(accept_changed)
+        self._deaths = 0
+        self._step = self._newest_step()
+        self._is_interrupted = False
+        self._make_trainer()
+        each = config.num_searchers
+        self._searchers = [
+            self._make_searchers(range(first, first + each))
+            for first in range(0, config.fleet.max_searchers, each)
+        ]
+
+    def run(self, interrupted: Callable[[], bool]) -> Outcome:
+        """Until the trainer has ended."""
+        while True:
+            done, _ = self._ray.wait([self._running], timeout=_LOOK_S)
+            self._relay()
+            if done and (outcome := self._ended()) is not None:
+                return outcome
+            if interrupted() and not self._is_interrupted:
+                self._is_interrupted = True
+                self._trainer.interrupt.remote()
+            self._hold.check()
+            for searchers in self._searchers:
+                self._look_at(searchers)
+
+    def close(self) -> None:
+        """End all processes."""
+        for handle in [self._trainer, *(each.handle for each in self._searchers)]:
+            self._ray.kill(handle)
+
+    def _make_trainer(self) -> None:
+        options = _resources(self._config.fleet.trainer)
+        self._trainer = self._trainer_class.options(
+            name=self._trainer_name, namespace=self._namespace, max_restarts=0, **options
+        ).remote(self._fields, str(self._workdir), self._accept_changed)
+        self._running = self._trainer.run.remote()
+        self._asked: Any = None
+        self._heard_at = self._reminded_at = time.monotonic()
+        self._is_up = False
+        self._shown = 0
+
+    def _make_searchers(self, slots: range) -> _Searchers:
+        options = _resources(self._config.fleet.searcher)
+        name = f"searcher-{slots[0]}"
+        handle = self._searcher_class.options(
+            name=name,
+            namespace=self._namespace,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=2,
+            **options,
+        ).remote(self._fields, str(self._workdir), list(slots), self._namespace)
+        return _Searchers(name, handle, reminded_at=time.monotonic())
+
+    def _relay(self) -> None:
+        """Show what the trainer has to say, and end one that says nothing any more."""
+        if self._asked is None:
+            self._asked = self._trainer.news.remote(self._shown)
+        done, _ = self._ray.wait([self._asked], timeout=0)
+        now = time.monotonic()
+        if not done:
+            silent_s = now - self._heard_at
+            if not self._is_up:
+                if now - self._reminded_at > _REMIND_S:
+                    self._reminded_at = now
+                    self._display.note(
+                        f"the trainer waits for a machine with {self._config.fleet.trainer} "
+                        f"(config.fleet.trainer), for {silent_s:.0f} s now"
+                    )
+            elif silent_s > self._config.fleet.trainer_silence_s:
+                self._display.note(
+                    f"the trainer has not answered for {silent_s:.0f} s "
+                    "(config.fleet.trainer_silence_s); it is ended"
+                )
+                self._heard_at = now
+                self._ray.kill(self._trainer)
+            return
+        asked, self._asked = self._asked, None
+        with contextlib.suppress(self._ray.exceptions.RayActorError):  # `_ended` says so
+            self._shown, items = self._ray.get(asked, timeout=_LOOK_S)
+            self._heard_at, self._is_up = now, True
+            show(items, self._display)
+
+    def _ended(self) -> Outcome | None:
+        """What the trainer's process returned; None where it died and was made again."""
+        try:
+            return Outcome(**self._ray.get(self._running, timeout=_LOOK_S))
+        except self._ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+        except self._ray.exceptions.RayActorError as error:
+            step = self._newest_step()
+            self._deaths = 1 if step > self._step else self._deaths + 1
+            self._step = step
+            if self._is_interrupted:
+                raise FleetError(
+                    "the trainer died before it had saved; the same command resumes from the "
+                    f"newest checkpoint{_at(step)}"
+                ) from error
+            if self._deaths > self._config.fleet.max_failures:
+                raise FleetError(
+                    f"the trainer died {self._deaths} times without a checkpoint in between "
+                    f"(config.fleet.max_failures); the last time: {_brief(error)}. The same "
+                    "command resumes"
+                ) from error
+            self._display.note(
+                f"the trainer died ({_brief(error)}); it is made again and goes on from the newest "
+                f"checkpoint{_at(step)}, searchers wait"
+            )
+            self._make_trainer()
+            return None
+
+    def _newest_step(self) -> int:
+        """Of the newest checkpoint on disk, -1 without one."""
+        folder = self._workdir / "checkpoints"
+        steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
+        return max(steps, default=-1)
+
+    def _look_at(self, searchers: _Searchers) -> None:
+        """Say what became of a process of searchers, and make one again that failed."""
+        now = time.monotonic()
+        if searchers.is_over or now < searchers.asked_at:
+            return
+        if searchers.asked is None:
+            searchers.asked = searchers.handle.status.remote(searchers.num_lines)
+        done, _ = self._ray.wait([searchers.asked], timeout=0)
+        if not done:
+            if not searchers.is_up and now - searchers.reminded_at > _REMIND_S:
+                searchers.reminded_at = now
+                self._display.note(
+                    f"{searchers.name} waits for a machine with {self._config.fleet.searcher} "
+                    "(config.fleet.searcher)"
+                )
+            return
+        asked, searchers.asked, searchers.asked_at = searchers.asked, None, now + _AGAIN_S
+        try:
+            end, lines = self._ray.get(asked, timeout=_LOOK_S)
+        except self._ray.exceptions.RayTaskError as error:
+            self._failed(searchers, str(_cause(error)))
+            return
+        except self._ray.exceptions.RayActorError as error:
+            if searchers.is_up:
+                self._display.note(
+                    f"{searchers.name} is gone ({_brief(error)}); it starts again where there is "
+                    "room"
+                )
+            searchers.is_up, searchers.num_lines, searchers.reminded_at = False, 0, now
+            return
+        if not searchers.is_up:
+            searchers.is_up = True
+        searchers.num_lines += len(lines)
+        for line in lines:
+            self._display.note(f"{searchers.name}: {line}")
+        if end:
+            searchers.is_over = True
+            self._display.note(f"{searchers.name}: {end}")
+            if all(each.is_over for each in self._searchers) and end.startswith("refused"):
+                raise FleetError(f"no searcher may search: {end}")
+
+    def _failed(self, searchers: _Searchers, why: str) -> None:
+        """A searcher's code raised something: begin it anew, a few times."""
+        searchers.failures += 1
+        searchers.is_up, searchers.num_lines = False, 0
+        if searchers.failures > self._config.fleet.max_failures:
+            raise FleetError(
+                f"{searchers.name} failed {searchers.failures} times (config.fleet.max_failures); "
+                f"the last time: {why}. Mend that; the same command resumes"
+            )
+        self._display.note(f"{searchers.name} failed: {why}; it is begun anew")
+        self._ray.kill(searchers.handle, no_restart=False)
+
+
+def _cause(error: Any) -> BaseException:
+    """What was raised in the other process."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, Exception) else error
+
+
+def _brief(error: BaseException) -> str:
+    """Why an actor is gone, in a few words of Ray's."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = [line for line in lines if "Worker exit" in line or "exit type" in line.lower()]
+    told += [line for line in lines if "node" in line.lower() and "died" in line.lower()]
+    return f"{(told or lines or [type(error).__name__])[0]:.160}"
+
+
+def _at(step: int) -> str:
+    return f" (step {step})" if step >= 0 else " (there is none: from the start)"

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer's process of a fleet: a run whose searchers are elsewhere, and the desk they come to.
+
+It is the same run as with threads, conducted by the same code; only who searches differs, and what
+it shows is relayed. Responses that are given come from here. It knows nothing of Ray. Invariant:
+no searcher is let in before the run is restored, nor after it has ended.
+"""
+
+import functools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from tba_jax.config.schema import Config
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.report.relay import Relay
+from tba_jax.run.beside import DELIVERY_S, POLL_S, Beside, drive_beside
+from tba_jax.run.drivers import make_admission
+from tba_jax.run.fleet.desk import Desk, Terms
+from tba_jax.run.fleet.identity import identity_of
+from tba_jax.run.fleet.link import Unreachable
+from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, decode
+from tba_jax.run.run import Run
+from tba_jax.run.workdir import Outcome
+from tba_jax.weights.versions import Versions
+
+
+class TrainerHost:
+    """The trainer's process; `run` goes on until the run ends, the rest are messages meanwhile.
+
+    Args:
+        config: validated.
+        workdir: claimed by whoever made this process.
+        accept_changed: as in `conduct`.
+    """
+
+    def __init__(self, config: Config, workdir: Path, accept_changed: Collection[str]) -> None:
+        self._config = config
+        self._workdir = workdir
+        self._accept_changed = accept_changed
+        self._relay = Relay()
+        self._interrupted = threading.Event()
+        self._desk: Desk | None = None
+        self._clock: Callable[[], float] = time.perf_counter
+
+    def run(self) -> Outcome:
+        """Begin the run or go on with it; what `conduct` raises."""
+        start_s = time.perf_counter()
+        from tba_jax.run.conduct import conduct
+        from tba_jax.run.joining import start_cluster
+
+        return conduct(
+            self._config,
+            self._workdir,
+            start_cluster(self._config),
+            self._interrupted.is_set,
+            hold=None,
+            accept_changed=self._accept_changed,
+            start_s=start_s,
+            display=self._relay,
+            drive=functools.partial(drive_fleet, open_desk=self._open),
+        )
+
+    def _open(self, desk: Desk, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._desk = desk
+
+    def join(self, hello: Hello) -> tuple[Welcome, float]:
+        """`Desk.join`, and the run's clock."""
+        return self._ready().join(hello), self._clock()
+
+    def assign(self, caller: Caller, wanted: int, seen: int, vitals: Vitals) -> Answer:
+        """`Desk.assign`."""
+        return self._ready().assign(caller, wanted, seen, vitals)
+
+    def put(self, caller: Caller, data: bytes) -> Answer:
+        """`Desk.put` of encoded commits."""
+        desk = self._ready()
+        try:
+            commits: list[RoundCommit] = decode(data)
+        except ValueError as error:
+            return Answer("refused", why=str(error))
+        return desk.put(caller, commits, len(data))
+
+    def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
+        """What is to be shown, as `Relay.since`."""
+        return self._relay.since(since)
+
+    def interrupt(self) -> None:
+        """Save after the current step and end."""
+        self._interrupted.set()
+
+    def _ready(self) -> Desk:
+        if self._desk is None:
+            raise Unreachable("the trainer is starting")
+        return self._desk
+
+
+def drive_fleet(
+    run: Run,
+    interrupted: Callable[[], bool],
+    *,
+    open_desk: Callable[[Desk, Callable[[], float]], None],
+) -> None:
+    """Train beside searchers of other processes until the last step or an interruption.
+
+    Args:
+        run: its searchers only keep count.
+        interrupted: looked at between steps.
+        open_desk: is given the desk when searchers may come.
+    """
+    config, searchers = run.config, run.search.searchers
+    _do_given_rounds(run, interrupted)
+    admission = make_admission(run)
+    size = config.search.samples_per_prompt
+    desk = Desk(
+        Terms(
+            epoch=uuid.uuid4().hex,
+            identity=identity_of(run.shared),
+            samples_per_prompt=size,
+            silence_s=config.fleet.silence_s,
+            num_tickets_ahead=max(1, -(-config.search.num_slots // size))
+            if config.search.num_slots
+            else config.search.prompts_per_round,
+        ),
+        {searcher.index: searcher.parts.outbox for searcher in searchers},
+        admission,
+        clock=time.monotonic,
+        tell=run.logs.progress.note,
+    )
+    stop = StopFlag()
+    versions = Versions(run.shared.workdir)
+
+    def deliver() -> bool:
+        """Publications, and word of them."""
+        if not run.search.transport.poll(DELIVERY_S):
+            return False
+        desk.ring(versions.named()[-1])
+        return True
+
+    workers = [
+        Worker("weight-poller", deliver, stop),
+        Worker("evaluator", functools.partial(run.evaluations.step, 0), stop, idle_s=POLL_S),
+        Worker("fleet-sweep", desk.sweep, stop, idle_s=config.fleet.silence_s / 8),
+    ]
+    before = [(searcher.idle_s, searcher.decoded_tokens) for searcher in searchers]
+
+    def count() -> None:
+        for searcher, stream, (idle_s, tokens) in zip(
+            searchers, run.search.streams, before, strict=True
+        ):
+            more_idle_s, more_tokens = desk.totals(searcher.index)
+            searcher.idle_s = idle_s + more_idle_s
+            searcher.decoded_tokens = tokens + more_tokens
+            _, position = searcher.parts.outbox.committed
+            if position is not None:
+                stream.num_skipped = position["num_skipped"]
+
+    def figures() -> dict[str, float]:
+        desk.note_step(run.trainer.step_index)
+        return desk.figures()
+
+    run.sections["fleet"] = lambda: {
+        **{name.removeprefix("fleet/"): value for name, value in desk.figures().items()},
+        "by_searcher": desk.searchers(),
+    }
+    open_desk(desk, run.clock)
+    try:
+        beside = Beside(admission, stop, workers, count, desk.take_slot_use, figures)
+        drive_beside(run, interrupted, beside)
+    finally:
+        desk.close()
+
+
+def _do_given_rounds(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Responses that are given, which are scored where the trainer is."""
+    given = [searcher for searcher in run.search.searchers if searcher.num_given_rounds_left]
+    if given:
+        run.trainer.publish()
+        run.search.transport.poll()
+    for searcher in given:
+        while searcher.num_given_rounds_left and not interrupted():
+            searcher.step()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as a process reads them that only searches: versions that another one publishes.
+
+Whoever drives `poll` restores the newest version that it was told of. What is deleted or written
+again while it is read is read again, or a newer one. Invariant: searchers see a version that is as
+it was written, or the one before.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tba_jax.weights.transport import Layout, Mailbox, Published
+from tba_jax.weights.versions import PublicationError, Versions
+
+
+class CheckpointReader:
+    """A transport that publishes nothing.
+
+    Args:
+        workdir: of the run.
+        abstract: tree of jax.ShapeDtypeStruct, as files have it, with shardings of this process.
+        shardings: as in `MemoryTransport`.
+        timeout_s: a version that is named and cannot be read for so long is damaged.
+        layout: makes restored params what the readers want; None: they are.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        workdir: str,
+        abstract: Any,
+        shardings: Sequence[Any],
+        *,
+        timeout_s: float,
+        layout: Layout | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.delivery_s = 0.0
+        self._versions = Versions(workdir)
+        self._abstract = abstract
+        self._shardings = shardings
+        self._timeout_s = timeout_s
+        self._layout: Layout = (lambda params: params) if layout is None else layout
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._mailbox = Mailbox(shardings)
+        self._told = self._read = -1
+        self._failing_since: float | None = None
+
+    def ring(self, version: int) -> None:
+        """This version is complete; older words are ignored."""
+        with self._changed:
+            self._told = max(self._told, version)
+            self._changed.notify_all()
+
+    def forget(self) -> None:
+        """Begin anew: the versions that were read are of a trainer that is gone."""
+        with self._changed:
+            self._told = self._read = -1
+            self._mailbox = Mailbox(self._shardings)
+
+    def latest(self, reader: int) -> Published | None:
+        """Newest version that was read, on that reader's devices."""
+        return self._mailbox.latest(reader)
+
+    def poll(self, wait_s: float = 0.0) -> bool:
+        """Restore the newest version, if it is not the one that is there.
+
+        Raises:
+            PublicationError: it cannot be read.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._told > self._read, wait_s)
+            version, mailbox = self._told, self._mailbox
+            if version <= self._read:
+                return False
+        start = self._clock()
+        try:
+            if found := self._versions.damage(version):
+                raise PublicationError(f"{self._versions.path(version)}: {found[0]}")
+            restored = self._versions.read(version, self._abstract)
+        except PublicationError as error:
+            # It may be gone, as newer ones are there, or be written again by a restored trainer.
+            self._failing_since = start if self._failing_since is None else self._failing_since
+            if start - self._failing_since > self._timeout_s:
+                raise PublicationError(
+                    f"version {version} of the weights has not been readable for "
+                    f"{start - self._failing_since:.0f} s (config.checkpoint.timeout_s): {error}. "
+                    "Does this machine see the work directory? Mend the storage; the run goes on "
+                    "with the searchers that can read"
+                ) from error
+            return False
+        mailbox.put(version, self._layout(restored))
+        self._failing_since = None
+        with self._changed:
+            if mailbox is self._mailbox:
+                self._read = version
+        self.delivery_s = self._clock() - start
+        return True
+
+    def publish(self, version: int, params: Any) -> None:
+        """Never: this process does not train."""
+        raise AssertionError("who only reads publishes nothing")
+
+    def settle(self) -> None:
+        """Nothing: that would wait for storage."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
