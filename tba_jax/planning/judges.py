@@ -29,7 +29,7 @@ from tba_jax.models import encoder
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.planning.layouts import shard_bytes
+from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.programs import Ids, Planned, abstract_reference, abstract_weights, sizes_of
 from tba_jax.rewards.classifiers import classify_program, verdict_program
 from tba_jax.rewards.kinds import kind_of

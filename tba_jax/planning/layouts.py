@@ -7,19 +7,12 @@ fields is placed the same way. It weighs bytes by hand, without compiling. The i
 what it chooses, `main` accepts on such devices.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, get_field, replace
-from tba_jax.decoding import lowering
-from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import (
     MODES,
     POD_LAYOUTS,
@@ -29,10 +22,9 @@ from tba_jax.devices.placement import (
     hosts_of,
 )
 from tba_jax.devices.sharding import Placement
-from tba_jax.models import lora
-from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
-from tba_jax.run import modeling, placing
-from tba_jax.train.state import TrainState
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.planning import estimates
+from tba_jax.run import placing
 
 # Weights of the next version arrive beside those in use, and programs need room: a group is made
 # larger where weights and cache would leave less than this share of the memory.
@@ -163,10 +155,11 @@ def choose(
     takes_turns = size == len(devices)
     mesh = _mesh_shape(size, config, model_config, hosts)
     pool = per_host if takes_turns else per_host - size // hosts
-    held = _held_bytes(config, model_config) / size if takes_turns else 0.0
-    group = _group_size(
-        config, model_config, pool, per_host, hbm_bytes - held, devices, judge_bytes
-    )
+    held = estimates.held_bytes(config, model_config) / size
+    searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+    free = hbm_bytes - held if takes_turns else hbm_bytes
+    group = _group_size(model_config, pool, per_host, free, devices, searching)
+    free = hbm_bytes - held - (searching(group) if takes_turns else 0.0)
     fields |= {
         "placement": "pod" if hosts > 1 else "shared" if takes_turns else "split",
         "mesh.data": mesh.data,
@@ -174,7 +167,7 @@ def choose(
         "mesh.model": mesh.model,
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
-        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free),
     }
     config = replace(config, fields)
     validate(config)
@@ -237,7 +230,7 @@ def _holds_state(
     """A mesh of this size exists, and leaves room beside the state."""
     if not _mesh_exists(size, config, model_config, hosts):
         return False
-    held = _held_bytes(config, model_config) / size
+    held = estimates.held_bytes(config, model_config) / size
     return held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS)
 
 
@@ -251,12 +244,13 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
 
 
 def _micro_batch_rows(
-    config: Config, model_config: TransformerConfig, mesh: MeshShape, hbm_bytes: float
+    config: Config, model_config: TransformerConfig, mesh: MeshShape, free_bytes: float
 ) -> int:
     """The config's own where the mesh divides it, else the nearest that it does.
 
-    Where whole groups were asked for and memory allows, whole groups on each device: their rows are
-    scored once and not twice.
+    Where memory allows, whole groups on each device, if whole groups were asked for (their rows are
+    scored once and not twice) or padded rows share prompts; of groups that share prompts else as
+    much as fits, since each part of one computes the prompt again.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.data * mesh.fsdp
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
@@ -266,78 +260,31 @@ def _micro_batch_rows(
 
     if not wanted:
         return 0
-    if not config.batch.packed_length and wanted % k == 0:
-        nearest = min((n for n in options if n % (k * num_parts) == 0), key=distance)
-        length = config.task.max_prompt_tokens + config.search.max_new_tokens
-        # Attention scores of a layer and their gradient, the largest arrays of a step.
-        scores = 2 * 4 * nearest * model_config.num_heads * length**2 / mesh.size
-        if scores + _held_bytes(config, model_config) / mesh.size <= hbm_bytes:
-            return nearest
+    larger: list[int] = []
+    shares = config.batch.share_prompts
+    if not config.batch.packed_length and (shares or wanted % k == 0):
+        larger = sorted((n for n in options if n % (k * num_parts) == 0), key=distance)[:1]
+        if shares:
+            larger += [n for n in reversed(options) if wanted < n < k * num_parts]
+    for n in larger:
+        if estimates.step_bytes(n // num_parts, config, model_config, mesh) <= free_bytes:
+            return n
     is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
     return wanted if is_possible else min(options, key=distance)
 
 
-def _held_bytes(config: Config, model_config: TransformerConfig) -> float:
-    """Train state, or what adapters leave frozen; about."""
-    params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
-    if config.lora.rank:
-        return params  # the adapters are few
-    # Parameters, two moments, perhaps a reference.
-    return (4 if config.reference.placement == "trainer" else 3) * params
-
-
-def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
-    """How many times a searcher holds what it decodes with: in use, and the next version."""
-    policy = modeling.policy_config(config, model_config)
-    if policy.adapters is None:
-        return 2.0
-    # The base, and what is merged of either.
-    kernels = lora.adapted(abstract_params(model_config), policy)
-    return 1 + 2 * sum(x.size for x in jax.tree.leaves(kernels)) / num_params(model_config)
-
-
 def _group_size(
-    config: Config,
     model_config: TransformerConfig,
     pool: int,
     per_host: int,
-    hbm_bytes: float,
+    free_bytes: float,
     devices: Sequence[Any],
-    judge_bytes: Callable[[int], float],
+    bytes_of: Callable[[int], float],
 ) -> int:
-    """Devices of a searcher group: the fewest that hold weights twice, a reference and a cache.
-
-    And what judges take of one of them.
-    """
-    held = lowering.abstract_weights(
-        model_config,
-        jnp.dtype(config.model.rollout_dtype),
-        SingleDeviceSharding(devices[0]),
-        config.search.quantization,
-    )
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
-    copies = _weight_copies(config, model_config)
-    if config.reference.placement == "searcher":
-        copies += (
-            jnp.dtype(config.model.param_dtype).itemsize
-            / jnp.dtype(config.model.rollout_dtype).itemsize
-        )
-    columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
-    cache_dtype = jnp.dtype(config.search.cache_dtype or config.model.rollout_dtype)
-    cache = (
-        2
-        * model_config.num_layers
-        * model_config.num_kv_heads
-        * model_config.head_dim
-        * columns
-        * num_slots(config)
-        * cache_dtype.itemsize
-    )
+    """Devices of a searcher group: the fewest that hold what they must."""
     sizes = group_sizes(model_config, pool, per_host, devices)
     for g in sizes:
-        held = copies * weights / g + cache / math.gcd(g, model_config.num_kv_heads)
-        held += judge_bytes(g)
-        if held <= hbm_bytes * (1 - _SHARE_FOR_PROGRAMS):
+        if bytes_of(g) <= free_bytes * (1 - _SHARE_FOR_PROGRAMS):
             return g
     if not sizes:
         raise PlacementError(
@@ -363,29 +310,3 @@ def group_sizes(
     if devices[0].platform == "tpu" and ("lite" in kind or "v6" in kind):
         sizes = [g for g in sizes if g in (1, per_host)]
     return sizes
-
-
-def num_slots(config: Config) -> int:
-    """Unfinished responses of a searcher at a time."""
-    rows = config.search.prompts_per_round * config.search.samples_per_prompt
-    return min(rows, config.search.num_slots or rows)
-
-
-def shard_bytes(tree: Any) -> float:
-    """Bytes of a tree of ShapeDtypeStructs on each device, without the padding of its layout."""
-    total = 0.0
-    for x in jax.tree.leaves(tree):
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        total += math.prod(shape) * jnp.dtype(x.dtype).itemsize
-    return total
-
-
-def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
-    """Bytes of an abstract train state on each device."""
-    kinds = {
-        "parameters": shard_bytes(state.params),
-        "optimiser state": shard_bytes(state.opt_state),
-    }
-    if state.reference_params is not None:
-        kinds["reference parameters"] = shard_bytes(state.reference_params)
-    return kinds

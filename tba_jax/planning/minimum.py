@@ -18,7 +18,7 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.batch import PackedBatch
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 from tba_jax.planning import programs
-from tba_jax.planning.layouts import shard_bytes, state_bytes_by_kind
+from tba_jax.planning.estimates import shard_bytes, state_bytes_by_kind
 from tba_jax.run import modeling, training
 
 

@@ -25,7 +25,7 @@ from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.planning.layouts import num_slots, shard_bytes, state_bytes_by_kind
+from tba_jax.planning.estimates import num_slots, shard_bytes, state_bytes_by_kind
 from tba_jax.run import modeling, training
 from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step

@@ -84,6 +84,23 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         assert not config.batch.packed_length
 
 
+def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
+    """20 responses a chip; fewer where there is less room; without sharing as was asked for."""
+    pytest.importorskip("libtpu")
+    topology, config = chips.parse_topology("v5e:2x4"), freeze(PRESETS["get_config"]("gsm8k"))
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+
+    def rows(hbm_bytes, **changes):
+        given = replace(config, {f"batch.{name}": value for name, value in changes.items()})
+        chosen, _ = layouts.choose(given, shape, topology.devices(), hbm_bytes)
+        return chosen.batch.micro_batch_rows
+
+    assert rows(topology.chip.hbm_bytes) == 8 * 20
+    assert rows(12e9) == 8 * 5
+    assert rows(10e9) == 8
+    assert rows(topology.chip.hbm_bytes, share_prompts=False) == 8
+
+
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")

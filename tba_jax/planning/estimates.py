@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run holds on its devices, by hand from shapes and without compiling.
+
+It knows neither placements nor programs: whoever chooses a placement asks it, and compiles later.
+The invariant it owns: of arrays that are there all the time it counts every byte; of a program,
+the largest.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from tba_jax.config.schema import Config
+from tba_jax.decoding import lowering
+from tba_jax.decoding.compiled import cache_lengths
+from tba_jax.devices.placement import MeshShape
+from tba_jax.models import lora
+from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
+from tba_jax.run import modeling
+from tba_jax.train.state import TrainState
+
+
+def held_bytes(config: Config, model_config: TransformerConfig) -> float:
+    """Train state, or what adapters leave frozen; about."""
+    params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
+    if config.lora.rank:
+        return params  # the adapters are few
+    # Parameters, two moments, perhaps a reference.
+    return (4 if config.reference.placement == "trainer" else 3) * params
+
+
+def step_bytes(
+    responses: int, config: Config, model_config: TransformerConfig, mesh: MeshShape
+) -> float:
+    """What a train step needs beside its state, on a device with so many responses at a time.
+
+    About: scores of a layer and their gradient, what enters each layer, the inner products of one
+    and their gradients, the gradient and its sum.
+    """
+    x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
+    c = min(responses, config.objective.group_size) if config.batch.share_prompts else 1
+    tokens = responses // c * (x + c * t)
+    pairs = responses // c * (x * x + c * t * (x + t)) if c > 1 else responses * (x + t) ** 2
+    size = jnp.dtype(config.model.compute_dtype).itemsize
+    kept = size * model_config.num_layers * model_config.hidden_size * tokens
+    inner = 4 * size * model_config.mlp_size * tokens / mesh.model
+    scores = 2 * 4 * model_config.num_heads * pairs / mesh.model
+    of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
+    return scores + kept + inner + of_params
+
+
+def searcher_bytes(
+    config: Config,
+    model_config: TransformerConfig,
+    devices: Sequence[Any],
+    judge_bytes: Callable[[int], float],
+) -> Callable[[int], float]:
+    """What each device of a searcher group holds, by its size: weights twice, reference, cache.
+
+    And what judges take of one of them.
+    """
+    held = lowering.abstract_weights(
+        model_config,
+        jnp.dtype(config.model.rollout_dtype),
+        SingleDeviceSharding(devices[0]),
+        config.search.quantization,
+    )
+    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+    copies = _weight_copies(config, model_config)
+    if config.reference.placement == "searcher":
+        copies += (
+            jnp.dtype(config.model.param_dtype).itemsize
+            / jnp.dtype(config.model.rollout_dtype).itemsize
+        )
+    columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
+    cache_dtype = jnp.dtype(config.search.cache_dtype or config.model.rollout_dtype)
+    cache = (
+        2
+        * model_config.num_layers
+        * model_config.num_kv_heads
+        * model_config.head_dim
+        * columns
+        * num_slots(config)
+        * cache_dtype.itemsize
+    )
+
+    def bytes_of(g: int) -> float:
+        return (
+            copies * weights / g + cache / math.gcd(g, model_config.num_kv_heads) + judge_bytes(g)
+        )
+
+    return bytes_of
+
+
+def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
+    """How many times a searcher holds what it decodes with: in use, and the next version."""
+    policy = modeling.policy_config(config, model_config)
+    if policy.adapters is None:
+        return 2.0
+    # The base, and what is merged of either.
+    kernels = lora.adapted(abstract_params(model_config), policy)
+    return 1 + 2 * sum(x.size for x in jax.tree.leaves(kernels)) / num_params(model_config)
+
+
+def num_slots(config: Config) -> int:
+    """Unfinished responses of a searcher at a time."""
+    rows = config.search.prompts_per_round * config.search.samples_per_prompt
+    return min(rows, config.search.num_slots or rows)
+
+
+def shard_bytes(tree: Any) -> float:
+    """Bytes of a tree of ShapeDtypeStructs on each device, without the padding of its layout."""
+    total = 0.0
+    for x in jax.tree.leaves(tree):
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        total += math.prod(shape) * jnp.dtype(x.dtype).itemsize
+    return total
+
+
+def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
+    """Bytes of an abstract train state on each device."""
+    kinds = {
+        "parameters": shard_bytes(state.params),
+        "optimiser state": shard_bytes(state.opt_state),
+    }
+    if state.reference_params is not None:
+        kinds["reference parameters"] = shard_bytes(state.reference_params)
+    return kinds
