@@ -27,6 +27,7 @@ from tba_jax.config.schema import Config, ConfigError, default_config, freeze
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
+from tba_jax.planning.estimates import offloaded_bytes
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
 from tba_jax.planning.programs import Planned, plan_programs, residents, sizes_of
@@ -89,7 +90,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "layout": choice.name,
         "takes_turns": choice.takes_turns,
         "changed_fields": choice.fields,
-        "notes": choice.notes,
+        "notes": (*choice.notes, *_offloaded(config, model_config, choice)),
         "num_params": num_params(model_config),
         "groups": _groups(config, model_config, request["judges"], choice),
         "sizes": _sizes(config, model_config, choice, devices),
@@ -107,6 +108,19 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             for p in _programs(config, model_config, request["judges"], choice)
         ],
     }
+
+
+def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
+    """What of the train state lies in the memory of hosts, a sentence."""
+    state = training.abstract_state(config, model_config, choice.placement.trainer_mesh)
+    size = offloaded_bytes(state)
+    if not size:
+        return ()
+    return (
+        f"{size / 2**30:.2f} GiB of optimiser state of each trainer device lie in pinned memory of "
+        "its host (optimizer.offload), and pass its link to the host twice in each step, which "
+        "the roofline leaves out",
+    )
 
 
 def _judge_bytes(

@@ -21,7 +21,7 @@ from tba_jax.devices.placement import MeshShape
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.run import modeling
-from tba_jax.train.state import TrainState
+from tba_jax.train.state import HOST_MEMORY, TrainState
 
 
 def held_bytes(config: Config, model_config: TransformerConfig) -> float:
@@ -121,8 +121,18 @@ def shard_bytes(tree: Any) -> float:
     return total
 
 
+def offloaded_bytes(state: TrainState) -> float:
+    """Bytes of an abstract train state that each device keeps in its host's memory."""
+    return shard_bytes([x for x in jax.tree.leaves(state) if _is_on_host(x)])
+
+
+def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
+    return x.sharding is not None and x.sharding.memory_kind == HOST_MEMORY
+
+
 def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
-    """Bytes of an abstract train state on each device."""
+    """Bytes of an abstract train state in the memory of each device."""
+    state = jax.tree.map(lambda x: None if _is_on_host(x) else x, state)
     kinds = {
         "parameters": shard_bytes(state.params),
         "optimiser state": shard_bytes(state.opt_state),

@@ -141,6 +141,7 @@ def make_step_shardings(
         mesh,
         keep_reference=config.reference.placement == "trainer",
         log_z_layers=_log_z_layers(config),
+        offload=config.optimizer.offload,
     )
 
 

@@ -272,6 +272,11 @@ class OptimizerSettings(Section):
         "of what is trained and kept in bfloat16; stochastic: computed in float32, rounded up or "
         "down at random, so that small updates count",
     )
+    offload: bool = field(
+        False,
+        "keep the optimizer's state in pinned host memory between steps: device memory for time on "
+        "the way to the host and back, once a step",
+    )
     max_nonfinite_steps: int = field(3, "skipped steps in a row that end the run", at_least=1)
 
     def check(self) -> None:
@@ -281,6 +286,13 @@ class OptimizerSettings(Section):
             self.decay_steps,
             "optimizer.schedule=wsd needs a decay horizon",
             "Give the number of steps.",
+        )
+        need(
+            not self.offload or self.name == "adamw",
+            "optimizer.offload",
+            self.offload,
+            f"optimizer.name={self.name} has too little state to be worth two transfers a step",
+            "Set --config.optimizer.offload=False or --config.optimizer.name=adamw.",
         )
 
 

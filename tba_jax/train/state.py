@@ -22,6 +22,9 @@ from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.train.heads import LogZHead, init_head
 
+HOST_MEMORY = "pinned_host"
+"""Kind of memory of an offloaded optimiser state: that of a host, which devices read and write."""
+
 
 class TrainState(NamedTuple):
     """Everything a train step reads and writes on the device.
@@ -65,6 +68,16 @@ class StepShardings(NamedTuple):
     log_z_size: int = 0
     log_z_layers: int = 1
 
+    def fetched(self, opt_state: Any) -> Any:
+        """The optimiser's state in device memory, where a step can compute with it."""
+
+        def fetch(x: Array, sharding: NamedSharding) -> Array:
+            if sharding.memory_kind != HOST_MEMORY:
+                return x
+            return jax.device_put(x, sharding.with_memory_kind("device"))
+
+        return jax.tree.map(fetch, opt_state, self.state.opt_state)
+
 
 def step_shardings(
     config: TransformerConfig,
@@ -73,6 +86,7 @@ def step_shardings(
     *,
     keep_reference: bool,
     log_z_layers: int = 0,
+    offload: bool = False,
 ) -> StepShardings:
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
@@ -82,6 +96,7 @@ def step_shardings(
         mesh: the trainer's, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
         log_z_layers: of a learned log Z; 0: there is none.
+        offload: the optimiser's state lies in pinned host memory between steps.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -99,8 +114,18 @@ def step_shardings(
         ),
         params,
     )
+    state = shardings_like(shapes, params, shardings, mesh)
+    if offload:
+        # Not counts: a scalar is not worth a transfer, and the partitioner refuses it.
+        state = state._replace(
+            opt_state=jax.tree.map(
+                lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s,
+                shapes.opt_state,
+                state.opt_state,
+            )
+        )
     return StepShardings(
-        state=shardings_like(shapes, params, shardings, mesh),
+        state=state,
         batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
         replicated=NamedSharding(mesh, PartitionSpec()),
         compute=ComputeSharding(config, Site(mesh)),

@@ -127,6 +127,8 @@ def make_train_step(
             by_log_z = jax.grad(lambda z: loss_of(policy, rows.tokens, z).loss)(log_z)
             through_states, of_head = pull_log_z(by_log_z)
             grads = jax.tree.map(jnp.add, grads, through_states), of_head
+        if shardings is not None:
+            state = state._replace(opt_state=shardings.fetched(state.opt_state))
         new_state, grad_norm = _updated(state, loss.loss, grads, optimizer, settings)
         metrics = {
             "loss": loss.loss,

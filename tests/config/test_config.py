@@ -165,6 +165,7 @@ def test_no_field_is_dead():
         ({"model.remat": "all"}, "config.model.remat = 'all': must be one of none, dots, layers"),
         ({"optimizer.name": "sgd"}, "must be one of adamw, adafactor"),
         ({"optimizer.max_nonfinite_steps": 0}, "must be at least 1"),
+        ({"optimizer.offload": True, "optimizer.name": "adafactor"}, "adafactor has too little"),
         (
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
             "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",

@@ -5,15 +5,20 @@ import dataclasses
 import runpy
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import PlacementError
+from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.models.hf import config_json
-from tba_jax.planning import chips, layouts
+from tba_jax.planning import chips, estimates, layouts
 from tba_jax.planning.model_shapes import PUBLISHED
+from tba_jax.run import training
 
 PRESETS = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "math.py"))
 RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
@@ -97,8 +102,22 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
 
     assert rows(topology.chip.hbm_bytes) == 8 * 20
     assert rows(12e9) == 8 * 5
-    assert rows(10e9) == 8
     assert rows(topology.chip.hbm_bytes, share_prompts=False) == 8
+
+
+def test_an_offloaded_optimizer_state_is_the_hosts():
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), MESH_AXES)
+    config = freeze(PRESETS["get_config"]("gsm8k"))
+    here, away = (
+        training.abstract_state(replace(config, {"optimizer.offload": x}), shape, mesh)
+        for x in (False, True)
+    )
+    kept, given = (estimates.state_bytes_by_kind(state) for state in (here, away))
+    assert estimates.offloaded_bytes(here) == 0
+    # Two moments as large as the parameters; what is left of the state are counts.
+    assert estimates.offloaded_bytes(away) == 2 * given["parameters"] == 2 * kept["parameters"]
+    assert given["optimiser state"] == kept["optimiser state"] - 2 * kept["parameters"] < 100
 
 
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():

@@ -103,6 +103,7 @@ def test_a_step_that_is_too_large_gets_a_micro_batch_that_fits():
         "train_step wants 30.0 GiB where 9.5 GiB are free: set --config.batch.micro_batch_rows=16 "
         "(now 64; temporaries shrink, though by less than that; --search checks)",
         "20 GiB could also be found so: --config.optimizer.name=adafactor 4.0 GiB; "
+        "--config.optimizer.offload=True 4.0 GiB (to the host and back in each step); "
         "--config.model.param_dtype=bfloat16 3.0 GiB (small updates round away)",
     ]
 

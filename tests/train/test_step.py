@@ -11,12 +11,14 @@ import optax
 import pytest
 from fake_batches import (
     CONFIG,
+    SCHEDULE,
     SCORING,
     SETTINGS,
     broken,
     lay_out,
     make_batch,
     make_draws,
+    make_mesh,
     named,
     slow,
 )
@@ -26,7 +28,7 @@ from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
-from tba_jax.train.state import init_state
+from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.target import Target
 
@@ -336,3 +338,25 @@ def test_temperatures_move_with_the_step_and_scale_the_target():
         np.testing.assert_allclose(
             metrics["train/loss"], plain(state, by_hand)[1]["train/loss"], rtol=1e-6
         )
+
+
+@pytest.mark.slow
+def test_an_optimizer_state_in_the_hosts_memory_changes_no_bit():
+    """It is fetched, used, and given back to where it was."""
+    config = tiny_config(num_layers=1)
+    optimizer, batch = make_optimizer(OptimizerSettings(), SCHEDULE), make_batch()
+    results = []
+    for offload in (False, True):
+        shardings = step_shardings(
+            config, optimizer, make_mesh((1, 1, 1)), keep_reference=False, offload=offload
+        )
+        params = jax.device_put(random_params(config), shardings.state.params)
+        state = make_init_state(optimizer, shardings)(params)
+        step = make_train_step(config, optimizer, SCHEDULE, SETTINGS, shardings)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.opt_state) if x.ndim}
+        assert kinds == ({"pinned_host"} if offload else {"device"})
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(state.params)} == {"device"}
+        results.append(jax.device_get(state))
+    jax.tree.map(np.testing.assert_array_equal, *results)
