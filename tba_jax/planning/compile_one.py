@@ -112,15 +112,19 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
     """What of the train state lies in the memory of hosts, a sentence."""
-    state = training.abstract_state(config, model_config, choice.placement.trainer_mesh)
-    size = offloaded_bytes(state)
+    mesh = choice.placement.trainer_mesh
+    size = offloaded_bytes(training.abstract_state(config, model_config, mesh))
     if not size:
         return ()
-    return (
+    note = (
         f"{size / 2**30:.2f} GiB of optimiser state of each trainer device lie in pinned memory of "
         "its host (optimizer.offload), and pass its link to the host twice in each step, which "
-        "the roofline leaves out",
+        "the roofline leaves out"
     )
+    if not mesh.devices.flat[0].addressable_memories():
+        # GPUs that are not there have no kinds of memory.
+        note += "; these devices are compiled for as if it lay on them, among the inputs"
+    return (note,)
 
 
 def _judge_bytes(
