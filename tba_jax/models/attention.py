@@ -26,8 +26,9 @@ Implementation = Literal["xla", "cudnn", "tpu_kernel"]
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
-    head_dim a multiple of 8 up to 128. One token over a cache goes through `decode_kernel`: cuDNN
-    wants another layout, and the copy would cost more than the attention.
+    head_dim a multiple of 8 up to 128. Rows of several sequences are masked, by two bytes for each
+    pair of positions, the same for all heads. One token over a cache goes through `decode_kernel`:
+    cuDNN wants another layout, and the copy would cost more than the attention.
 tpu_kernel: `attention_kernels`, off until somebody measures it on a TPU.
 """
 
@@ -98,18 +99,20 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: from `causal` or `packed`.
-        implementation: who computes it, from `choose`; cuDNN knows no packed rows, and
-            tpu_kernel none that share a prompt.
+        implementation: who computes it, from `choose`; tpu_kernel knows no packed rows that share
+            a prompt.
         sharding: on a mesh, of keys and values as a cache [b g s e]; tpu_kernel alone needs it.
 
     Raises:
-        ValueError: rows that share a prompt, not for xla.
+        ValueError: packed rows that share a prompt, for tpu_kernel.
     """
-    if visible.prompts is not None and implementation != "xla":
+    if visible.prompts is not None and implementation == "tpu_kernel":
         raise ValueError(
             f"attention implementation {implementation!r} got packed rows whose responses share a "
             "prompt; it knows none. Use 'xla'"
         )
+    if implementation == "cudnn" and visible.segments is not None:
+        return _attend_masked(q, k, v, visible)
     if implementation == "cudnn":
         return _attend_cudnn(q, k, v, visible)
     if implementation == "tpu_kernel":
@@ -126,8 +129,6 @@ def choose(
     platform: Platform,
     dtype: Any,
     head_dim: int,
-    *,
-    is_packed: bool = False,
 ) -> Implementation:
     """Who computes attention in a program.
 
@@ -136,7 +137,6 @@ def choose(
         platform: of the devices that the program is made for.
         dtype: of queries, keys and values.
         head_dim: e.
-        is_packed: rows hold several sequences.
 
     Raises:
         ValueError: an implementation that does not exist or cannot do this.
@@ -150,13 +150,8 @@ def choose(
     # 128: what every supported GPU can do; from Hopper on it could be 256.
     is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     fits = is_narrow and head_dim % 8 == 0 and head_dim <= 128
-    if platform == "cuda" and fits and not is_packed:
+    if platform == "cuda" and fits:
         return "cudnn"
-    if wanted == "cudnn" and is_packed:
-        raise ValueError(
-            "attention implementation 'cudnn' got packed rows; it knows no sequences within a row. "
-            "Use 'auto', which falls back to 'xla'"
-        )
     if wanted == "cudnn":
         raise ValueError(
             f"attention implementation 'cudnn' got {jnp.dtype(dtype)} queries of head_dim "
@@ -172,7 +167,7 @@ def _attend_cudnn(
     v: Float[Array, "b s g e"],
     visible: Visible,
 ) -> Float[Array, "b s g r e"]:
-    """cuDNN knows causal masks and row lengths; any other mask costs it a dense bias."""
+    """Of rows of one sequence: cuDNN knows causal masks and lengths, and skips what they hide."""
     b, s, g, r, e = q.shape
     mask, first = visible.mask, visible.first
     valid = mask[:, :, None, None]
@@ -201,6 +196,32 @@ def _attend_cudnn(
     return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
 
 
+def _attend_masked(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    visible: Visible,
+    implementation: Literal["xla", "cudnn"] = "cudnn",
+) -> Float[Array, "b s g r e"]:
+    """Of rows of several sequences: a mask of pairs, which cuDNN adds to scores as a dense bias.
+
+    A bias is read once for each head, where scores by einsum are written and read several times.
+    """
+    b, s, g, r, e = q.shape
+    valid = visible.mask[:, :, None, None]
+    # Padding is zeroed, as in `_attend_cudnn`, and sees itself: a row of the softmax is never
+    # empty. cuDNN's gradient under a bias wants an even length.
+    q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
+    odd = (0, s % 2)
+    q, k, v = (jnp.pad(x, ((0, 0), odd, (0, 0), (0, 0))) for x in (q, k, v))
+    seen = jnp.pad(_seen(visible.mask, visible.segments, visible.prompts), ((0, 0), odd, odd))
+    seen = seen | jnp.eye(seen.shape[1], dtype=bool)[None]
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=seen[:, None], is_causal=True, implementation=implementation
+    )
+    return jnp.where(valid, out[:, :s], 0).reshape(b, s, g, r, e)
+
+
 def causal_bias(
     mask: Bool[Array, "b s"],
     segments: Int[Array, "b s"] | None = None,
@@ -213,14 +234,23 @@ def causal_bias(
         segments: in packed rows, the sequence of each position; others are not looked at.
         prompts: as in `Visible`; a prompt is looked at too.
     """
+    return jnp.where(_seen(mask, segments, prompts), 0.0, MASKED)
+
+
+def _seen(
+    mask: Bool[Array, "b s"],
+    segments: Int[Array, "b s"] | None,
+    prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None,
+) -> Bool[Array, "b s s"]:
+    """Whether each query looks at each key."""
     index = jnp.arange(mask.shape[1])
-    visible = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
+    seen = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
     if segments is not None:
         related = segments[:, None, :] == segments[:, :, None]
         if prompts is not None:
             related = related | (prompts[1][:, None, :] == prompts[0][:, :, None])
-        visible = visible & related
-    return jnp.where(visible, 0.0, MASKED)
+        seen = seen & related
+    return seen
 
 
 def attend(

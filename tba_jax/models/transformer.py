@@ -402,10 +402,7 @@ def apply(
     """
     angles = rotary(positions, config)
     visible = attention.causal(mask) if visible is None else visible
-    implementation = "xla"
-    if visible.prompts is None:
-        is_packed = visible.segments is not None
-        implementation = choose_attention(config, compute_dtype, sharding, is_packed=is_packed)
+    implementation = choose_attention(config, compute_dtype, sharding)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
         out = attention.attend_causal(q, k, v, visible, implementation=implementation)
@@ -420,13 +417,11 @@ def apply(
 
 
 def choose_attention(
-    config: TransformerConfig, compute_dtype: Any, sharding: Any, *, is_packed: bool = False
+    config: TransformerConfig, compute_dtype: Any, sharding: Any
 ) -> attention.Implementation:
     """Who computes the attention of whole sequences; arguments as in `apply`."""
     platform = "any" if sharding is None else sharding.platform
-    return attention.choose(
-        config.attention, platform, compute_dtype, config.head_dim, is_packed=is_packed
-    )
+    return attention.choose(config.attention, platform, compute_dtype, config.head_dim)
 
 
 def embed(

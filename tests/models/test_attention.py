@@ -86,9 +86,31 @@ def test_sequences_of_a_packed_row_do_not_see_one_another(implementation):
     assert all(np.isfinite(g).all() for g in grads)
 
 
-def test_cudnn_refuses_packed_rows():
-    with pytest.raises(ValueError, match="'cudnn' got packed rows; it knows no sequences"):
-        attention.choose("cudnn", "cuda", jnp.bfloat16, 64, is_packed=True)
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_mask_of_pairs_is_what_the_einsum_sees(shares):
+    """What cuDNN is given for packed rows, here to XLA: values and gradients, at an odd length."""
+    segments = np.array([[1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4], [1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
+    contexts = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 2, 2, 0, 0, 0]])
+    is_prompt = np.array([[1, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 1, 0, 0, 0, 0]]) > 0
+    n = segments.shape[1]
+    args = arrays((2, n, G, R, E), (2, n, G, E), (2, n, G, E))
+    segments, *shared = (jnp.asarray(x) for x in (segments, contexts, is_prompt))
+    rows = attention.packed(segments.astype(jnp.int32), *(shared if shares else ()))
+
+    def run(*args, attend):
+        out = attend(*args, rows)
+        return jnp.sum(jnp.where(segments[:, :, None, None, None] > 0, out, 0) ** 2), out
+
+    def values(attend):
+        function = functools.partial(run, attend=attend)
+        return jax.jit(jax.grad(function, argnums=(0, 1, 2), has_aux=True))(*args)
+
+    grads, out = values(functools.partial(attention._attend_masked, implementation="xla"))
+    wanted_grads, wanted = values(attention.attend_causal)
+    assert np.isfinite(out).all()
+    assert_close_where_valid(out, wanted, mask=np.asarray(segments > 0))
+    for got, expected in zip(grads, wanted_grads, strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-5, rtol=1e-5)
 
 
 @DTYPES
@@ -202,7 +224,6 @@ def test_cudnn_is_refused_by_name_where_it_cannot_run():
 )
 def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
     assert attention.choose("auto", "cuda", dtype, head_dim) == chosen
-    assert attention.choose("auto", "cuda", dtype, head_dim, is_packed=True) == "xla"
     for platform in ("any", "cpu", "rocm", "tpu"):
         assert attention.choose("auto", platform, dtype, head_dim) == "xla"
 

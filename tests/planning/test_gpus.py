@@ -20,7 +20,7 @@ from tba_jax.config import presets
 from tba_jax.config.schema import freeze
 from tba_jax.devices.placement import PER_HOST
 from tba_jax.devices.site import Site, any_device
-from tba_jax.models import shared_prompts, transformer
+from tba_jax.models import attention, shared_prompts, transformer
 from tba_jax.models.hf import config_json
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
@@ -196,6 +196,38 @@ def test_responses_to_a_shared_prompt_have_flash_attention_with_its_gradient():
     calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)
     assert sorted(calls) == ["__cudnn$fmhaSoftmax"] * 2 + ["__cudnn$fmhaSoftmaxBackward"] * 2
     assert not re.search(rf"\[[\d,]*{t},({t}|{x + t})\]|{x + t},{x + t}\]", text)
+
+
+@needs_plugin
+@pytest.mark.parametrize("shares", [False, True])
+def test_packed_rows_have_flash_attention_with_its_gradient(shares):
+    """No scores of heads in memory, with and without prompts that several responses see."""
+    device = chips.parse_topology("h100:1").devices()[0]
+    where = SingleDeviceSharding(device)
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where),
+        transformer.abstract_params(SMALL, jnp.bfloat16),
+    )
+    rows = jax.ShapeDtypeStruct((2, 384), jnp.int32, sharding=where)
+
+    def loss(params, tokens, segments, contexts):
+        shared = (contexts, contexts % 2 > 0) if shares else ()
+        states = transformer.apply(
+            params,
+            tokens,
+            tokens,
+            segments > 0,
+            config=SMALL,
+            compute_dtype=jnp.bfloat16,
+            visible=attention.packed(segments, *shared),
+            sharding=ComputeSharding(SMALL, any_device("cuda")),
+        )
+        return jnp.sum(states.astype(jnp.float32))
+
+    text = jax.jit(jax.grad(loss)).lower(params, rows, rows, rows).compile().as_text()
+    calls = re.findall(r'custom_call_target="(__cudnn\$fmha\w*)"', text)
+    assert sorted(calls) == ["__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"]
+    assert not re.search(rf"\[2,{SMALL.num_heads},384,384\]", text)
 
 
 @needs_plugin
