@@ -25,6 +25,7 @@ dry_run=false
 restart=false
 detach=false
 follow=false
+fleet=''
 lines=50
 # What --dry-run supposes about the machines.
 supposed=READY
@@ -92,6 +93,8 @@ usage: launch/$target.sh VERB [--settings=FILE] [--dry-run] [options of the verb
              --restart-on-preemption   make what is missing (create, setup), and again when it is
                                        taken away
              --detach                  start and do not watch
+             --fleet=HOST:PORT         in place of JOB, have every worker join the Ray cluster whose
+                                       head is there, for the searchers of a fleet
   status   what the machines and the job are doing
   logs     the job's output, every worker's lines with its name
              --lines=N (50)  --follow
@@ -123,6 +126,8 @@ read_options() {
       *:--settings=*) settings_file=${1#--settings=} ;;
       run:--restart-on-preemption) restart=true ;;
       run:--detach) detach=true ;;
+      run:--fleet=*) fleet=${1#--fleet=} ;;
+      run:--fleet) die "run --fleet=HOST:PORT: give the head of the Ray cluster to join" ;;
       logs:--follow) follow=true ;;
       logs:--lines=*) lines=${1#--lines=} ;;
       *) die "$verb has no option '$1'; launch/$target.sh help lists them" ;;
@@ -319,6 +324,16 @@ were_taken_away() {
 
 run_job() {
   local outcome
+  if [ -n "$fleet" ]; then
+    case $fleet in
+      *[!A-Za-z0-9.:-]* | *: | :*) die "--fleet=$fleet: wanted HOST:PORT" ;;
+      *:*[!0-9]*) die "--fleet=$fleet: wanted HOST:PORT" ;;
+      *:*) ;;
+      *) die "--fleet=$fleet: wanted HOST:PORT" ;;
+    esac
+    # Until the head is gone, or `stop`; nothing is computed before a driver asks for it.
+    JOB="env RAY_USAGE_STATS_ENABLED=0 ray start --address=$fleet --block"
+  fi
   need JOB "the command to run on every worker"
   while true; do
     if $restart; then

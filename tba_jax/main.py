@@ -115,7 +115,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _run_in_bucket(config: Config, address: str) -> int:
     """`main` with a work directory in an object store."""
-    if MODES[config.placement].spans_hosts or _REPLAY_SCHEDULE.value:
+    mode = MODES[config.placement]
+    if mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value:
         what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
         raise UserError(
             f"{what} needs a work directory that is a folder, shared by all hosts; "

@@ -1,0 +1,35 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# A fleet on GPU nodes of a Slurm cluster: `ray symmetric-run` makes a Ray cluster of the job's nodes,
+# runs the driver on the first of them and ends it all afterwards. sbatch launch/fleet/slurm.sh from
+# the working tree; the same again resumes. FLEET_DRY_RUN=1 bash launch/fleet/slurm.sh prints the
+# command. Nobody has run this on a cluster.
+#SBATCH --job-name=tba-fleet --nodes=5 --ntasks-per-node=1 --gpus-per-node=8 --cpus-per-task=32
+#SBATCH --time=24:00:00 --requeue --signal=TERM@120 --output=fleet-%j.log --open-mode=append
+set -euo pipefail
+
+# The trainer has the GPUs of one node; searchers, eight to a process, have the other nodes.
+job=(python -m tba_jax.main --config=configs/math.py:gsm8k "--workdir=${WORKDIR:-$HOME/runs/gsm8k}"
+  --config.placement=fleet --config.fleet.address=auto
+  --config.sync.transport=checkpoint --config.search.ownership=any
+  --config.fleet.trainer=GPU=8 --config.mesh.fsdp=8 --config.batch.num_prompts=16
+  --config.fleet.searcher=GPU=8 --config.num_searchers=8
+  "--config.fleet.max_searchers=$((8 * (${SLURM_JOB_NUM_NODES:-5} - 1)))")
+export RAY_USAGE_STATS_ENABLED=0
+head=localhost
+if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+  head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+fi
+whole=(srun --label --kill-on-bad-exit=0 ray symmetric-run "--address=$head:6379" --min-nodes 2
+  -- "${job[@]}")
+if [ -n "${FLEET_DRY_RUN:-}" ]; then
+  printf '%q ' "${whole[@]}"
+  echo
+  exit
+fi
+if [ -f .venv/bin/activate ]; then
+  # shellcheck source=/dev/null
+  . .venv/bin/activate
+fi
+exec "${whole[@]}"

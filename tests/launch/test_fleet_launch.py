@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What launches a fleet says commands that this package accepts."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from launch_cloud import ROOT, Cloud
+
+from tba_jax.config.command_line import override
+from tba_jax.config.rules import validate
+from tba_jax.devices.config import parse_resources
+
+# ml_collections loads config files through a deprecated function of importlib.
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
+
+
+def fleet_config(words):
+    """The validated config of a command line."""
+    options = [word for word in words if word.startswith("--config.")]
+    config = override(None, [f"--config={ROOT / 'configs/math.py'}:gsm8k", *options])
+    validate(config)
+    assert config.placement == "fleet" and config.fleet.address == "auto"
+    return config
+
+
+def test_the_kuberay_job_asks_for_what_its_groups_have():
+    [job] = yaml.safe_load_all((ROOT / "launch/fleet/kuberay.yaml").read_text())
+    config = fleet_config(shlex.split(job["spec"]["entrypoint"]))
+    groups = {
+        group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    }
+    for name, text in (("trainer", config.fleet.trainer), ("searcher", config.fleet.searcher)):
+        wanted = parse_resources(text)
+        group = groups[{"trainer": "trainer", "searcher": "searchers"}[name]]
+        [container] = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["google.com/tpu"] == f"{wanted['TPU']:.0f}"
+        assert f'"{name}": 1' in group["rayStartParams"]["resources"] and wanted[name] == 1
+    most = groups["searchers"]["maxReplicas"]
+    assert config.fleet.max_searchers == most * config.num_searchers
+    assert config.mesh.data * config.mesh.fsdp * config.mesh.model == 4
+
+
+def test_the_slurm_job_fills_its_nodes():
+    environment = {**os.environ, "FLEET_DRY_RUN": "1", "SLURM_JOB_NUM_NODES": "3"}
+    environment.pop("SLURM_JOB_NODELIST", None)
+    out = subprocess.run(
+        ["bash", "launch/fleet/slurm.sh"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    words = shlex.split(out)
+    assert words[:2] == ["srun", "--label"] and "--address=localhost:6379" in words
+    job = words[words.index("--") + 1 :]
+    assert job[:3] == ["python", "-m", "tba_jax.main"]
+    config = fleet_config(job)
+    assert config.fleet.max_searchers == 16 and config.num_searchers == 8
+
+
+def test_a_slice_joins_a_fleet_in_place_of_a_job(tmp_path):
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "launch", tree / "launch")
+    cloud = Cloud(tmp_path, tree, worker_env={"FAKE_IMPORTS": "1"})
+    try:
+        cloud.settings(JOB="")
+        out = cloud.tpu("run", "--fleet=10.0.0.2:6379", "--dry-run").stdout
+        start = "env RAY_USAGE_STATS_ENABLED=0 ray start --address=10.0.0.2:6379 --block"
+        assert start in out.replace("'\\''", "")
+        for wrong in ("--fleet", "--fleet=head", "--fleet=a b:1", "--fleet=head:x"):
+            assert re.search("HOST:PORT", cloud.tpu("run", wrong, "--dry-run", code=2).stderr)
+    finally:
+        cloud.close()
+
+
+def test_the_page_shows_a_command_that_is_accepted():
+    text = (ROOT / "docs/launch/fleet.md").read_text()
+    first = text.split("tba_jax.main --config=math", 1)[1].split("\n\n")[0]
+    options = re.findall(r"--config\.[\w.]+=\w+", first)
+    config = override(None, [f"--config={ROOT / 'configs/math.py'}", *options])
+    validate(config)
+    assert config.placement == "fleet" and config.fleet.address == "local"
