@@ -19,6 +19,8 @@ SUFFIXES = {"py", "sh", "md", "json", "jsonl", "html", "parquet"}
 FIELDS_OF = defaultdict(set)  # section of the config -> its fields
 for field in flatten(default_config()):
     FIELDS_OF[field.split(".")[0]].add(field.split(".")[-1])
+# No field: written out as those that it stands for.
+FIELDS_OF["objective"].add("preset")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = ROOT / "docs" / "decisions"
 SOURCES = [

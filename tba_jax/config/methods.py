@@ -63,6 +63,8 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "replay.recency_prob": 1.0,
         "replay.pace": "off",
     },
+    # arXiv:2503.14476, with its dynamic sampling.
+    "dapo": {"name": "dapo", "replay.equal_rewards": "redraw"},
     # arXiv:2402.03300; its KL reads the reference token by token.
     "grpo": {
         "name": "grpo",

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
+from tba_jax.replay import curriculum
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.contents import Contents
 from tba_jax.replay.draws import choose, response_log_weights
@@ -118,7 +119,8 @@ class ReplayBuffer:
         newest merges is drawn again where nothing is unused. Replay: a prompt of a running shuffle
         of all prompts, its responses drawn by `response_log_weights`. No prompt comes twice in a
         batch unless there are fewer prompts than slots. With fewer than `group_size` responses all
-        of them are taken and the rest are repeats.
+        of them are taken and the rest are repeats. What `curriculum` does not want is drawn again:
+        another group that waits, then replay.
 
         Args:
             num_prompts: p.
@@ -146,9 +148,12 @@ class ReplayBuffer:
             fill = self._fresh_fill(num_prompts, group_size)
             taken: set[int] = set()
             fresh: list[Draw] = []
+            tries = curriculum.TRIES * num_prompts
             while len(fresh) < sum(plan) and (draw := self._draw_fresh(taken, group_size, fill)):
-                fresh.append(draw)
-            replay = [self._draw_replay(taken, group_size) for _ in range(num_prompts - len(fresh))]
+                tries -= 1
+                if tries < 0 or self._wants(draw):
+                    fresh.append(draw)
+            replay = [self._draw_wanted(taken, group_size) for _ in range(num_prompts - len(fresh))]
             contents, economy = self._contents, self._contents.economy
             for pool in (contents.replay, contents.fresh, contents.recent):
                 pool.give_back()
@@ -225,6 +230,21 @@ class ReplayBuffer:
         if found is not None:
             for y, weight in zip(draw.trajectories, draw.weights, strict=True):
                 economy.staleness[self._step - y.version_min] += weight
+        return draw
+
+    def _wants(self, draw: Draw) -> bool:
+        """Whether a draw is trained on; one that is not has been used, and is counted."""
+        wanted = curriculum.is_wanted(self._settings, draw, self._contents.store)
+        self._contents.ledger.counters["redrawn"] += not wanted
+        return wanted
+
+    def _draw_wanted(self, taken: set[int], group_size: int) -> Draw:
+        """A replay slot, drawn again where it is not wanted, but not for ever."""
+        draw = self._draw_replay(taken, group_size)
+        for _ in range(curriculum.TRIES - 1):
+            if self._wants(draw):
+                break
+            draw = self._draw_replay(taken, group_size)
         return draw
 
     def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
@@ -358,6 +378,7 @@ class ReplayBuffer:
                 "buffer/unique_fraction": 1 - (totals["duplicate"] + totals["united"]) / received,
                 "buffer/replay_ratio": totals["used"] / received,
                 "buffer/fresh_short": float(totals["fresh_short"]),
+                "buffer/redrawn": float(totals["redrawn"]),
                 **contents.economy.stats(
                     contents.fresh.num_untouched, self._settings.max_staleness
                 ),

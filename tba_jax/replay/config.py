@@ -56,6 +56,15 @@ class ReplaySettings(Section):
         "of two responses to a prompt whose edit distance is below this share of both lengths "
         "together only the one with the higher reward is kept, of equal ones the newest; 0: off",
     )
+    equal_rewards: Literal["train", "redraw"] = field(
+        "train",
+        "groups of equal rewards: train on them, as Trajectory Balance does with profit, or draw "
+        "the slot again (DAPO's dynamic sampling)",
+    )
+    pass_rate_low: float = share(
+        0.0, "a slot is drawn again where the mean reward stored for its prompt is below this"
+    )
+    pass_rate_high: float = share(1.0, "the same where it is above this")
     max_age: int = field(
         0, "responses older than this many steps are dropped; 0: never", at_least=0
     )
@@ -73,6 +82,13 @@ class ReplaySettings(Section):
 
     def check(self) -> None:
         """What excludes what."""
+        need(
+            self.pass_rate_low <= self.pass_rate_high,
+            "replay.pass_rate_low",
+            self.pass_rate_low,
+            f"is above replay.pass_rate_high = {self.pass_rate_high}, so every slot is unwanted",
+            "Lower it.",
+        )
         need(
             self.deduplicate or not self.similarity,
             "replay.deduplicate",

@@ -23,6 +23,7 @@ _COUNTERS = (
     "repeats",
     "fresh_short",
     "fresh_recycled",
+    "redrawn",
 )
 
 
@@ -38,7 +39,7 @@ class Ledger:
             how many share the row of an equal one; used, trained_unique, repeats: responses handed
             out, how often for the first time, and how often beyond what was stored; fresh_short,
             fresh_recycled: fresh slots that became replay slots, and that were filled again from
-            the newest merge.
+            the newest merge; redrawn: groups that were drawn and not wanted.
         rejected: responses without a reward, by named reason.
     """
 

@@ -138,6 +138,13 @@ def dapo(gs):
     return -np.mean(np.concatenate(gains))
 
 
+def ppo_with_value(gs):
+    rewards = [g.r - BETA * (total(g.mu) - total(g.ref)) for g in gs]
+    gains = [x for g, r in zip(gs, rewards, strict=True) for x in tokens_of(g, r - g.log_z)]
+    errors = [(g.log_z - r) ** 2 / 2 for g, r in zip(gs, rewards, strict=True)]
+    return 0.1 * np.mean(np.concatenate(errors)) - np.mean(np.concatenate(gains))
+
+
 def cispo(gs, cap=5.0):
     def of(g):
         parts = [
@@ -249,6 +256,7 @@ FORMULAS = {
     "cispo": ({}, cispo),
     "cispo, cap": ({"importance_cap": 1.1}, lambda gs: cispo(gs, 1.1)),
     "online_dpo": ({}, online_dpo),
+    "ppo": ({}, ppo_with_value),
     "tb": ({}, balance(tb_residual, vargrad)),
     "tb, paper": ({"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
     "tb, learned": ({"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),

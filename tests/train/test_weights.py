@@ -37,7 +37,8 @@ OBJECTIVES = {
     f"{name}_{log_z}": made
     for name in objective_names()
     for log_z in ("vargrad", "learned")
-    if (made := make_objective(SimpleNamespace(name=name, log_z=log_z))).heads or log_z == "vargrad"
+    if (made := make_objective(SimpleNamespace(name=name, log_z=log_z))).heads
+    == (("log_z",) if log_z == "learned" else ())
 }
 
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which drawn groups a batch wants: those that teach something, by their prompt's past too.
+
+It looks at rewards alone; the buffer draws, and draws again. Invariant: with the default settings
+every group is wanted, and nothing is drawn that would not be drawn without it.
+"""
+
+import numpy as np
+
+from tba_jax.flow.trajectory import Draw
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.store import TrajectoryStore
+
+# A slot is drawn at most so often; what comes last is trained on whatever it is.
+TRIES = 8
+
+
+def is_wanted(settings: ReplaySettings, draw: Draw, store: TrajectoryStore) -> bool:
+    """Whether a group is to be trained on.
+
+    Args:
+        settings: what is asked of a group.
+        draw: the group.
+        store: holds what else its prompt has, unless this draw used it up.
+    """
+    low, high = settings.pass_rate_low, settings.pass_rate_high
+    rewards = [y.reward for y in draw.trajectories]
+    if settings.equal_rewards == "redraw" and np.ptp(rewards) == 0:
+        return False
+    if low == 0.0 and high == 1.0:
+        return True
+    weights = draw.weights
+    if draw.prompt.prompt_id in store:
+        slots = store.slots(draw.prompt.prompt_id)
+        rewards, weights = store.rows["reward"][slots], store.rows["count"][slots]
+    return low <= float(np.average(rewards, weights=weights)) <= high
