@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
-from tba_jax.models.hf import folders, hf_weights
+from tba_jax.models.hf import config_values, folders, hf_weights
 from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
@@ -31,6 +31,15 @@ _SPARE = (
     "pooler.dense.bias",
 )
 _ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "mlp_size": "intermediate_size",
+    "num_positions": "max_position_embeddings",
+    "num_token_types": "type_vocab_size",
+}
 # transformers' own defaults, for fields that old config.json files leave out.
 _DEFAULTS = {
     "hidden_act": "gelu",
@@ -90,20 +99,16 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: naming the setting, the value it has and the values that are covered.
     """
+    config_values.check_kinds(hf_config)
     family = hf_config.get("model_type")
     if family not in _ARCHITECTURES:
         raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
     values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
-    required = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-    )
-    missing = [name for name in required if name not in values]
+    missing = [name for name in _SIZES.values() if name not in values]
     if missing:
         raise ValueError(f"config.json of a {family} model lacks {', '.join(missing)}")
+    config_values.check_sizes(values, _SIZES)
+    config_values.check_numbers(values, ["layer_norm_eps"])
     architecture = _ARCHITECTURES[family]
     if architecture not in values.get("architectures", [architecture]):
         raise _unsupported("architectures", values["architectures"], architecture)

@@ -22,6 +22,16 @@ from jaxtyping import Array, Int32
 # the caches of a CPU, which transposes blocks of 2 MiB 2.4 times as fast as blocks of 32 MiB.
 BLOCK_BYTES = 2 * 2**20
 
+_EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], Any]] = {
+    np.dtype(np.float32): (np.uint32, np.uint32(0x7F800000)),
+    np.dtype(np.float16): (np.uint16, np.uint16(0x7C00)),
+    np.dtype(jnp.bfloat16): (np.uint16, np.uint16(0x7F80)),
+}
+
+
+class NonFiniteWeights(ValueError):
+    """A tensor holds nan or an infinity; the message says which."""
+
 
 class Filling:
     """An array being filled.
@@ -85,6 +95,7 @@ class Filling:
 
         Raises:
             ValueError: the sharding divides the axis of layers.
+            NonFiniteWeights: nan or infinite, among the values that this process needs.
         """
         if not self._origins:  # all of it belongs to other processes
             return
@@ -100,6 +111,7 @@ class Filling:
         size = np.minimum(view.shape, self._shard_shape)
         for origin, shard in self._on_host.items():
             part = view[tuple(slice(a, a + n) for a, n in zip(origin, size, strict=True))]
+            self._check(part, layer)
             shard[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))] = part
         if self._on_host:
             return
@@ -115,7 +127,7 @@ class Filling:
         for i in range(num_blocks):
             shift = np.zeros_like(size)
             shift[cut] = min(i * rows, length - rows)
-            block = self._block(view, shift, size, order)
+            block = self._block(view, shift, size, order, layer)
             # Two blocks in flight: this one was converted while the last one was written.
             jax.block_until_ready(self._array)
             self._array = _write(
@@ -144,7 +156,12 @@ class Filling:
         )
 
     def _block(
-        self, view: np.ndarray, shift: np.ndarray, size: np.ndarray, order: tuple[int, ...]
+        self,
+        view: np.ndarray,
+        shift: np.ndarray,
+        size: np.ndarray,
+        order: tuple[int, ...],
+        layer: int | None,
     ) -> Array | np.ndarray:
         """The part of a piece that each device needs, in the order of axes given."""
         parts: dict[tuple[int, ...], np.ndarray] = {}  # devices that replicate share one
@@ -154,6 +171,7 @@ class Filling:
             first = tuple(int(x) for x in shift + origin)
             if first not in parts:
                 part = view[tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))]
+                self._check(part, layer)
                 parts[first] = part.transpose(order).astype(self.dtype, order="C", copy=False)
             return parts[first]
 
@@ -168,8 +186,22 @@ class Filling:
             self._side_by_side(shape), self._local, arrays
         )
 
+    def _check(self, part: np.ndarray, layer: int | None) -> None:
+        if not _is_finite(part):
+            where = "" if layer is None else f" of layer {layer}"
+            raise NonFiniteWeights(f"{self.name}{where} has values that are not finite")
+
     def _side_by_side(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (len(self._origins) * shape[0], *shape[1:])
+
+
+def _is_finite(values: np.ndarray) -> bool:
+    """Whether none of them is nan or infinite, by the bits of their exponents."""
+    if values.dtype not in _EXPONENTS:
+        return bool(np.isfinite(values).all())
+    # numpy knows bfloat16 through a function for each value; integers of this width are fast.
+    integer, exponent = _EXPONENTS[values.dtype]
+    return not ((values.view(integer) & exponent) == exponent).any()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

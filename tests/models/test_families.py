@@ -232,6 +232,43 @@ def test_settings_the_model_does_not_implement_are_refused_by_name(family, chang
         config_json.transformer_config(written | changes)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"hidden_size": "64"}, r"hidden_size = '64'; wanted a whole number from 1 to"),
+        ("llama", {"num_hidden_layers": 2.5}, "num_hidden_layers = 2.5; wanted a whole number"),
+        ("llama", {"num_hidden_layers": 10**7}, "num_hidden_layers = 10000000; .*1 to 10,000"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads = 0; wanted"),
+        ("llama", {"num_key_value_heads": -4}, "num_key_value_heads = -4; wanted"),
+        ("gpt2", {"n_head": True}, "n_head = True; wanted a whole number"),
+        ("gpt2", {"n_embd": []}, r"n_embd = \[\]; wanted a whole number"),
+        ("gpt2", {"n_positions": 10**4000}, r"n_positions = 10+\.\.\.; wanted"),
+        ("qwen2", {"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false'; wanted true"),
+        ("qwen3", {"rms_norm_eps": "1e-6"}, "rms_norm_eps = '1e-6'; wanted a number above 0"),
+        ("qwen3", {"rms_norm_eps": float("nan")}, "rms_norm_eps = nan; wanted"),
+        ("llama", {"model_type": []}, r"model_type = \[\]; wanted text"),
+        ("llama", {"hidden_act": {}}, r"hidden_act = \{\}; wanted text"),
+        ("llama", {"architectures": "LlamaForCausalLM"}, "architectures = 'Llama.*wanted a list"),
+        ("llama", {"architectures": [1]}, r"architectures = \[1\]; wanted a list of texts"),
+        ("llama", {"layer_types": 3}, "layer_types = 3; wanted a list"),
+        ("llama", {"quantization_config": "awq"}, "quantization_config = 'awq'; wanted an object"),
+        ("llama", {"rope_scaling": [2]}, r"rope_scaling = \[2\]; wanted an object"),
+        (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": "two"}},
+            "rope_scaling.factor = 'two'; wanted a number above 0",
+        ),
+        ("llama", {"rope_parameters": {"rope_theta": -1.0}}, r"rope_theta\) = -1.0; wanted"),
+        ("gpt_neox", {"rope_parameters": {"partial_rotary_factor": "all"}}, "_pct = 'all'; wanted"),
+    ],
+)
+def test_values_that_are_none_are_refused_by_name(family, changes, message):
+    written = config_json.hf_config(tiny_config(family=family))
+    with pytest.raises(ValueError, match=message) as info:
+        config_json.transformer_config(json.loads(json.dumps(written)) | changes)
+    assert "\n" not in str(info.value) and len(str(info.value)) < 250
+
+
 def test_settings_without_effect_at_inference_are_accepted():
     config = tiny_config(family="gpt2")
     harmless = {"attn_pdrop": 0.1, "reorder_and_upcast_attn": True, "initializer_range": 0.02}

@@ -14,7 +14,7 @@ from fake_models import FAMILIES, assert_equal, load_folder, make_folder, shardi
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
-from tba_jax.models import transformer
+from tba_jax.models import placing, transformer
 from tba_jax.models.hf import config_json, families, folders, hf_weights, safetensors_file
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -237,6 +237,32 @@ def test_damaged_weights_are_named(tmp_path, damage):
     file.write_bytes(damage(data))
     with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
         load_folder(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize(("value", "block"), [(np.nan, 2**21), (-np.inf, 256)])
+def test_values_that_are_not_finite_are_refused(tmp_path, monkeypatch, dtype, value, block):
+    """In weights that are put together on the host, and in those that are filled in blocks."""
+    monkeypatch.setattr(placing, "BLOCK_BYTES", block)
+    make_folder(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: x.astype(dtype) for name, x in load_file(file).items()}
+    largest = np.finfo(np.float32).max if dtype == np.float64 else ml_dtypes.finfo(dtype).max
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = largest
+    save_file(tensors, file)
+    load_folder(tmp_path)  # large values are none of those
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 2] = value
+    save_file(tensors, file)
+    message = r"model.safetensors: layers/up of layer 1 has values that are not finite\. Download"
+    with pytest.raises(ValueError, match=message):
+        load_folder(tmp_path)
+
+
+def test_a_config_that_is_nested_without_end_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match=r"config\.json: not valid JSON") as info:
+        folders.load_config(tmp_path)
+    assert len(str(info.value)) < 300
 
 
 def test_pickled_weights_are_refused(tmp_path):

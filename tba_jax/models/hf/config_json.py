@@ -13,11 +13,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tba_jax.models import rope
+from tba_jax.models.hf import config_values
 from tba_jax.models.hf.families import FAMILIES, Family, Rotary
 from tba_jax.models.transformer import TransformerConfig
 
 # Fields that are yes or no: a config.json without the setting says no.
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
+    *("mlp_size", "max_positions"),
+)
 _ACTIVATIONS: Mapping[Any, Literal["silu", "gelu", "gelu_tanh"]] = {
     "silu": "silu",
     "swish": "silu",
@@ -45,6 +50,7 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     Raises:
         ValueError: naming the setting, the value it has and the values that are covered.
     """
+    config_values.check_kinds(hf_config)
     name = hf_config.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
@@ -54,6 +60,9 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
         )
     family = FAMILIES[name]
     values = {**family.defaults, **{k: v for k, v in hf_config.items() if v is not None}}
+    config_values.check_sizes(values, {x: y for x, y in family.keys.items() if x in _SIZES})
+    config_values.check_flags(values, (y for x, y in family.keys.items() if x in _FLAGS))
+    config_values.check_numbers(values, [family.keys["norm_eps"]])
     is_classifier = _is_classifier(values, family)
     _refuse(values, family)
     ours = {our: values[their] for our, their in family.keys.items() if their in values}
@@ -185,13 +194,15 @@ def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if nested:
         raise _unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
     theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
+    theta = config_values.number(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta))
     fraction = values.get("partial_rotary_factor", rotary.default_fraction)
     fraction = given.get("partial_rotary_factor", values.get(rotary.fraction, fraction))
+    fraction = config_values.number(rotary.fraction, fraction, least=-1.0)
     if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
         raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
     return {
-        "rope_theta": float(given.get("rope_theta", theta)),
-        "rotary_fraction": float(fraction),
+        "rope_theta": theta,
+        "rotary_fraction": fraction,
         "rope_scaling": _scaling(given, name, values),
     }
 
@@ -199,14 +210,13 @@ def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> rope.Scaling | None:
     kind = given.get("rope_type", given.get("type", "default"))
     longest = values["max_position_embeddings"]
-    original = values.get(
-        "original_max_position_embeddings", given.get("original_max_position_embeddings", longest)
-    )
+    setting = "original_max_position_embeddings"
+    original = config_values.number(setting, values.get(setting, given.get(setting, longest)))
 
     def number(key: str) -> float:
         if key not in given:
             raise ValueError(f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}")
-        return float(given[key])
+        return config_values.number(f"{name}.{key}", given[key])
 
     match kind:
         case "default":
@@ -221,28 +231,33 @@ def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> 
                 original_max_positions=int(original),
             )
         case "yarn":
-            factor = float(given.get("factor", longest / original))
+            factor = number("factor") if "factor" in given else longest / original
             return rope.YarnScaling(
                 factor=factor,
                 original_max_positions=int(original),
-                attention_factor=_yarn_attention_factor(given, factor),
-                beta_fast=float(given.get("beta_fast") or 32),
-                beta_slow=float(given.get("beta_slow") or 1),
+                attention_factor=_yarn_attention_factor(given, factor, name),
+                beta_fast=number("beta_fast") if given.get("beta_fast") else 32.0,
+                beta_slow=number("beta_slow") if given.get("beta_slow") else 1.0,
                 truncate=bool(given.get("truncate", True)),
             )
     raise _unsupported(f"{name}.rope_type", kind, "default, linear, llama3, yarn")
 
 
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -> float:
     """1 + 0.1 ln(factor), the paper's, unless the file says otherwise."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
 
     if "attention_factor" in given:
-        return float(given["attention_factor"])
-    above, below = given.get("mscale"), given.get("mscale_all_dim")
-    return scale(above) / scale(below) if above and below else scale(1.0)
+        return config_values.number(f"{name}.attention_factor", given["attention_factor"])
+    if not (given.get("mscale") and given.get("mscale_all_dim")):
+        return scale(1.0)
+    above, below = (
+        scale(config_values.number(f"{name}.{key}", given[key]))
+        for key in ("mscale", "mscale_all_dim")
+    )
+    return above / below
 
 
 def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         contents = json.loads(path.read_bytes())
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
         raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path}: holds no JSON object. Download the file again")

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from tba_jax.models.hf import families, folders, safetensors_file
 from tba_jax.models.hf.folders import read_json
 from tba_jax.models.hf.safetensors_file import Entry
 from tba_jax.models.hf.tensors import HFTensor
-from tba_jax.models.placing import Filling
+from tba_jax.models.placing import Filling, NonFiniteWeights
 from tba_jax.models.transformer import Params, TransformerConfig
 
 TOKENIZER_FILES = (
@@ -42,6 +42,7 @@ TOKENIZER_FILES = (
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
+_SHOWN_NAMES = 20  # of tensors that do not fit, of each kind
 _SAMPLED_VALUES = 1024  # of a tensor's start and middle, for the fingerprint
 _MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
 
@@ -72,8 +73,8 @@ def read(
         is_spare: whether a tensor that is not in `tensors` may be there.
 
     Raises:
-        ValueError: pickled weights, a file that is damaged, or tensors that are missing, unexpected
-            or misshaped (all named in one message).
+        ValueError: pickled weights, a file that is damaged, tensors that are missing, unexpected or
+            misshaped (all named in one message), or values that are not finite.
     """
     sources = _sources(folder, tensors, family, aliases, is_spare)
 
@@ -91,7 +92,13 @@ def read(
         layer = tensor.layer if tensor.layer >= 0 else None
         arrays = tensor.split(safetensors_file.view(mapped[1], entry))
         for leaf, array in zip(tensor.leaves, arrays, strict=True):
-            tree[leaf].put(array, layer)
+            try:
+                tree[leaf].put(array, layer)
+            except NonFiniteWeights as error:
+                raise ValueError(
+                    f"{entry.path}: {error}. Download the file again, or take weights from before "
+                    "they were spoilt"
+                ) from error
     return jax.tree.map(lambda leaf: leaf.finish(), leaves)
 
 
@@ -193,7 +200,7 @@ def _sources(
             unreadable.append(f"{there} ({entry.dtype})")
         out.append((entry, tensor))
     problems = [
-        f"{kind}: {', '.join(sorted(names))}"
+        f"{kind}: {_listed(sorted(names))}"
         for kind, names in (
             ("missing", missing),
             ("unexpected", unexpected),
@@ -205,11 +212,16 @@ def _sources(
     ]
     if problems:
         raise ValueError(
-            f"{folder}: the weights do not fit config.json ({family}):\n  "
-            + "\n  ".join(problems)
-            + "\nUse the config.json that belongs to these weights, or download them again"
+            f"{folder}: the weights do not fit config.json ({family}): {'; '.join(problems)}. Use "
+            "the config.json that belongs to these weights, or download them again"
         )
     return out
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of them, and how many there are beside."""
+    more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
