@@ -19,6 +19,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
 from tba_jax.devices.platform import take_gpu_memory
 from tba_jax.report import files
+from tba_jax.report.jsonl import read_jsonl
 from tba_jax.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -179,8 +180,11 @@ class SavedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: one for each step, "step" and the metrics by name."""
-        return [dict(record) for record in self._files.metrics]
+        """The lines of metrics.jsonl: one for each step, "step" and the metrics by name.
+
+        Read anew by each use: those of a long run are many, and `column` needs none of them.
+        """
+        return read_jsonl(self.workdir / "metrics.jsonl")
 
     def column(self, name: str) -> "tuple[np.ndarray, np.ndarray]":
         """Steps at which a metric was written, and its values there.
@@ -188,13 +192,11 @@ class SavedRun:
         Raises:
             ValueError: no line has it; with the nearest names.
         """
-        from tba_jax.report.plots import column
-
-        known = sorted({key for record in self._files.metrics for key in record})
+        known = self._files.metrics.names
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
             raise ValueError(f"no metric {name!r} in {self.workdir}; near: {', '.join(near)}")
-        return column(self._files.metrics, "step", name)
+        return self._files.metrics.column("step", name)
 
     @property
     def plots(self) -> tuple[str, ...]:

@@ -88,14 +88,14 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if address:
         return _run_in_bucket(config, address)
-    events = None
+    schedule = None
     if _REPLAY_SCHEDULE.value:
         from tba_jax.run.schedule_replay import read_schedule
 
-        events = read_schedule(_REPLAY_SCHEDULE.value)
+        schedule = read_schedule(_REPLAY_SCHEDULE.value)
         workdir = Path(_WORKDIR.value or f"{default_workdir(config)}-replay")
     if MODES[config.placement].spans_hosts:
-        if events is not None:
+        if schedule is not None:
             raise UserError("a schedule is replayed in one process; give another placement")
         return _run_pod(config, workdir)
     interrupted = Interruption()
@@ -104,10 +104,10 @@ def main(argv: Sequence[str]) -> int:
         workdir,
         interrupted=interrupted,
         accept_changed=_ACCEPT_CHANGED.value,
-        events=events,
+        schedule=schedule,
         start_s=_PROCESS_START,
     )
-    if outcome.step < config.num_steps and events is not None and not interrupted():
+    if outcome.step < config.num_steps and schedule is not None and not interrupted():
         print(f"The schedule ends at step {outcome.step} of {config.num_steps}.")
         return 0
     return _say(outcome, config, workdir, interrupted.signal_number)

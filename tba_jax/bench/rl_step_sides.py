@@ -23,7 +23,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
-from tba_jax.report.writers import read_jsonl
+from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.session import train
 
 REWARD = '''"""A number that differs between responses and costs nothing."""

@@ -5,7 +5,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tba_jax.report.build import build_report
+from tba_jax.report.build import write_report
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
@@ -20,11 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workdir", help="work directory of a run")
     arguments = parser.parse_args(argv)
     try:
-        workdir = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
-        page = build_report(workdir)
+        folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
+        run = load_run(folder)
+        page = write_report(run)
     except (ValueError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(headline(load_run(workdir)))
+    print(headline(run))
     print(page)
     return 0

@@ -24,7 +24,7 @@ def by_staleness(run: Run, theme: plots.Theme) -> "Figure | None":
         ("distinct responses (share)", "unique_share"),
     ]
     prefix, name = "stale_", "/ess_fraction"
-    keys = {key for record in run.metrics for key in record if key.endswith(name)}
+    keys = [key for key in run.metrics.names if key.endswith(name)]
     ages = sorted(int(k[len(prefix) : -len(name)]) for k in keys if k.startswith(prefix))
     if not ages:
         return None
@@ -34,7 +34,7 @@ def by_staleness(run: Run, theme: plots.Theme) -> "Figure | None":
         axes = figure.add_subplot(2, 3, i + 1)
         plots.style_axes(axes, theme)
         for j, age in enumerate(ages):
-            x, y = plots.column(run.metrics, "step", f"{prefix}{age}/{quantity}")
+            x, y = run.metrics.column("step", f"{prefix}{age}/{quantity}")
             axes.plot(
                 x,
                 plots.smooth(y, 9),

@@ -10,7 +10,7 @@ from pathlib import Path
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.figures import FIGURES
-from tba_jax.report.files import load_run
+from tba_jax.report.files import Run, load_run
 
 
 def build_report(workdir: str | os.PathLike[str]) -> Path:
@@ -19,7 +19,11 @@ def build_report(workdir: str | os.PathLike[str]) -> Path:
     Raises:
         ValueError: as `load_run`.
     """
-    run = load_run(workdir)
+    return write_report(load_run(workdir))
+
+
+def write_report(run: Run) -> Path:
+    """`build_report` of a run that is read already."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
     pictures: dict[str, tuple[bytes, bytes]] = {}

@@ -70,7 +70,7 @@ def _habits_text(run: Run) -> str:
 
 
 def _timeline_text(run: Run) -> str:
-    both = percent(plots.busy_shares(run.schedule)["both"], 0)
+    both = percent(run.busy_shares["both"], 0)
     return (
         f"Trainer and searchers work at the same time for {both} of the run. Busy shares on the "
         "right are over the whole training time."

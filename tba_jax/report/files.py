@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run left in its work directory, read back.
 
-These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing.
+These are report.json, metrics.jsonl, schedule.jsonl and config.json; each may be missing. Logs are
+read as streams: of a long run their columns stay, not their lines.
 """
 
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tba_jax.report.lines import wrong_event, wrong_metrics
-from tba_jax.report.writers import read_jsonl
+from tba_jax.report.jsonl import stream_jsonl
+from tba_jax.report.lanes import Lane, busy_shares, lanes_of, read_times
+from tba_jax.report.lines import wrong_metrics
+from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
 
 Facts = Mapping[str, Any]
@@ -26,22 +30,33 @@ class Run:
         report: report.json, {} when the run has not written it.
         config: flat config fields, {} when absent.
         versions: of what decides the numbers, {} when absent.
-        metrics: lines of metrics.jsonl.
-        schedule: lines of schedule.jsonl.
+        metrics: columns of metrics.jsonl.
     """
 
     workdir: Path
     report: Facts
     config: Facts
     versions: Facts
-    metrics: Sequence[Facts]
-    schedule: Sequence[Facts]
+    metrics: Metrics
+
+    @functools.cached_property
+    def lanes(self) -> Mapping[str, Lane]:
+        """Who worked when, by schedule.jsonl; read on first use.
+
+        Raises:
+            ValueError: a line of it is damaged.
+        """
+        return lanes_of(read_times(self.workdir / "schedule.jsonl"))
+
+    @functools.cached_property
+    def busy_shares(self) -> Mapping[str, float]:
+        """As `lanes.busy_shares`."""
+        return busy_shares(self.lanes)
 
     @property
     def last_step(self) -> int:
         """Newest step that left a trace."""
-        steps = [record.get("step", 0) for record in self.metrics]
-        return max([self.report.get("steps") or 0, *steps])
+        return max(self.report.get("steps") or 0, self.metrics.last_step)
 
     @property
     def num_steps(self) -> int:
@@ -65,8 +80,7 @@ class Run:
                     if name.startswith("eval/")
                 },
             }
-            for record in self.metrics
-            if isinstance(record.get(f"eval/{self.metric}"), int | float)
+            for record in self.metrics.of_evaluations(f"eval/{self.metric}")
         ]
         ends = found[:1] + found[1:][-1:]
         told = self.report.get("eval") or {}
@@ -78,7 +92,7 @@ class Run:
     @property
     def metric(self) -> str:
         """Name of the headline metric, as the evaluations say it."""
-        named = [record["eval/metric"] for record in self.metrics if "eval/metric" in record]
+        named = [r["eval/metric"] for r in self.metrics.evaluations if "eval/metric" in r]
         return named[-1] if named else "pass_at_1"
 
     @property
@@ -131,8 +145,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         report=_read_json(workdir / "report.json"),
         config=flat(resolved.get("config", {})),
         versions=resolved.get("versions", {}),
-        metrics=read_jsonl(workdir / "metrics.jsonl", wrong_metrics),
-        schedule=read_jsonl(workdir / "schedule.jsonl", wrong_event),
+        metrics=Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)),
     )
 
 

@@ -13,6 +13,7 @@ _NUMBERS = (int, float, type(None))
 _EVENT_FIELDS: dict[str, type] = {
     "event": str,
     **dict.fromkeys(("step", "version", "searcher", "round", "chunk", "merge_step"), int),
+    **{"log": str, "num_bytes": int, "found_bytes": int},
     **dict.fromkeys(("prompt_ids", "trajectory_ids", "weights", "bucket", "tickets"), list),
     "rejected": dict,
     "begins": bool,
@@ -24,6 +25,7 @@ _REQUIRED = {
     "round": ("searcher", "round", "version"),
     "chunk": ("searcher", "chunk", "version", "tickets", "begins"),
     "step": ("step", "trajectory_ids", "weights", "bucket"),
+    "lost": ("step", "log", "num_bytes", "found_bytes"),
 }
 
 
@@ -61,6 +63,19 @@ def wrong_event(record: Mapping[str, Any]) -> str:
         else:
             is_right = isinstance(value, _EVENT_FIELDS.get(name, object))
         if not is_right:
+            return f"{name!r} is {value!r:.40}"
+    return ""
+
+
+def wrong_times(record: Mapping[str, Any]) -> str:
+    """`wrong_event` of what a timeline reads of an event, all that is given of it."""
+    event = record.get("event")
+    if event not in _REQUIRED:
+        return f"'event' is {event!r:.40}"
+    if event == "round" and not isinstance(record.get("searcher"), int):
+        return f"'searcher' is {record.get('searcher')!r:.40}"
+    for name, value in record.items():
+        if name.endswith("_s") and not isinstance(value, _NUMBERS):
             return f"{name!r} is {value!r:.40}"
     return ""
 

@@ -12,7 +12,6 @@ import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from tba_jax.report import plots
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
 from tba_jax.report.files import Facts, Run, flat
 from tba_jax.report.words import duration, held_out, percent, plain
@@ -53,8 +52,8 @@ def _headline_value(run: Run, evaluation: Facts) -> str:
 
 
 def _last_time(run: Run) -> float:
-    times = [record["time_s"] for record in run.metrics if record.get("time_s") is not None]
-    return max(times, default=0.0)
+    times, _ = run.metrics.column("time_s", "step")
+    return float(times.max(initial=0.0))
 
 
 def _subline(run: Run) -> str:
@@ -100,7 +99,7 @@ def _notice(run: Run) -> str:
 
 def _tiles(run: Run) -> str:
     told = run.report
-    shares = plots.busy_shares(run.schedule)
+    shares = run.busy_shares
     searchers = [share for name, share in shares.items() if name.startswith("searcher")]
     speed = told.get("tokens_per_s") or {}
     stale = told.get("staleness") or {}

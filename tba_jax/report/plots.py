@@ -9,25 +9,21 @@ every start of the program.
 
 import dataclasses
 import io
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tba_jax.report.files import Run
+from tba_jax.report.lanes import Lane, length_before, merge_intervals
 from tba_jax.report.writers import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Record = Mapping[str, Any]
-Interval = tuple[float, float]
-
 # Colours for the variants of a study, in this order (Okabe and Ito).
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-ROUND_PHASES = ("decode", "reward", "reference")  # in the order they are drawn inside a round
 ZOOM_S = 10.0
 
 
@@ -97,17 +93,6 @@ def to_png(figure: "Figure", dpi: int = 180) -> bytes:
     return buffer.getvalue()
 
 
-def column(records: Iterable[Record], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Values of `x` and `y` of the records that hold a number for both, as float64 arrays."""
-    pairs = [
-        (record[x], record[y])
-        for record in records
-        if isinstance(record.get(x), int | float) and isinstance(record.get(y), int | float)
-    ]
-    table = np.asarray(pairs, np.float64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
-
-
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
     """Centred moving mean over `width` values, over fewer at the ends."""
     if len(values) == 0:
@@ -125,130 +110,6 @@ def share_interval(share: float, n: int) -> tuple[float, float]:
     middle = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = np.sqrt(z2 * (share * (1 - share) / n + z2 / (4 * n * n))) / (1 + z2 / n)
     return float(middle - half), float(middle + half)
-
-
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union of intervals, as disjoint ones in ascending order."""
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        elif end > start:
-            merged.append((start, end))
-    return merged
-
-
-def overlap(first: Iterable[Interval], second: Iterable[Interval]) -> float:
-    """Total length of the intersection of two unions of intervals."""
-    a, b = merge_intervals(first), merge_intervals(second)
-    total, i, j = 0.0, 0, 0
-    while i < len(a) and j < len(b):
-        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
-        if a[i][1] < b[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total
-
-
-def timeline_lanes(schedule: Iterable[Record]) -> dict[str, dict[str, list[Interval]]]:
-    """Lane -> phase -> intervals in seconds: the searchers in order, the trainer, evaluations.
-
-    A round's phases are laid end to end from its start; what is left of a round counts as its
-    decode phase, because that is where a searcher's host work happens. Rounds that overlap are
-    tickets, graded beside decoding: a lane of their own. A step's wait lies before its start.
-    """
-    rounds: dict[int, list[Record]] = {}
-    trainer: dict[str, list[Interval]] = {"step": [], "wait": [], "sync": []}
-    evaluation: dict[str, list[Interval]] = {"evaluation": []}
-    for event in schedule:
-        if "start_s" not in event or "end_s" not in event:
-            continue
-        start, end = event["start_s"], event["end_s"]
-        match event.get("event"):
-            case "round":
-                rounds.setdefault(event["searcher"], []).append(event)
-            case "step":
-                trainer["wait"].append((start - (event.get("wait_s") or 0.0), start))
-                trainer["step"].append((start, end))
-            case "sync":
-                trainer["sync"].append((start, end))
-            case "eval":
-                evaluation["evaluation"].append((start, end))
-    lanes: dict[str, dict[str, list[Interval]]] = {}
-    for i in sorted(rounds):
-        own = sorted(rounds[i], key=lambda event: event["start_s"])
-        if any(b["start_s"] < a["end_s"] for a, b in itertools.pairwise(own)):
-            lanes |= _ticket_lanes(i, own)
-        else:
-            lanes[f"searcher {i}"] = _round_lane(own)
-    if any(trainer.values()):
-        lanes["trainer"] = trainer
-    if evaluation["evaluation"]:
-        lanes["evaluation"] = evaluation
-    return lanes
-
-
-def _seconds(event: Record, phase: str) -> float:
-    return event.get(f"{phase}_s") or 0.0
-
-
-def _round_lane(rounds: Iterable[Record]) -> dict[str, list[Interval]]:
-    """Phases of rounds, end to end."""
-    lane: dict[str, list[Interval]] = {phase: [] for phase in ROUND_PHASES}
-    for event in rounds:
-        start, end = event["start_s"], event["end_s"]
-        seconds = {phase: _seconds(event, phase) for phase in ROUND_PHASES}
-        seconds["decode"] += max(0.0, end - start - sum(seconds.values()))
-        scale = (end - start) / max(sum(seconds.values()), 1e-9)
-        for phase, length in seconds.items():
-            lane[phase].append((start, start + length * scale))
-            start += length * scale
-    return lane
-
-
-def _ticket_lanes(searcher: int, tickets: Iterable[Record]) -> dict[str, dict[str, list[Interval]]]:
-    """A searcher's decoding, and its grading; tickets graded together end together."""
-    graded: dict[float, list[Record]] = {}
-    for event in tickets:
-        graded.setdefault(event["end_s"], []).append(event)
-    decode: list[Interval] = []
-    grader: dict[str, list[Interval]] = {"reward": [], "reference": []}
-    for end, together in graded.items():
-        reference = end - sum(_seconds(event, "reference") for event in together)
-        reward = reference - sum(_seconds(event, "reward") for event in together)
-        grader["reward"].append((reward, reference))
-        grader["reference"].append((reference, end))
-        decode += [(event["start_s"], max(event["start_s"], reward)) for event in together]
-    return {
-        f"searcher {searcher}": {"decode": merge_intervals(decode)},
-        f"grader {searcher}": {
-            phase: merge_intervals(spans) for phase, spans in grader.items() if any(spans)
-        },
-    }
-
-
-def busy_shares(schedule: Iterable[Record]) -> dict[str, float]:
-    """Share of the training time in which each searcher and the trainer work, and "both".
-
-    Training time runs from the first round to the last step. "both" is the share in which the
-    trainer and at least one searcher work at once: what asynchrony is for.
-    """
-    lanes = timeline_lanes(schedule)
-    searchers = {name: lane for name, lane in lanes.items() if name.startswith("searcher")}
-    if not searchers or "trainer" not in lanes or not lanes["trainer"]["step"]:
-        return {}
-    rounds = [span for lane in searchers.values() for spans in lane.values() for span in spans]
-    work = lanes["trainer"]["step"] + lanes["trainer"]["sync"]
-    window = [(min(start for start, _ in rounds), max(end for _, end in work))]
-    length = window[0][1] - window[0][0]
-    shares = {
-        name: overlap((span for spans in lane.values() for span in spans), window) / length
-        for name, lane in searchers.items()
-    }
-    shares["trainer"] = overlap(work, window) / length
-    shares["both"] = overlap(rounds, work) / length
-    return shares
 
 
 def new_figure(width: float, height: float, theme: Theme) -> "Figure":
@@ -306,7 +167,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     """
     metrics, metric = run.metrics, run.metric
     name = f"eval/{metric}"
-    evals = [r for r in metrics if isinstance(r.get(name), int | float)]
+    evals = [*metrics.of_evaluations(name)]
     if not evals:
         return None
     times = np.array([r.get("time_s") or 0.0 for r in evals], np.float64)
@@ -314,11 +175,17 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     figure = new_figure(5.0, 3.3, theme)
     axes = figure.add_subplot()
     style_axes(axes, theme)
-    for record, t in zip(evals, times, strict=True):
-        # A reward of the user's own may make pass@1, which is its mean, no share.
-        if is_share(metric) and record.get("eval/num_trials") and 0 <= record[name] <= 1:
-            low, high = share_interval(record[name], record["eval/num_trials"])
-            axes.plot([t, t], [low, high], color=theme.main, linewidth=5, alpha=0.25)
+    # A reward of the user's own may make pass@1, which is its mean, no share.
+    bars = [
+        (t, *share_interval(record[name], record["eval/num_trials"]))
+        for record, t in zip(evals, times, strict=True)
+        if is_share(metric) and record.get("eval/num_trials") and 0 <= record[name] <= 1
+    ]
+    if bars:
+        place, low, high = zip(*bars, strict=True)
+        axes.vlines(
+            place, low, high, color=theme.main, linewidth=5, alpha=0.25, capstyle="projecting"
+        )
     axes.plot(times, values, "-o", color=theme.main, linewidth=2.2, markersize=6)
     for i in sorted({0, len(evals) - 1}):
         axes.annotate(
@@ -341,7 +208,7 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     margin = max(1.0, 0.09 * float(np.ptp(times)))
     axes.set_xlim(times.min() - margin, times.max() + margin)
     _time_axis(axes)
-    step_times, steps = column(metrics, "time_s", "step")
+    step_times, steps = metrics.column("time_s", "step")
     if len(steps) > 1 and np.ptp(steps) > 0:
         _step_axis_on_top(axes, theme, step_times, steps)
     return figure
@@ -370,9 +237,9 @@ def _step_axis_on_top(axes: "Axes", theme: Theme, times: np.ndarray, steps: np.n
 def reward(run: Run, theme: Theme) -> "Figure | None":
     """Mean reward of what the searchers sample, per step, with its moving mean."""
     name = "search/reward_mean"
-    if not len(column(run.metrics, "step", name)[0]):
+    if not len(run.metrics.column("step", name)[0]):
         name = "train/reward_mean"
-    x, y = column(run.metrics, "step", name)
+    x, y = run.metrics.column("step", name)
     if len(x) == 0:
         return None
     figure = new_figure(5.0, 3.3, theme)
@@ -394,14 +261,14 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
         ("response length (tokens)", "search/response_length_mean", theme.second),
     ]
     panels = panels if run.kind else panels[1:]
-    panels = [panel for panel in panels if len(column(run.metrics, "step", panel[1])[0])]
+    panels = [panel for panel in panels if len(run.metrics.column("step", panel[1])[0])]
     if not panels:
         return None
     figure = new_figure(5.0, 3.3, theme)
     rows = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (label, name, color) in zip(rows, panels, strict=True):
         style_axes(axes, theme)
-        _smoothed(axes, *column(run.metrics, "step", name), color)
+        _smoothed(axes, *run.metrics.column("step", name), color)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.margins(y=0.12)
         if name == "search/kind_share":
@@ -412,23 +279,16 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
     return figure
 
 
-def staleness_counts(metrics: Iterable[Record]) -> dict[int, int]:
-    """Staleness in steps -> number of uses, summed over the run."""
-    counts: dict[int, int] = {}
-    for record in metrics:
-        for staleness, count in record.get("buffer/staleness_histogram") or ():
-            counts[int(staleness)] = counts.get(int(staleness), 0) + int(count)
-    return dict(sorted(counts.items()))
-
-
 def staleness(run: Run, theme: Theme) -> "Figure | None":
     """How old the trained-on data was, in steps; the last bar collects the far tail."""
-    counts = staleness_counts(run.metrics)
+    counts = run.metrics.staleness
     total = sum(counts.values())
     if not total:
         return None
-    values = np.repeat(list(counts), list(counts.values()))
-    last = max(6, min(int(values.max()), int(np.quantile(values, 0.97)) + 2))
+    values, uses = np.array([*counts]), np.array([*counts.values()])
+    mean = float((values * uses).sum() / total)
+    tail = int(values[np.searchsorted(np.cumsum(uses), 0.97 * total)])
+    last = max(6, min(int(values.max()), tail + 2))
     bins = np.arange(last + 1)
     shares = np.array([counts.get(int(b), 0) for b in bins], np.float64)
     shares[-1] = sum(count for value, count in counts.items() if value >= last)
@@ -436,10 +296,10 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
     axes = figure.add_subplot()
     style_axes(axes, theme)
     axes.bar(bins, shares / total, width=0.82, color=theme.main)
-    axes.axvline(float(values.mean()), color=theme.second, linewidth=1.6, linestyle=(0, (4, 2)))
+    axes.axvline(mean, color=theme.second, linewidth=1.6, linestyle=(0, (4, 2)))
     axes.annotate(
-        f"mean {values.mean():.1f}",
-        (float(values.mean()), 1.0),
+        f"mean {mean:.1f}",
+        (mean, 1.0),
         xycoords=("data", "axes fraction"),
         xytext=(6, -10),
         textcoords="offset points",
@@ -460,14 +320,13 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     """Who works when: ten seconds from the middle of the run, and the whole run underneath."""
     from matplotlib.patches import Patch
 
-    lanes = timeline_lanes(run.schedule)
-    shares = busy_shares(run.schedule)
+    lanes, shares = run.lanes, run.busy_shares
     if not shares:
         return None
-    spans = [span for lane in lanes.values() for spans in lane.values() for span in spans]
-    first, last = min(start for start, _ in spans), max(end for _, end in spans)
+    spans = np.concatenate([spans for lane in lanes.values() for spans in lane.values()])
+    first, last = float(spans[:, 0].min()), float(spans[:, 1].max())
     steps = lanes["trainer"]["step"]
-    middle = (steps[0][0] + steps[-1][1]) / 2
+    middle = float(steps[0, 0] + steps[-1, 1]) / 2
     zoom_start = max(first, min(middle - ZOOM_S / 2, last - ZOOM_S))
     zoom = (zoom_start, min(last, zoom_start + ZOOM_S))
     figure = new_figure(10.4, 1.5 + 0.62 * len(lanes), theme)
@@ -478,15 +337,16 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
         axes.set_ylim(len(names) - 0.45, -0.55)
     for row, (name, lane) in enumerate(lanes.items()):
         for phase, intervals in lane.items():
-            shown = [(s, e) for s, e in intervals if e > zoom[0] and s < zoom[1] and e > s]
+            start, end = intervals.T
+            is_shown = (end > zoom[0]) & (start < zoom[1]) & (end > start)
             near.broken_barh(
-                [(s, e - s) for s, e in shown],
+                np.stack([start, end - start], axis=1)[is_shown].tolist(),
                 (row - 0.36, 0.72),
                 facecolor=theme.bars[phase],
                 edgecolor=theme.paper,
                 linewidth=0.3,
             )
-            _utilisation(whole, intervals, (first, last), row, theme.bars[phase], lane)
+        _utilisation(whole, lane, (first, last), row, theme)
         if name in shares:
             near.annotate(
                 f"busy {shares[name]:.0%}".replace("%", " %"),
@@ -509,7 +369,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
         color=theme.muted,
     )
     present = dict.fromkeys(
-        phase for lane in lanes.values() for phase, intervals in lane.items() if intervals
+        phase for lane in lanes.values() for phase, intervals in lane.items() if len(intervals)
     )
     near.legend(
         handles=[Patch(color=theme.bars[phase], label=phase) for phase in present],
@@ -534,33 +394,22 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     return figure
 
 
-def _utilisation(
-    axes: "Axes",
-    intervals: Sequence[Interval],
-    window: Interval,
-    row: int,
-    color: str,
-    lane: Mapping[str, Sequence[Interval]],
-) -> None:
-    """One phase of a lane as bars whose height is its share of a short stretch, stacked."""
+def _utilisation(axes: "Axes", lane: Lane, window: tuple[float, float], row: int, theme: Theme):
+    """The phases of a lane as bars whose height is their share of a short stretch, stacked."""
     edges = np.linspace(*window, 73)
-    width = edges[1] - edges[0]
-
-    def covered(spans: Sequence[Interval]) -> np.ndarray:
-        table = np.asarray(merge_intervals(spans), np.float64).reshape(-1, 2)
-        lengths = np.concatenate([[0.0], np.cumsum(table[:, 1] - table[:, 0])])
-        index = np.searchsorted(table[:, 0], edges, side="right")
-        ends = np.concatenate([[-np.inf], table[:, 1]])[index]
-        return np.diff(lengths[index] - np.maximum(0.0, ends - edges)) / width
-
     below = np.zeros(len(edges) - 1)
-    for other in lane.values():
-        if other is intervals:
-            break
-        below += covered(other)
-    top = below + covered(intervals)
     place = row + 0.4
-    axes.stairs(place - 0.8 * top, edges, baseline=place - 0.8 * below, fill=True, color=color)
+    for phase, intervals in lane.items():
+        covered = np.diff(length_before(merge_intervals(intervals), edges))
+        top = below + covered / (edges[1] - edges[0])
+        axes.stairs(
+            place - 0.8 * top,
+            edges,
+            baseline=place - 0.8 * below,
+            fill=True,
+            color=theme.bars[phase],
+        )
+        below = top
 
 
 def optimisation(run: Run, theme: Theme) -> "Figure | None":
@@ -573,7 +422,7 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
         ("effective sample size (share)", "train/ess_fraction"),
         ("staleness, mean (steps)", "buffer/staleness_mean"),
     ]
-    panels = [panel for panel in panels if len(column(run.metrics, "step", panel[1])[0])]
+    panels = [panel for panel in panels if len(run.metrics.column("step", panel[1])[0])]
     if not panels:
         return None
     columns = 3
@@ -582,7 +431,7 @@ def optimisation(run: Run, theme: Theme) -> "Figure | None":
     for i, (label, name) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, i + 1)
         style_axes(axes, theme)
-        _smoothed(axes, *column(run.metrics, "step", name), theme.main)
+        _smoothed(axes, *run.metrics.column("step", name), theme.main)
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)
         step_axis(axes, is_named=i >= len(panels) - columns)

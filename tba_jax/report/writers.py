@@ -2,31 +2,26 @@
 """Where numbers go: metrics.jsonl always, a progress display, TensorBoard and W&B on request.
 
 Every sink has the same two methods (`MetricWriter`), so the rest of the project writes once. This
-module does not know what the numbers mean, except that `ProgressDisplay` picks a few by name. It
-owns one invariant: a JSON-lines file holds complete lines only. A line torn by a kill is cut off
-when the file is opened again, and floats that JSON has no number for (nan, inf) become null.
+module does not know what the numbers mean, except that `ProgressDisplay` picks a few by name. The
+files of JSON lines are `jsonl`'s. Invariant: every writer closes, whatever became of the others.
 """
 
 import collections
 import contextlib
 import importlib
-import json
 import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 
+from tba_jax.report.jsonl import jsonable
+
 SPARK = "▁▂▃▄▅▆▇█"
-
-
-class LogError(RuntimeError):
-    """A line could not be written; the message says where and what to do."""
 
 
 class MetricWriter(Protocol):
@@ -39,136 +34,6 @@ class MetricWriter(Protocol):
     def close(self) -> None:
         """Flush and release; calling it twice is fine."""
         ...
-
-
-def jsonable(value: Any) -> Any:
-    """`value` with numpy scalars and arrays as Python numbers and lists, nan and inf as None."""
-    if isinstance(value, np.ndarray | np.generic):
-        value = value.tolist()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [jsonable(item) for item in value]
-    return value
-
-
-def read_jsonl(
-    path: str | os.PathLike[str], wrong: Callable[[Mapping[str, Any]], str] = lambda record: ""
-) -> list[dict[str, Any]]:
-    """All complete lines of a JSON-lines file; [] when there is no file.
-
-    A last line without newline was torn by a kill and is left out.
-
-    Args:
-        path: of the file.
-        wrong: what is wrong with an object, "" for nothing; as in `report.lines`.
-
-    Raises:
-        ValueError: for any other line that is not a right JSON object, with file and line number;
-            the file cannot be read.
-    """
-    path = Path(path)
-    if not path.exists():
-        return []
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror})") from error
-    records = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: not JSON ({error}); got {line[:80]!r}. Remove that line"
-            ) from error
-        if not isinstance(record, dict):
-            raise ValueError(
-                f"{path}, line {number}: got {line[:80]!r}, wanted a JSON object. Remove that line"
-            )
-        if why := wrong(record):
-            raise ValueError(f"{path}, line {number}: {why}. Remove that line")
-        records.append(record)
-    return records
-
-
-class JsonlWriter:
-    """Appends one JSON object per line and flushes each; safe to call from several threads.
-
-    Opening a file whose last line was torn cuts that line off.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
-        self._lock = threading.Lock()
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab+") as file:
-                file.seek(0)
-                content = file.read()
-                file.truncate(content.rfind(b"\n") + 1)
-            self._file = open(self._path, "a", encoding="utf-8")
-        except OSError as error:
-            raise LogError(
-                f"{self._path} cannot be written ({error.strerror}). Move it away or mend the "
-                "storage, then run the same command again"
-            ) from error
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append {"step": step, **values}."""
-        self.append({"step": step, **values})
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one object as it is, non-finite floats as null."""
-        line = json.dumps(jsonable(record), allow_nan=False, ensure_ascii=False)
-        with self._lock:
-            try:
-                self._file.write(line + "\n")
-                self._file.flush()
-            except OSError as error:
-                raise LogError(
-                    f"writing {self._path} failed: {error}. Make room or fix the storage, then run "
-                    "the same command again to continue from the newest checkpoint"
-                ) from error
-
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of later steps; a resumed run writes them again."""
-        self.keep(lambda record: record.get("step", 0) <= step)
-
-    def keep(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
-        """Rewrite the file with the lines for which `wanted(record)` holds, atomically.
-
-        Raises:
-            LogError: a line without a field that `wanted` looks at, or with something else there;
-                nothing is changed.
-        """
-        with self._lock:
-            lines = []
-            for number, record in enumerate(read_jsonl(self._path), start=1):
-                try:
-                    is_kept = wanted(record)
-                except (KeyError, TypeError) as error:
-                    why = f"has no {error.args[0]!r}"
-                    if isinstance(error, TypeError):
-                        why = f"has a value of another kind ({error})"
-                    raise LogError(
-                        f"{self._path}, line {number}: {why}; got {record!r:.80}. Remove that line"
-                    ) from error
-                if is_kept:
-                    lines.append(json.dumps(record, ensure_ascii=False) + "\n")
-            new_path = self._path.with_name(self._path.name + ".new")
-            new_path.write_text("".join(lines), encoding="utf-8")
-            self._file.close()
-            os.replace(new_path, self._path)
-            self._file = open(self._path, "a", encoding="utf-8")
-
-    def close(self) -> None:
-        """Close the file."""
-        # Every line was flushed by itself: what cannot be flushed now was reported by `append`.
-        with self._lock, contextlib.suppress(OSError):
-            self._file.close()
 
 
 class MultiWriter:
@@ -374,7 +239,7 @@ class ProgressDisplay:
             if self._live is None and due:
                 self._plain_line()
 
-    def resume(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def resume(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Continue the curves and the clock of a run from the lines of its metrics.jsonl."""
         with self._lock:
             for record in records:

@@ -19,9 +19,10 @@ from tba_jax.run.clock import RunClock
 from tba_jax.run.compiling import PUBLICATION, compile_ahead
 from tba_jax.run.evaluating import build_evaluator
 from tba_jax.run.host_state import HostState
+from tba_jax.run.logs import open_logs
 from tba_jax.run.modeling import make_publication_program
 from tba_jax.run.repartition import repartition
-from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
+from tba_jax.run.run import COMPILED_S, Run, forget_after
 from tba_jax.run.searching import build_searchers, make_transport
 from tba_jax.run.shared import open_shared
 from tba_jax.run.start import open_start

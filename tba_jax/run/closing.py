@@ -17,7 +17,7 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, difference, flatten
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
-from tba_jax.report.writers import LogError, jsonable
+from tba_jax.report.jsonl import LogError, jsonable
 from tba_jax.run.run import Run
 from tba_jax.storage import sealed
 
@@ -94,9 +94,9 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "ledger": add_up([host["ledger"] for host in hosts]),
         "economy": economy_summary([host["economy"] for host in hosts], run.config.replay),
         "sync": {
-            "count": len(trainer.counters.sync_s),
-            "mean_s": sum(trainer.counters.sync_s) / max(1, len(trainer.counters.sync_s)),
-            "max_s": max(trainer.counters.sync_s, default=0.0),
+            "count": trainer.counters.num_syncs,
+            "mean_s": trainer.counters.sync_total_s / max(1, trainer.counters.num_syncs),
+            "max_s": trainer.counters.sync_max_s,
         },
         "skipped_prompts": {
             "train": sum(host["skipped_prompts"] for host in hosts),

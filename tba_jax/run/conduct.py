@@ -5,7 +5,7 @@ It prints nothing but progress; what an outcome means to a user is the command's
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
+from tba_jax.report.jsonl import sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.relay import Display
-from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter, read_jsonl
+from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run import drivers, evaluations
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
@@ -27,11 +28,14 @@ from tba_jax.run.lock import Hold
 from tba_jax.run.rescue import rescue
 from tba_jax.run.rewarding import make_task
 from tba_jax.run.run import Run
-from tba_jax.run.schedule_replay import drive_schedule
+from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.workdir import Outcome
 
 Drive = Callable[[Run, Callable[[], bool]], None]
 """Moves the parts of a run until its last step, or until the function says to stop."""
+
+_SHOWN = 500
+"""Lines of metrics.jsonl that the display of a resumed run begins with, evaluations aside."""
 
 
 def conduct(
@@ -42,7 +46,7 @@ def conduct(
     *,
     hold: Hold | None,
     accept_changed: Collection[str] = (),
-    events: Sequence[Mapping[str, Any]] | None = None,
+    schedule: Schedule | None = None,
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
@@ -56,7 +60,7 @@ def conduct(
         interrupted: looked at between steps.
         hold: of the work directory, in process 0; None in the others.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        events: schedule to replay; None: the configured driver.
+        schedule: to replay; None: the configured driver.
         start_s: `time.perf_counter` when the run's time began to count.
         display: what is shown goes there; None: to standard output.
         drive: moves the parts in place of the configured driver.
@@ -72,7 +76,7 @@ def conduct(
     if hold is not None:
         hold.begin()
     try:
-        _drive(run, interrupted, events, drive)
+        _drive(run, interrupted, schedule, drive)
         # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
         # that is killed in it evaluates again.
         run.save()
@@ -144,25 +148,30 @@ def _open(
 def _drive(
     run: Run,
     interrupted: Callable[[], bool],
-    events: Sequence[Mapping[str, Any]] | None,
+    schedule: Schedule | None,
     drive: Drive | None,
 ) -> None:
     """From where the run is to its last step, the end of the schedule, or an interruption."""
     _check_reward(run)
     config, begun = run.config, run.trainer.step_index
     if begun:
-        metrics = read_jsonl(run.shared.workdir / "metrics.jsonl", wrong_metrics)
-        run.logs.progress.resume(metrics)
+        resume_display(run.logs.progress, run.shared.workdir)
         run.logs.progress.note(
             f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
         )
         if run.evaluated.before is None and run.cluster.is_primary:
             run.evaluate_start_model()
-    if events is not None:
-        drive_schedule(run, events, interrupted)
+    if schedule is not None:
+        drive_schedule(run, schedule, interrupted)
     elif begun < config.num_steps:
         own = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
         (drive or own)(run, interrupted)
+
+
+def resume_display(progress: Display, workdir: Path) -> None:
+    """Begin with the curves of what was done before, however long that was."""
+    path = workdir / "metrics.jsonl"
+    progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 
 
 def _writers(config: Config, workdir: Path) -> list[Any]:

@@ -66,7 +66,7 @@ def is_mendable(error: BaseException) -> bool:
     """
     from tba_jax.devices.cluster import PeerError
     from tba_jax.devices.turns import TurnError
-    from tba_jax.report.writers import LogError
+    from tba_jax.report.jsonl import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.storage.bucket import StorageError

@@ -15,9 +15,9 @@ import numpy as np
 
 from tba_jax.flow.state import PartState
 
-FORMAT = 5
+FORMAT = 6
 """1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts;
-4: what the run was made of; 5: responses that were lost."""
+4: what the run was made of; 5: responses that were lost; 6: where logs ended."""
 
 _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 
@@ -51,8 +51,8 @@ class HostState(NamedTuple):
 
     Attributes:
         facts: what it belongs to.
-        parts: state of each part, by name: buffer, outbox_I and searcher_I of each searcher I,
-            trainer, clock, evaluations.
+        parts: state of each part, by name: logs, buffer, outbox_I and searcher_I of each searcher
+            I, trainer, clock, evaluations.
     """
 
     facts: Facts

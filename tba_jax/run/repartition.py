@@ -87,7 +87,8 @@ def repartition(
     )
     share = num_searchers // num_hosts
     mine = range(host * share, (host + 1) * share)
-    parts = {"buffer": PartState(*divided)}
+    # Where logs ended is known of the hosts that were, not of those that are.
+    parts = {"logs": PartState({}, {}), "buffer": PartState(*divided)}
     next_round = max(_next_number(outbox.meta["position"]) for outbox in outboxes.values())
     for searcher in mine:
         if is_same_search:
@@ -166,7 +167,8 @@ def _history_of(states: Sequence[HostState], has_history: bool) -> dict[str, Par
     if has_history:
         trainer["staleness_counts"] = sorted(staleness.items())
     else:
-        trainer |= {"wait_s": 0.0, "sync_s": [], "staleness_counts": []}
+        trainer |= {"wait_s": 0.0, "staleness_counts": []}
+        trainer |= {"num_syncs": 0, "sync_total_s": 0.0, "sync_max_s": 0.0}
         evaluations |= {"before": None, "after": None}
     return {
         "trainer": PartState({}, trainer),

@@ -7,8 +7,7 @@ Drivers, the main command and replays work on a Run; `build` makes one. Its inva
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.ahead import Ahead
@@ -17,12 +16,11 @@ from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.relay import Display
-from tba_jax.report.writers import JsonlWriter, MultiWriter
 from tba_jax.run.clock import RunClock
 from tba_jax.run.evaluating import load_start_weights
 from tba_jax.run.host_state import HostState
 from tba_jax.run.lock import Hold
+from tba_jax.run.logs import Logs
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
@@ -30,28 +28,6 @@ from tba_jax.train.trainer import Trainer
 # A program that nobody needs any more gets this long to be compiled: a thread in native code must
 # not meet the end of the interpreter.
 COMPILED_S = 30.0
-
-
-class Logs(NamedTuple):
-    """Where a process writes.
-
-    Attributes:
-        metrics: all sinks of metrics, `own` and the display among them.
-        progress: the display.
-        schedule: the order in which things were done.
-        own: metrics.jsonl; None in processes other than 0.
-    """
-
-    metrics: MultiWriter
-    progress: Display
-    schedule: JsonlWriter
-    own: JsonlWriter | None
-
-    def close(self) -> None:
-        """Complete the files."""
-        self.progress.close()
-        self.metrics.close()
-        self.schedule.close()
 
 
 @dataclasses.dataclass
@@ -129,6 +105,7 @@ class Run:
     def parts(self) -> dict[str, Saveable]:
         """Everything with state but the train state, by name, in the order of restoring."""
         return {
+            "logs": self.logs,  # first: of what it has logged, nothing is missing in the others
             "buffer": self.buffer,
             **self.search.parts(),
             "trainer": self.trainer.counters,
@@ -224,26 +201,6 @@ class Run:
         self.logs.close()
 
 
-def open_logs(workdir: Path, cluster: Cluster, progress: Display, extra: list[Any]) -> Logs:
-    """The logs of a process, appended to where they are.
-
-    Args:
-        workdir: of the run.
-        cluster: its processes; only process 0 writes metrics.jsonl.
-        progress: the display.
-        extra: more metric sinks.
-    """
-    own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
-    sinks = [*([own] if own else []), progress, *extra]
-    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id))
-    return Logs(MultiWriter(sinks), progress, schedule, own)
-
-
-def schedule_name(process_id: int) -> str:
-    """File name of a process's schedule log."""
-    return "schedule.jsonl" if process_id == 0 else f"schedule.{process_id}.jsonl"
-
-
 def forget_after(run: Run, step: int) -> None:
     """Drop log lines of work that was done after the restored checkpoint and is now redone.
 
@@ -269,6 +226,4 @@ def forget_after(run: Run, step: int) -> None:
         # Weights are published again at the restored step, which changes nothing.
         return record["step"] < step or (record["event"] == "sync" and record["step"] == step)
 
-    if run.logs.own is not None:
-        run.logs.own.keep(is_kept_metric)
-    run.logs.schedule.keep(is_kept_event)
+    run.logs.cut_back(step, is_kept_metric, is_kept_event)

@@ -6,17 +6,20 @@ which decode chunk each prompt was admitted, and which versions were used. Every
 follows from its config, so the same order gives the same losses: bit-equal on CPU with the same
 device layout. What an asynchronous run did once can be looked at again as often as it takes.
 Rewards are computed anew; where one times out differently the replay says so instead of going on.
+A log is streamed, once for each searcher and twice besides: that of a long run fits into no memory.
 """
 
 import collections
+import functools
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.report.jsonl import parse_line, read_lines, stream_jsonl
 from tba_jax.report.lines import wrong_event
-from tba_jax.report.writers import read_jsonl
 from tba_jax.run.beside import after_step
 from tba_jax.run.drivers import make_admission, make_searches
 from tba_jax.run.run import Run
@@ -28,35 +31,75 @@ class ReplayError(ValueError):
     """The log is not usable, or the replay no longer does what the log says."""
 
 
-def read_schedule(path: str) -> list[dict[str, Any]]:
-    """The events that decide what is computed, in order.
+Event = Mapping[str, Any]
+
+
+class Schedule:
+    """A schedule log: the events that decide what is computed, in order, as often as wanted.
+
+    Args:
+        path: of the log, which may be compressed (NAME.gz).
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+
+    def events(self, *kinds: str) -> Iterator[Event]:
+        """Those of these kinds.
+
+        Raises:
+            ValueError: a line that is no JSON object, with file and line number.
+        """
+        wanted = tuple(b'"%s"' % kind.encode() for kind in kinds)
+        for number, line in read_lines(self._path):
+            if any(kind in line for kind in wanted):
+                event = parse_line(f"{self._path}, line {number}", line)
+                if event.get("event") in kinds:
+                    yield event
+
+    def chunks(self, searcher: int) -> Iterator[Event]:
+        """Decode chunks of a searcher."""
+        return (event for event in self.events("chunk") if event["searcher"] == searcher)
+
+
+def read_schedule(path: str | os.PathLike[str]) -> Schedule:
+    """The schedule of a run.
 
     Raises:
-        ReplayError: no such file, or it holds no steps.
+        ReplayError: no such file, it holds no steps, or it says that lines of it were lost.
+        ValueError: a damaged line.
     """
     if not Path(path).is_file():
-        raise ReplayError(f"no schedule log {path!r}; give the schedule.jsonl of a run")
-    kinds = ("sync", "chunk", "round", "step")
-    events = [e for e in read_jsonl(path, wrong_event) if e["event"] in kinds]
-    if not any(e["event"] == "step" for e in events):
+        raise ReplayError(f"no schedule log {str(path)!r}; give the schedule.jsonl of a run")
+    has_steps = False
+    for event in stream_jsonl(path, wrong_event):  # all of it: a line that is no event is damaged
+        has_steps = has_steps or event["event"] == "step"
+        if event["event"] == "lost" and event["log"] == "schedule.jsonl":
+            raise ReplayError(
+                f"{path} is not whole: before the run was resumed at step {event['step']} it had "
+                f"{event['num_bytes']:,} bytes, and {event['found_bytes']:,} then. What is gone "
+                "cannot be replayed; give the log of another run"
+            )
+    if not has_steps:
         raise ReplayError(f"{path} holds no step; there is nothing to replay")
-    return events
+    return Schedule(path)
 
 
-def drive_schedule(
-    run: Run, events: Sequence[Mapping[str, Any]], interrupted: Callable[[], bool]
-) -> None:
-    """Do what the events say, in their order, and check that it is what happened.
+def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]) -> None:
+    """Do what the schedule says, in its order, and check that it is what happened.
 
     Raises:
         ReplayError: prompts, rejections or drawn responses differ from the log; says where.
     """
     trainer = run.trainer
-    weights = _Weights(run, events)
-    admission = make_admission(run)
-    again = [SearcherReplay(s, weights.use, events) for s in make_searches(run, admission)]
+    weights = _Weights(run, schedule)
+    searches = make_searches(run, make_admission(run))
+    again = [
+        SearcherReplay(s, weights.use, functools.partial(schedule.chunks, s.searcher.index))
+        for s in searches
+    ]
     reports: list[RoundReport] = []
-    for event in events:
+    for event in schedule.events("sync", "round", "step"):
         if interrupted() or trainer.step_index >= run.config.num_steps:
             return
         if event["event"] == "sync":
@@ -77,9 +120,9 @@ def drive_schedule(
 class _Weights:
     """Published versions that are still needed, for each searcher."""
 
-    def __init__(self, run: Run, events: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, run: Run, schedule: Schedule) -> None:
         self._run = run
-        uses = [e for e in events if e["event"] in ("chunk", "round")]
+        uses = schedule.events("chunk", "round")
         self._left = collections.Counter((e["version"], e["searcher"]) for e in uses)
         self._known: dict[tuple[int, int], Published] = {}
 
@@ -117,29 +160,27 @@ class SearcherReplay:
     Args:
         search: of the searcher, at the beginning of the run.
         use: (version, searcher) -> the weights of one of its events.
-        events: of all searchers, in order.
+        chunks: begins to give its chunks, in order.
     """
 
     def __init__(
         self,
         search: ContinuousSearch,
         use: Callable[[int, int], Published],
-        events: Sequence[Mapping[str, Any]],
+        chunks: Callable[[], Iterator[Event]],
     ) -> None:
         self._search = search
         self._use = use
-        index = search.searcher.index
-        self._chunks = collections.deque(
-            e for e in events if e["event"] == "chunk" and e["searcher"] == index
-        )
         # A ticket that a process left uncommitted was admitted again by the next one; only what
         # came of its last admission was committed.
-        self._last_admission = {n: e["chunk"] for e in self._chunks for n in e["tickets"]}
+        self._last_admission = {n: e["chunk"] for e in chunks() for n in e["tickets"]}
+        self._chunks = chunks()
+        self._next_chunk = next(self._chunks, None)
         self._admission: dict[int, int] = {}
         self._tickets: dict[int, Ticket] = {}
         self._finished: dict[int, Finished] = {}
 
-    def do(self, event: Mapping[str, Any]) -> None:
+    def do(self, event: Event) -> None:
         """The round or ticket of this event, committed to the outbox."""
         searcher, number = self._search.searcher, event["round"]
         published = self._use(event["version"], searcher.index)
@@ -156,8 +197,9 @@ class SearcherReplay:
         searcher = self._search.searcher
         published: Published | None = None
         tickets: list[Ticket] = []
-        if self._chunks and self._chunks[0]["chunk"] == searcher.num_chunks:
-            event = self._chunks.popleft()
+        event = self._next_chunk
+        if event is not None and event["chunk"] == searcher.num_chunks:
+            self._next_chunk = next(self._chunks, None)
             if event["begins"]:
                 self._search = self._search.renewed()
             published = self._use(event["version"], searcher.index)

@@ -6,9 +6,9 @@ heavy before there is something to do. Flags, and what is printed, belong to the
 """
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
@@ -23,6 +23,9 @@ from tba_jax.run.workdir import (
     is_finished,
 )
 
+if TYPE_CHECKING:
+    from tba_jax.run.schedule_replay import Schedule
+
 
 def train(
     config: Config,
@@ -30,7 +33,7 @@ def train(
     *,
     interrupted: Callable[[], bool] = lambda: False,
     accept_changed: Collection[str] = (),
-    events: Sequence[Mapping[str, Any]] | None = None,
+    schedule: "Schedule | None" = None,
     start_s: float | None = None,
 ) -> Outcome:
     """Train in this process: begin a run, or continue the one in the work directory.
@@ -40,7 +43,7 @@ def train(
         workdir: is made, or holds a run with this very config.
         interrupted: looked at between steps; a run that it stops can be continued.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        events: schedule to replay in place of driving; then the directory holds no run.
+        schedule: to replay in place of driving; then the directory holds no run.
         start_s: `time.perf_counter` when time began to count; None: now.
 
     Raises:
@@ -49,10 +52,10 @@ def train(
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
-    if events is not None and holds_run(workdir, config):
+    if schedule is not None and holds_run(workdir, config):
         raise UserError(f"{workdir} holds a run; a replay needs a --workdir of its own")
     if MODES[config.placement].searches_elsewhere:
-        return _train_fleet(config, workdir, interrupted, accept_changed, events)
+        return _train_fleet(config, workdir, interrupted, accept_changed, schedule)
     hold = claim(workdir, config)
     if hold is None:
         return finished_before(config, workdir)
@@ -67,7 +70,7 @@ def train(
             interrupted,
             hold=hold,
             accept_changed=accept_changed,
-            events=events,
+            schedule=schedule,
             start_s=start_s,
         )
 
@@ -138,10 +141,10 @@ def _train_fleet(
     workdir: Path,
     interrupted: Callable[[], bool],
     accept_changed: Collection[str],
-    events: Sequence[Mapping[str, Any]] | None,
+    schedule: "Schedule | None",
 ) -> Outcome:
     """`train` where other processes do the work."""
-    if events is not None:
+    if schedule is not None:
         raise UserError("a schedule is replayed in one process; give another placement")
     from tba_jax.run.conduct import make_display
     from tba_jax.run.fleet.driver import train_fleet

@@ -145,12 +145,15 @@ class ContinuousSearch:
             is_swapped = True
         for ticket in tickets:
             self._submit(session, ticket)
+        number = self.searcher.num_chunks
+        # Counted before it is logged: a checkpoint that has the line has the count.
+        self.searcher.num_chunks += 1
         if tickets or is_swapped or self._is_first:
             self._log_event(
                 {
                     "event": "chunk",
                     "searcher": self.searcher.index,
-                    "chunk": self.searcher.num_chunks,
+                    "chunk": number,
                     "begins": self._is_first,
                     "version": session.version,
                     "tickets": [ticket.number for ticket in tickets],
@@ -255,7 +258,6 @@ class ContinuousSearch:
 
     def _decode(self, session: Session) -> None:
         """One chunk; tickets that are complete go to whoever grades."""
-        self.searcher.num_chunks += 1
         for response in session.step():
             group = self._open[response.request]
             temperature = group.temperatures[response.sample]

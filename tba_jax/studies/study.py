@@ -21,8 +21,9 @@ import numpy as np
 from tba_jax.commands.buffer import found_attacks, load
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import ConfigError
+from tba_jax.report.jsonl import read_jsonl
 from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
-from tba_jax.report.writers import format_metric, is_share, metric_label, read_jsonl
+from tba_jax.report.writers import format_metric, is_share, metric_label
 from tba_jax.storage import sealed
 from tba_jax.studies import frontier
 

@@ -39,25 +39,32 @@ class Counters:
 
     Attributes:
         wait_s: seconds without anything to train on.
-        sync_s: pause of each publication.
+        num_syncs, sync_total_s, sync_max_s: publications, and the pauses of all and of the longest.
         trained_tokens: response tokens of all steps.
         staleness_counts: how many uses of responses there were of each age in steps.
     """
 
     wait_s: float = 0.0
-    sync_s: list[float] = dataclasses.field(default_factory=list)
+    num_syncs: int = 0
+    sync_total_s: float = 0.0
+    sync_max_s: float = 0.0
     trained_tokens: int = 0
     staleness_counts: dict[int, int] = dataclasses.field(default_factory=dict)
 
+    def add_sync(self, pause_s: float) -> None:
+        """Count a publication."""
+        self.num_syncs += 1
+        self.sync_total_s += pause_s
+        self.sync_max_s = max(self.sync_max_s, pause_s)
+
     def state(self) -> PartState:
-        """The counts."""
-        counts = {**vars(self), "sync_s": list(self.sync_s)}
-        return PartState({}, {**counts, "staleness_counts": sorted(self.staleness_counts.items())})
+        """The counts: of a size that does not grow with the steps."""
+        staleness = sorted(self.staleness_counts.items())
+        return PartState({}, {**vars(self), "staleness_counts": staleness})
 
     def restore(self, state: PartState) -> None:
         """Count on from there."""
         vars(self).update(state.meta)
-        self.sync_s = list(self.sync_s)
         self.staleness_counts = {int(k): int(v) for k, v in state.meta["staleness_counts"]}
 
 
@@ -136,7 +143,7 @@ class Trainer:
                 "end_s": end,
             }
         )
-        self.counters.sync_s.append(end - start)
+        self.counters.add_sync(end - start)
         return end - start
 
     def merge(self, max_rounds: int | None = None) -> list[RoundReport]:

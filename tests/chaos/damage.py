@@ -15,7 +15,7 @@ import json
 import os
 import shutil
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,17 @@ from rich.console import Console
 from tba_jax.commands import buffer as buffer_command
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
+from tba_jax.flow.state import PartState
 from tba_jax.report import page
 from tba_jax.report.files import load_run
-from tba_jax.report.lines import wrong_metrics
-from tba_jax.report.writers import ProgressDisplay, read_jsonl
+from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run import identity
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
 from tba_jax.run.lock import FolderSlots, Hold
-from tba_jax.run.run import forget_after, open_logs
+from tba_jax.run.logs import open_logs
+from tba_jax.run.run import forget_after
 from tba_jax.run.saved import load_run_config
 from tba_jax.run.schedule_replay import read_schedule
 from tba_jax.run.start import _newest_intact
@@ -177,7 +179,7 @@ def read_all(template: Template, workdir: Path) -> dict[str, Any]:
     for name, read in (
         ("config", lambda: flatten(load_run_config(str(workdir)))),
         ("report", lambda: bool(page.render(load_run(workdir), {}))),
-        ("schedule", lambda: len(read_schedule(str(workdir / "schedule.jsonl")))),
+        ("schedule", lambda: [*read_schedule(workdir / "schedule.jsonl").events("step")]),
         # Without a config it shows token ids, and says so.
         ("buffer", lambda: _said(buffer_command.main, [str(workdir), "--json"])["ledger"]),
         ("resume", lambda: _resume(template, workdir)),
@@ -241,26 +243,30 @@ def _resume(template: Template, workdir: Path) -> Resumed:
         identity.check(
             step, facts, dataclasses.replace(facts, run_id=identity.run_id_of(workdir)), ()
         )
-        _cut_logs(workdir, step, host_states[0].parts["evaluations"].meta["last_eval_step"])
+        notes += _cut_logs(workdir, step, host_states[0].parts)
         hold.confirm()
         checkpoints.close()
     return Resumed(step, _digest(state, host_states[0]), {}, tuple(notes))
 
 
-def _cut_logs(workdir: Path, step: int, last_eval_step: int) -> None:
-    quiet = Console(file=io.StringIO(), force_terminal=False)
+def _cut_logs(workdir: Path, step: int, parts: Mapping[str, PartState]) -> list[str]:
+    """What is said of the logs."""
+    out = io.StringIO()
+    quiet = Console(file=out, force_terminal=False)
     progress = ProgressDisplay(step, title="", console=quiet)
     logs = open_logs(workdir, Cluster(), progress, [])
     run: Any = types.SimpleNamespace(
-        evaluated=types.SimpleNamespace(last_eval_step=last_eval_step),
+        evaluated=types.SimpleNamespace(**parts["evaluations"].meta),
         search=types.SimpleNamespace(searchers=[]),
         logs=logs,
     )
     try:
+        logs.restore(parts["logs"])
         forget_after(run, step)
-        progress.resume(read_jsonl(workdir / "metrics.jsonl", wrong_metrics))
+        resume_display(progress, workdir)
     finally:
         logs.close()
+    return [line for line in out.getvalue().splitlines() if "is not whole" in line]
 
 
 def digest_of(state: Any) -> str:

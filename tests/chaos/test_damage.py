@@ -43,6 +43,7 @@ def template(tmp_path_factory):
         "buffer": buffer.state(),
         "outbox_0": PartState({}, {"groups": []}),
         "evaluations": PartState({}, {"last_eval_step": 6}),
+        "logs": PartState({}, {file.name: file.stat().st_size for file in folder.glob("*.jsonl")}),
     }
     state = {"w": jnp.arange(3000.0).reshape(3, 1000), "step": jnp.int32(6)}
     checkpoints = Checkpoints(folder / "checkpoints", keep=2)

@@ -8,7 +8,7 @@ import pytest
 from tba_jax.commands import export, report
 from tba_jax.commands.edge import guarded
 from tba_jax.devices.worker import WorkerError
-from tba_jax.report.writers import JsonlWriter, LogError
+from tba_jax.report.jsonl import JsonlWriter, LogError
 from tba_jax.run.errors import UserError
 from tba_jax.run.workdir import is_finished, saved_config
 from tba_jax.storage import sealed

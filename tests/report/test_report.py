@@ -14,6 +14,15 @@ from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.files import Run
+from tba_jax.report.lanes import (
+    busy_shares,
+    lanes_of,
+    merge_intervals,
+    overlap,
+    read_times,
+    times_of,
+)
+from tba_jax.report.series import Metrics
 from tba_jax.storage import sealed
 
 VOID = {"meta", "img", "source", "br", "hr"}
@@ -96,7 +105,7 @@ def test_habits_without_a_watched_kind_are_lengths_alone(tmp_path):
     ]
     panels = {}
     for kinds in ([], ["worked"]):
-        run = Run(tmp_path, {"kinds": kinds}, {}, {}, metrics, [])
+        run = Run(tmp_path, {"kinds": kinds}, {}, {}, Metrics(metrics))
         panels[run.kind] = len(plots.habits(run, plots.LIGHT).axes)
     assert panels == {"": 1, "worked": 2}
 
@@ -249,6 +258,11 @@ SCHEDULE = [
 ]
 
 
+def lanes_as_lists(events):
+    lanes = lanes_of(times_of(events))
+    return {name: {k: x.tolist() for k, x in lane.items()} for name, lane in lanes.items()}
+
+
 def test_tickets_that_overlap_are_graded_in_a_lane_of_their_own():
     """Two that were graded together, and one after them: decoding never stopped."""
     times = [(0.0, 5.0), (1.0, 5.0), (3.0, 8.0)]
@@ -257,40 +271,64 @@ def test_tickets_that_overlap_are_graded_in_a_lane_of_their_own():
         | {"decode_s": 1.0, "reward_s": 0.25, "reference_s": 0.5}
         for start, end in times
     ]
-    lanes = plots.timeline_lanes([*tickets, SCHEDULE[1]])
+    lanes = lanes_as_lists([*tickets, SCHEDULE[1]])
     assert list(lanes) == ["searcher 2", "grader 2", "trainer"]
-    assert lanes["searcher 2"] == {"decode": [(0.0, 7.25)]}
+    assert lanes["searcher 2"] == {"decode": [[0.0, 7.25]]}
     assert lanes["grader 2"] == {
-        "reward": [(3.5, 4.0), (7.25, 7.5)],
-        "reference": [(4.0, 5.0), (7.5, 8.0)],
+        "reward": [[3.5, 4.0], [7.25, 7.5]],
+        "reference": [[4.0, 5.0], [7.5, 8.0]],
     }
 
 
 def test_timeline_lanes_lay_phases_end_to_end():
-    lanes = plots.timeline_lanes(SCHEDULE)
+    lanes = lanes_as_lists(SCHEDULE)
     assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]
     assert lanes["searcher 0"] == {
-        "decode": [(0.0, 2.5)],
-        "reward": [(2.5, 3.0)],
-        "reference": [(3.0, 4.0)],
+        "decode": [[0.0, 2.5]],
+        "reward": [[2.5, 3.0]],
+        "reference": [[3.0, 4.0]],
     }
-    assert lanes["trainer"]["wait"] == [(1.0, 2.0), (5.5, 5.5)]
-    assert lanes["trainer"]["step"] == [(2.0, 5.0), (5.5, 10.0)]
+    assert lanes["trainer"]["wait"] == [[1.0, 2.0], [5.5, 5.5]]
+    assert lanes["trainer"]["step"] == [[2.0, 5.0], [5.5, 10.0]]
 
 
 def test_busy_shares_count_overlap():
     # Window [0, 10]. Searchers 4 s each; trainer [2, 10]; both at once [2, 4] and [5, 9].
-    shares = plots.busy_shares(SCHEDULE)
+    shares = busy_shares(lanes_of(times_of(SCHEDULE)))
     assert shares == pytest.approx(
         {"searcher 0": 0.4, "searcher 1": 0.4, "trainer": 0.8, "both": 0.6}
     )
-    assert plots.busy_shares(SCHEDULE[:1]) == {}
+    assert busy_shares(lanes_of(times_of(SCHEDULE[:1]))) == {}
 
 
 def test_overlap_of_unions():
-    assert plots.merge_intervals([(3, 4), (0, 2), (1, 3), (6, 6)]) == [(0, 4)]
-    assert plots.overlap([(0, 4), (2, 5)], [(1, 2), (4, 9), (20, 21)]) == 2
-    assert plots.overlap([], [(0, 1)]) == 0
+    def spans(*pairs):
+        return np.array(pairs, np.float64).reshape(-1, 2)
+
+    merged = merge_intervals(spans((3, 4), (0, 2), (1, 3), (6, 6), (8, 9), (1, 2)))
+    assert merged.tolist() == [[0, 4], [8, 9]]
+    assert overlap(spans((0, 4), (2, 5)), spans((1, 2), (4, 9), (20, 21))) == 2
+    assert overlap(spans(), spans((0, 1))) == 0
+
+
+def test_times_are_read_from_the_lines_that_a_run_writes_and_from_any_other(tmp_path):
+    """Long tails are not parsed; a line with another order of fields is read whole."""
+    path = tmp_path / "schedule.jsonl"
+    tail = {"trajectory_ids": [[1]], "weights": [[16]], "bucket": [256, 12, 16]}
+    graded = {"tokens": 96, "reward_mean": 0.25}
+    turned = {"event": "step", "trajectory_ids": [[1]], **SCHEDULE[4]}
+    events = [SCHEDULE[0] | graded, SCHEDULE[1] | tail, SCHEDULE[2], SCHEDULE[3], turned]
+    chunk = '{"event": "chunk", "searcher": 0, "tickets": [1'  # not even JSON: skipped
+    path.write_text("\n".join([chunk, *map(json.dumps, events), '{"event": "ro']))
+    for found, wanted in zip(read_times(path), times_of(SCHEDULE), strict=True):
+        np.testing.assert_equal(found, wanted)
+    head = {"event": "round", "searcher": 3, "round": 7, "version": 2, "rejected": {}}
+    times = {"start_s": -0.25, "end_s": 1e-05, "decode_s": 0.5, "reward_s": 1.5e16}
+    path.write_text(json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5}) + "\n")
+    assert read_times(path).rounds[3].tolist() == [[-0.25, 1e-05, 0.5, 1.5e16, 3.0]]
+    path.write_text('{"event": "step", "step": 1, "start_s": x, "end_s"\n')
+    with pytest.raises(ValueError, match=r"schedule\.jsonl, line 1: not JSON"):
+        read_times(path)
 
 
 def test_smooth_is_a_centred_mean():
@@ -328,10 +366,12 @@ def test_ticks_of_steps_are_whole_numbers(tmp_path):
 
 def test_column_skips_nulls_and_staleness_sums_up():
     records = [{"step": 1, "a": 2.0}, {"step": 2, "a": None}, {"step": 3}]
-    x, y = plots.column(records, "step", "a")
+    x, y = Metrics(records).column("step", "a")
     assert x.tolist() == [1.0] and y.tolist() == [2.0]
     rows = [{"buffer/staleness_histogram": [[1, 3], [0, 2]]}, {"buffer/staleness_histogram": None}]
-    assert plots.staleness_counts(rows * 2) == {0: 4, 1: 6}
+    found = Metrics([*rows, {"step": 5, "late": 1.5}, *rows])
+    assert found.staleness == {0: 4, 1: 6} and found.last_step == 5
+    assert [x.tolist() for x in found.column("step", "late")] == [[5.0], [1.5]]
 
 
 def test_no_global_matplotlib_state(full):

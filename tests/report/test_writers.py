@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import io
-import json
 import math
 import os
 import pty
 import re
 import subprocess
 import sys
-import threading
 import types
 
 import numpy as np
@@ -15,70 +13,6 @@ import pytest
 from rich.console import Console
 
 from tba_jax.report import writers as metrics
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_jsonl_writes_numbers_lists_and_null_for_nan(tmp_path):
-    writer = metrics.JsonlWriter(tmp_path / "deep" / "m.jsonl")
-    writer.write(3, {"a": np.float32(0.5), "b": math.nan, "c": [[1, np.int64(2)]], "d": math.inf})
-    writer.close()
-    expected = {"step": 3, "a": 0.5, "b": None, "c": [[1, 2]], "d": None}
-    assert lines_of(tmp_path / "deep" / "m.jsonl") == [expected]
-
-
-def test_jsonl_truncate_after_drops_later_steps_and_goes_on(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = metrics.JsonlWriter(path)
-    for step in range(5):
-        writer.write(step, {"a": step})
-    writer.truncate_after(2)
-    writer.write(3, {"a": 30})
-    writer.close()
-    assert [(r["step"], r["a"]) for r in lines_of(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
-    assert os.listdir(tmp_path) == ["m.jsonl"]
-
-
-def test_jsonl_cuts_a_line_torn_by_a_kill(tmp_path):
-    path = tmp_path / "m.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert metrics.read_jsonl(path) == [{"step": 1}]
-    writer = metrics.JsonlWriter(path)
-    writer.write(2, {})
-    writer.close()
-    assert lines_of(path) == [{"step": 1}, {"step": 2}]
-
-
-def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
-    path = tmp_path / "m.jsonl"
-    assert metrics.read_jsonl(path) == []
-    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not JSON .*nonsense"):
-        metrics.read_jsonl(path)
-    path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="line 1: .*wanted a JSON object"):
-        metrics.read_jsonl(path)
-
-
-@pytest.mark.timeout(20)
-def test_jsonl_of_many_threads_has_whole_lines(tmp_path):
-    path = tmp_path / "m.jsonl"
-    writer = metrics.JsonlWriter(path)
-
-    def work(i):
-        for j in range(50):
-            writer.append({"i": i, "j": j, "text": "x" * 500})
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    writer.close()
-    found = sorted((r["i"], r["j"]) for r in lines_of(path))
-    assert found == [(i, j) for i in range(4) for j in range(50)]
 
 
 class FakeWriter:

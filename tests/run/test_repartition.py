@@ -42,7 +42,7 @@ def make_state(host, num_hosts, num_searchers=2, step=5, **settings):
             f"searcher_{s}": PartState({}, {"decoded_tokens": 100 + s, "idle_s": float(s)})
             for s in mine
         },
-        "trainer": Counters(1.0, [0.1], 50, {0: 4}).state(),
+        "trainer": Counters(1.0, 1, 0.1, 0.1, 50, {0: 4}).state(),
         "clock": PartState({}, {"elapsed_s": 3.0, "time_to_first_step_s": 1.0}),
         "evaluations": Evaluated({"pass_at_1": 0.5} if host == 0 else None).state(),
     }

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one searcher does again from the log of a run that went through several processes."""
 
+import gzip
+import json
+
 import pytest
 from fake_search import World
 
 from tba_jax.flow.state import PartState
-from tba_jax.run.schedule_replay import ReplayError, SearcherReplay
+from tba_jax.run.schedule_replay import ReplayError, SearcherReplay, read_schedule
 from tba_jax.weights.transport import Published
 
 
@@ -18,7 +21,10 @@ def commits_of(world):
 
 def replay(events, rounds):
     world = World()
-    again = SearcherReplay(world.search, lambda version, _: Published(version, None), events)
+    chunks = [event for event in events if event["event"] == "chunk"]
+    again = SearcherReplay(
+        world.search, lambda version, _: Published(version, None), lambda: iter(chunks)
+    )
     for number, version, *_ in rounds:
         again.do({"searcher": 3, "round": number, "version": version})
     return commits_of(world)
@@ -49,3 +55,41 @@ def test_a_log_without_the_chunk_of_a_ticket_is_refused():
     done = commits_of(world)
     with pytest.raises(ReplayError, match="round 2 of searcher 3 never ends"):
         replay(world.events[:1], done)
+
+
+CHUNK = {"event": "chunk", "chunk": 0, "version": 0, "begins": True, "tickets": [0]}
+EVENTS = (
+    {"event": "sync", "step": 0, "version": 0},
+    {**CHUNK, "searcher": 1},
+    {**CHUNK, "searcher": 0},
+    {"event": "round", "searcher": 1, "round": 0, "version": 0},
+    {"event": "step", "step": 0, "trajectory_ids": [], "weights": [], "bucket": [1], "x": "chunk"},
+    {"event": "eval", "step": 0},
+)
+
+
+@pytest.mark.parametrize("name", ["schedule.jsonl", "schedule.jsonl.gz"])
+def test_a_log_is_streamed_compressed_or_not(tmp_path, name):
+    text = "".join(json.dumps(event) + "\n" for event in EVENTS).encode()
+    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
+    schedule = read_schedule(tmp_path / name)
+    assert [*schedule.events("sync", "round", "step")] == [EVENTS[0], EVENTS[3], EVENTS[4]]
+    assert [*schedule.chunks(0)] == [*schedule.chunks(0)] == [EVENTS[2]]
+
+
+def test_a_log_that_lost_lines_is_refused(tmp_path):
+    path = tmp_path / "schedule.jsonl"
+    facts = {"step": 7, "num_bytes": 9000, "found_bytes": 12}
+    lost = {"event": "lost", "log": "schedule.jsonl", **facts}
+    path.write_text("".join(json.dumps(event) + "\n" for event in (*EVENTS, lost)))
+    with pytest.raises(ReplayError, match="resumed at step 7 it had 9,000 bytes, and 12 then"):
+        read_schedule(path)
+    lost["log"] = "metrics.jsonl"  # which a replay does not need
+    path.write_text("".join(json.dumps(event) + "\n" for event in (*EVENTS, lost)))
+    assert len([*read_schedule(path).events("step")]) == 1
+    path.write_text(json.dumps(EVENTS[0]) + "\n")
+    with pytest.raises(ReplayError, match="holds no step"):
+        read_schedule(path)
+    path.write_text("".join(json.dumps(event) + "\n" for event in EVENTS).replace("ound", "oun", 1))
+    with pytest.raises(ValueError, match="line 4: 'event' is 'roun'. Remove that line"):
+        read_schedule(path)

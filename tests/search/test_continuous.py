@@ -125,3 +125,14 @@ def test_a_grader_that_fails_stops_its_searcher_and_is_named():
     with pytest.raises(WorkerError, match="grader-3 failed: OSError: no process is left"):
         stop.check()
     assert not world.outbox.take()  # what was not graded is not committed
+
+
+def test_a_chunk_in_the_log_is_counted():
+    """A checkpoint whose log has the line of a chunk must not have its number to give again."""
+    world = World()
+    counted = []
+    world.search._log_event = lambda event: counted.append(
+        world.searcher.state().meta["num_chunks"] - event["chunk"]
+    )
+    world.run(3)
+    assert counted and set(counted) == {1}

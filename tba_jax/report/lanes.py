@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who worked when: the times of a schedule log, as intervals of searchers, trainer, evaluations.
+
+It does not draw. Times are arrays and sets of intervals are [n, 2] arrays of seconds, because a
+long run has millions. Invariant: a log is read once, as a stream, and of a line only the times.
+"""
+
+import array
+import collections
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tba_jax.report.jsonl import parse_line, read_lines
+from tba_jax.report.lines import wrong_times
+
+Intervals = np.ndarray  # float64 [n, 2]: begin and end, seconds
+Lane = dict[str, Intervals]  # by phase
+
+ROUND_PHASES = ("decode", "reward", "reference")  # in the order they are drawn inside a round
+
+_FIELDS = {
+    "round": ("start_s", "end_s", "decode_s", "reward_s", "reference_s"),
+    "step": ("start_s", "end_s", "wait_s"),
+    "sync": ("start_s", "end_s"),
+    "eval": ("start_s", "end_s"),
+}
+# How a run writes a round, the most frequent event by far; another spelling is parsed as JSON.
+_SEARCHER = re.compile(rb'\{"event": "round", "searcher": (\d+), "round": \d+, ')
+_ROUND = re.compile(
+    b"".join(rb', "%s": (-?\d+\.\d+(?:e[-+]?\d+)?)' % x.encode() for x in _FIELDS["round"])
+    + b"[,}]"
+)
+# Where the times of a line end, as a run writes it: what follows is most of its length.
+_LONG_TAILS = {b'{"event": "step"': b', "trajectory_ids"'}
+_WITHOUT_TIMES = b'{"event": "chunk"'
+
+
+class Times(NamedTuple):
+    """The times of a schedule log, a row for each event.
+
+    Attributes:
+        rounds: of each searcher: start, end, and the seconds of decode, reward, reference.
+        steps: start, end, and the wait that lies before the start.
+        syncs, evals: start, end.
+    """
+
+    rounds: Mapping[int, np.ndarray]
+    steps: np.ndarray
+    syncs: np.ndarray
+    evals: np.ndarray
+
+
+def read_times(path: Path) -> Times:
+    """Times of a schedule log; none where there is no file.
+
+    Raises:
+        ValueError: a line that is no JSON object, with file and line number.
+    """
+    return times_of(_timed_events(path))
+
+
+def _timed_events(path: Path) -> Iterator[Mapping[str, Any]]:
+    for number, line in read_lines(path):
+        if line.startswith(_WITHOUT_TIMES):
+            continue
+        start = line.find(b', "start_s"')
+        found = _ROUND.match(line, start) if start > 0 else None
+        searcher = _SEARCHER.match(line) if found is not None else None
+        if found is not None and searcher is not None:
+            numbers = dict(zip(_FIELDS["round"], map(float, found.groups()), strict=True))
+            yield {"event": "round", "searcher": int(searcher[1]), **numbers}
+            continue
+        where = f"{path}, line {number}"
+        tail = line.find(_LONG_TAILS.get(line[: line.find(b",")], b"\r\n"))
+        event: Mapping[str, Any] = {}
+        if tail >= 0:
+            event = parse_line(where, line[:tail] + b"}", wrong_times)
+        yield event if "end_s" in event else parse_line(where, line, wrong_times)
+
+
+def times_of(events: Iterable[Mapping[str, Any]]) -> Times:
+    """Times of events; those without times, and kinds that are not known, are left out."""
+    rows: dict[tuple[str, int], array.array[float]] = collections.defaultdict(
+        lambda: array.array("d")
+    )
+    for event in events:
+        kind = event.get("event", "")
+        if kind in _FIELDS and "start_s" in event and "end_s" in event:
+            key = kind, event["searcher"] if kind == "round" else 0
+            rows[key].extend([event.get(name) or 0.0 for name in _FIELDS[kind]])
+
+    def table(kind: str, searcher: int = 0) -> np.ndarray:
+        values = rows.get((kind, searcher), array.array("d"))
+        return np.array(values, np.float64).reshape(-1, len(_FIELDS[kind]))
+
+    searchers = sorted(searcher for kind, searcher in rows if kind == "round")
+    rounds = {searcher: table("round", searcher) for searcher in searchers}
+    return Times(rounds, table("step"), table("sync"), table("eval"))
+
+
+def lanes_of(times: Times) -> dict[str, Lane]:
+    """Lane -> phase -> intervals: the searchers in order, the trainer, evaluations.
+
+    A round's phases are laid end to end from its start; what is left of a round counts as its
+    decode phase, because that is where a searcher's host work happens. Rounds that overlap are
+    tickets, graded beside decoding: a lane of their own. A step's wait lies before its start.
+    """
+    lanes: dict[str, Lane] = {}
+    for searcher, rounds in times.rounds.items():
+        own = rounds[np.argsort(rounds[:, 0], kind="stable")]
+        if (own[1:, 0] < own[:-1, 1]).any():
+            lanes |= _ticket_lanes(searcher, own)
+        else:
+            lanes[f"searcher {searcher}"] = _round_lane(own)
+    start, end, wait = times.steps.T
+    if len(times.steps) or len(times.syncs):
+        lanes["trainer"] = {
+            "step": _intervals(start, end),
+            "wait": _intervals(start - wait, start),
+            "sync": times.syncs,
+        }
+    if len(times.evals):
+        lanes["evaluation"] = {"evaluation": times.evals}
+    return lanes
+
+
+def _intervals(start: np.ndarray, end: np.ndarray) -> Intervals:
+    return np.stack([start, end], axis=1)
+
+
+def _round_lane(rounds: np.ndarray) -> Lane:
+    """Phases of rounds, end to end."""
+    begin, end = rounds[:, 0], rounds[:, 1]
+    seconds = rounds[:, 2:].copy()
+    seconds[:, 0] += np.maximum(0.0, end - begin - seconds.sum(axis=1))
+    scale = (end - begin) / np.maximum(seconds.sum(axis=1), 1e-9)
+    edges = begin[:, None] + np.cumsum(seconds, axis=1) * scale[:, None]
+    edges = np.concatenate([begin[:, None], edges], axis=1)
+    return {phase: edges[:, i : i + 2] for i, phase in enumerate(ROUND_PHASES)}
+
+
+def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
+    """A searcher's decoding, and its grading; tickets graded together end together."""
+    end, together = np.unique(tickets[:, 1], return_inverse=True)
+    reward_s, reference_s = (np.bincount(together, tickets[:, i]) for i in (3, 4))
+    reference = end - reference_s
+    reward = reference - reward_s
+    start = tickets[:, 0]
+    return {
+        f"searcher {searcher}": {
+            "decode": merge_intervals(_intervals(start, np.maximum(start, reward[together])))
+        },
+        f"grader {searcher}": {
+            "reward": merge_intervals(_intervals(reward, reference)),
+            "reference": merge_intervals(_intervals(reference, end)),
+        },
+    }
+
+
+def merge_intervals(intervals: Intervals) -> Intervals:
+    """The union of intervals, as disjoint ones in ascending order."""
+    intervals = intervals[intervals[:, 1] > intervals[:, 0]]
+    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
+    if not len(intervals):
+        return intervals
+    reached = np.maximum.accumulate(intervals[:, 1])
+    first = np.concatenate([[True], intervals[1:, 0] > reached[:-1]])
+    last = np.concatenate([first[1:], [True]])
+    return _intervals(intervals[first, 0], reached[last])
+
+
+def length_before(merged: Intervals, moments: np.ndarray) -> np.ndarray:
+    """Length of a union before each moment.
+
+    Args:
+        merged: disjoint, in ascending order.
+        moments: float64 [n], seconds.
+    """
+    lengths = np.concatenate([[0.0], np.cumsum(merged[:, 1] - merged[:, 0])])
+    index = np.searchsorted(merged[:, 0], moments, side="right")
+    ends = np.concatenate([[-np.inf], merged[:, 1]])[index]
+    return lengths[index] - np.maximum(0.0, ends - moments)
+
+
+def overlap(first: Intervals, second: Intervals) -> float:
+    """Total length of the intersection of two unions of intervals."""
+    a, b = merge_intervals(first), merge_intervals(second)
+    if not (len(a) and len(b)):
+        return 0.0
+    return float((length_before(a, b[:, 1]) - length_before(a, b[:, 0])).sum())
+
+
+def busy_shares(lanes: Mapping[str, Lane]) -> dict[str, float]:
+    """Share of the training time in which each searcher and the trainer work, and "both".
+
+    Training time runs from the first round to the last step. "both" is the share in which the
+    trainer and at least one searcher work at once: what asynchrony is for.
+    """
+    searchers = {
+        name: np.concatenate([*lane.values()])
+        for name, lane in lanes.items()
+        if name.startswith("searcher")
+    }
+    if not searchers or "trainer" not in lanes or not len(lanes["trainer"]["step"]):
+        return {}
+    rounds = np.concatenate([*searchers.values()])
+    work = np.concatenate([lanes["trainer"]["step"], lanes["trainer"]["sync"]])
+    window = np.array([[rounds[:, 0].min(), work[:, 1].max()]])
+    length = float(window[0, 1] - window[0, 0])
+    shares = {name: overlap(spans, window) / length for name, spans in searchers.items()}
+    shares["trainer"] = overlap(work, window) / length
+    shares["both"] = overlap(rounds, work) / length
+    return shares

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Logs of JSON lines: whole lines, cut back without being read, streamed."""
+
+import gzip
+import json
+import math
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from tba_jax.report import jsonl
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_jsonl_writes_numbers_lists_and_null_for_nan(tmp_path):
+    writer = jsonl.JsonlWriter(tmp_path / "deep" / "m.jsonl")
+    writer.write(3, {"a": np.float32(0.5), "b": math.nan, "c": [[1, np.int64(2)]], "d": math.inf})
+    writer.close()
+    expected = {"step": 3, "a": 0.5, "b": None, "c": [[1, 2]], "d": None}
+    assert lines_of(tmp_path / "deep" / "m.jsonl") == [expected]
+
+
+def test_keep_drops_lines_and_goes_on(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = jsonl.JsonlWriter(path)
+    for step in range(5):
+        writer.write(step, {"a": step})
+    writer.keep(lambda record: record["step"] <= 2)
+    writer.write(3, {"a": 30})
+    writer.close()
+    assert [(r["step"], r["a"]) for r in lines_of(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_jsonl_cuts_a_line_torn_by_a_kill(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert jsonl.read_jsonl(path) == [{"step": 1}]
+    writer = jsonl.JsonlWriter(path)
+    writer.write(2, {})
+    writer.close()
+    assert lines_of(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert jsonl.read_jsonl(path) == []
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not JSON .*nonsense"):
+        jsonl.read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1: .*wanted a JSON object"):
+        jsonl.read_jsonl(path)
+
+
+@pytest.mark.timeout(20)
+def test_jsonl_of_many_threads_has_whole_lines(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = jsonl.JsonlWriter(path)
+
+    def work(i):
+        for j in range(50):
+            writer.append({"i": i, "j": j, "text": "x" * 500})
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    writer.close()
+    found = sorted((r["i"], r["j"]) for r in lines_of(path))
+    assert found == [(i, j) for i in range(4) for j in range(50)]
+
+
+def log_of(path, num_lines):
+    writer = jsonl.JsonlWriter(path)
+    for step in range(num_lines):
+        writer.write(step, {"text": "x" * 90})
+    return writer
+
+
+def test_keep_does_not_read_what_lies_before_its_start(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = log_of(path, 6)
+    start = writer.num_bytes()
+    for step in range(6, 9):
+        writer.write(step, {})
+    with open(path, "r+b") as file:
+        file.write(b"damaged")  # a reader of the whole would stumble
+    writer.keep(lambda record: record["step"] == 7, start)
+    writer.write(10, {})
+    writer.close()
+    with open(path, "rb") as file:
+        file.seek(start)
+        assert [json.loads(line)["step"] for line in file] == [7, 10]
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+@pytest.mark.parametrize("num_appended", [0, 20, 36])
+def test_a_keep_that_was_killed_is_ended_when_the_log_is_opened(tmp_path, num_appended):
+    """After the decision: before the cut, in the middle of what is put back, after it."""
+    path = tmp_path / "m.jsonl"
+    log_of(path, 4).close()
+    start = len(path.read_bytes()) // 2
+    kept = b'{"step": 2}\n{"step": 3, "again": true}\n'[:39]
+    (tmp_path / "m.jsonl.kept").write_bytes(b"%d\n" % start + kept)
+    if num_appended:
+        path.write_bytes(path.read_bytes()[:start] + kept[:num_appended])
+    jsonl.JsonlWriter(path).close()
+    assert [r["step"] for r in lines_of(path)] == [0, 1, 2, 3]
+    assert os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_a_keep_that_is_refused_changes_nothing(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = log_of(path, 3)
+    before = path.read_bytes()
+    with pytest.raises(jsonl.LogError, match=r"m\.jsonl, line 1: has no 'event'"):
+        writer.keep(lambda record: record["event"] == "step")
+    writer.close()
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
+
+
+def test_a_long_torn_line_is_cut_off(tmp_path):
+    path = tmp_path / "m.jsonl"
+    log_of(path, 2).close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 2, "text": "' + b"x" * 200_000)
+    jsonl.JsonlWriter(path).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(b"x" * 200_000)
+    jsonl.JsonlWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_line_ends(tmp_path):
+    writer = log_of(tmp_path / "m.jsonl", 2)
+    size = writer.num_bytes()
+    assert [writer.has_line_end(n) for n in (0, size // 2, size, 3, size + 1)] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    writer.close()
+
+
+def test_a_sample_is_evenly_spaced_and_has_the_last_line_and_those_asked_for(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = jsonl.JsonlWriter(path)
+    for step in range(1, 24):
+        writer.write(step, {"eval/n": 8} if step == 6 else {})
+    writer.close()
+    found = [r["step"] for r in jsonl.sample_jsonl(path, 5, always=b"eval/n")]
+    assert found == [4, 6, 8, 12, 16, 20, 23]
+    assert [r["step"] for r in jsonl.sample_jsonl(path, 500, always=b"-")] == [*range(1, 24)]
+    assert list(jsonl.sample_jsonl(tmp_path / "nothing", 5, always=b"-")) == []
+
+
+def test_compressed_logs_are_read(tmp_path):
+    log_of(tmp_path / "m.jsonl", 3).close()
+    (tmp_path / "m.jsonl.gz").write_bytes(gzip.compress((tmp_path / "m.jsonl").read_bytes()))
+    assert jsonl.read_jsonl(tmp_path / "m.jsonl.gz") == lines_of(tmp_path / "m.jsonl")

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a resume does to the logs of the run."""
+
+import json
+
+import pytest
+
+from tba_jax.devices.cluster import Cluster
+from tba_jax.report.jsonl import read_jsonl
+from tba_jax.run.logs import open_logs
+
+
+class Display:
+    def __init__(self):
+        self.notes = []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def write(self, step, values):
+        pass
+
+    def close(self):
+        pass
+
+
+def opened(folder):
+    display = Display()
+    return display, open_logs(folder, Cluster(), display, [])
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Logs of a run that was saved at step 3 and went on to step 5; the state of its logs."""
+    _, logs = opened(tmp_path)
+    for step in range(6):
+        if step == 4:
+            state = logs.state()
+        logs.metrics.write(step, {})
+        logs.schedule.append({"event": "step", "step": step})
+    logs.close()
+    return state
+
+
+def resume(folder, state):
+    """The display's notes, and steps of both logs."""
+    display, logs = opened(folder)
+    if state is not None:
+        logs.restore(state)
+    logs.cut_back(3, lambda r: r["step"] <= 3, lambda e: e["step"] <= 3)
+    logs.close()
+    files = (read_jsonl(folder / name) for name in ("metrics.jsonl", "schedule.jsonl"))
+    return display.notes, *([r["step"] for r in records] for records in files)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_is_done_again_is_dropped(saved, tmp_path, is_known):
+    assert resume(tmp_path, saved if is_known else None) == ([], [0, 1, 2, 3], [0, 1, 2, 3])
+
+
+def test_what_was_saved_is_not_read(saved, tmp_path):
+    path = tmp_path / "schedule.jsonl"
+    first, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(b"?" * len(first) + b"\n" + rest)
+    display, logs = opened(tmp_path)
+    logs.restore(saved)
+    logs.cut_back(3, lambda r: True, lambda e: e["step"] <= 3)
+    logs.close()
+    assert [json.loads(line)["step"] for line in path.read_bytes().splitlines()[1:]] == [1, 2, 3]
+    assert display.notes == []
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "schedule.jsonl"])
+def test_a_log_that_was_cut_or_lost_is_named_and_says_so_itself(saved, tmp_path, name):
+    path = tmp_path / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]))
+    notes, *_ = resume(tmp_path, saved)
+    had, has = saved.meta[name], len(b"".join(lines[:2]))
+    assert notes == [
+        f"{path} is not whole: it had {had} bytes when checkpoint 3 was written, and has {has} "
+        "now. The report lacks what is gone, and --replay_schedule needs the whole of a schedule "
+        "log"
+    ]
+    told = read_jsonl(tmp_path / "schedule.jsonl")[-1]
+    assert told == {
+        "event": "lost",
+        "step": 3,
+        "log": name,
+        "num_bytes": had,
+        "found_bytes": has,
+    }
+    path.unlink()
+    notes, *_ = resume(tmp_path, saved)
+    assert len(notes) == 1 and f"{name} is not whole" in notes[0] and "has 0 now" in notes[0]
+
+
+def test_a_log_of_something_else_is_not_taken_for_the_runs(saved, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": i, "text": "x" * i}) + "\n" for i in range(60)))
+    notes, metrics, _ = resume(tmp_path, saved)
+    assert len(notes) == 1 and metrics == [0, 1, 2, 3]
