@@ -135,11 +135,12 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             "of a run. Give the directory that was named by --workdir"
         )
     resolved = _read_json(workdir / "config.json")
-    if not isinstance(resolved.get("config", {}), dict):
-        raise ValueError(
-            f"{workdir / 'config.json'}: `config` is a {type(resolved['config']).__name__}, wanted "
-            "an object. Remove the file to go without it"
-        )
+    for name in ("config", "versions"):
+        if not isinstance(resolved.get(name, {}), dict):
+            raise ValueError(
+                f"{workdir / 'config.json'}: `{name}` is a {type(resolved[name]).__name__}, wanted "
+                "an object. Remove the file to go without it"
+            )
     return Run(
         workdir=workdir,
         report=_read_json(workdir / "report.json"),

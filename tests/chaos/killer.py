@@ -107,6 +107,7 @@ class Killer:
         self.told: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
         self.trial = 0
+        self.whole_s = 25.0  # of a run that nothing happens to
         self.template, self.before, self.states = self._undamaged()
         self.want_losses = losses(self.template.folder)
         self.want_state = self._train_state(self.template.folder)
@@ -116,7 +117,9 @@ class Killer:
     def _undamaged(self) -> tuple[damage.Template, Any, Any]:
         folder = self.out / "template"
         if not (folder / "report.json").exists():
+            began = time.monotonic()
             life = self._live(Story(folder, "sync"), "undisturbed", until=None)
+            self.whole_s = time.monotonic() - began
             assert life.code == 0, life.err
         config = load_run_config(str(folder))
         model = describe_model(config).config
@@ -167,7 +170,7 @@ class Killer:
             if until is not None:
                 was_killed = until(process)
             while process.poll() is None:
-                if time.monotonic() - began > MOST_S:
+                if time.monotonic() - began > max(MOST_S, 6 * self.whole_s):
                     self._fail(f"hangs after {story.events[-5:]}, {what}")
                     break
                 self._work()
@@ -198,8 +201,8 @@ class Killer:
         """Wait for a random moment; whether the process is still there."""
         before = len(lines_of(story.workdir))
         num_lines = int(self.rng.integers(1, 9)) if self.rng.random() < 0.7 else 10**9
-        end = time.monotonic() + float(self.rng.random()) * 12
-        late = time.monotonic() + 40
+        end = time.monotonic() + float(self.rng.random()) * 0.5 * self.whole_s
+        late = time.monotonic() + 2 * self.whole_s
         while process.poll() is None:
             now = time.monotonic()
             if now > late or (num_lines == 10**9 and now > end):

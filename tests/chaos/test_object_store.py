@@ -41,20 +41,22 @@ def local(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_run_in_a_bucket_that_is_killed_continues_from_it_on_another_machine(
     store, cache, tmp_path
 ):
-    assert commands.run(tmp_path / "plain", *QUICK, cache=cache).returncode == 0
+    assert commands.run(tmp_path / "plain", *QUICK, cache=cache, timeout=600).returncode == 0
     rng = random.Random(0)
     for step in (4, 8):
         process = commands.start(ADDRESS, *QUICK, cache=cache)
         commands.wait_for(
             lambda step=step: max(_complete("checkpoints", store()), default=0) >= step,
             process=process,
+            timeout=600,
         )
         commands.kill_after(process, local(tmp_path), 0, step, rng)
         (tmp_path / "cache").rename(tmp_path / f"cache of the machine before {step}")
-    done = commands.run(ADDRESS, *QUICK, cache=cache)
+    done = commands.run(ADDRESS, *QUICK, cache=cache, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout and f"Report: {ADDRESS}/report.html" in done.stdout
     assert {"config.json", "report.json", "report.html"} <= set(store())
@@ -63,7 +65,7 @@ def test_a_run_in_a_bucket_that_is_killed_continues_from_it_on_another_machine(
     assert len(logs) == 1  # of the last process alone
     # The same bits as a run in a folder, and no line lost or twice.
     assert commands.losses(local(tmp_path)) == commands.losses(tmp_path / "plain")
-    again = commands.run(ADDRESS, *QUICK, cache=cache)
+    again = commands.run(ADDRESS, *QUICK, cache=cache, timeout=600)
     assert again.returncode == 0 and "This run is finished." in again.stdout
     shown = subprocess.run(
         [sys.executable, "-m", "tba_jax.buffer", ADDRESS, "--json"],
