@@ -18,6 +18,7 @@ from fake_batches import (
     REMAT,
     SCHEDULE,
     SETTINGS,
+    keep_gradient,
     make_batch,
     make_mesh,
     slow,
@@ -174,6 +175,40 @@ def test_only_adapters_are_trained_and_have_optimiser_state():
     # Scored with the adapters that the reference kept, which are still nothing.
     assert abs(float(metrics["train/kl_reference"])) > 1e-2
     assert not np.any(state.reference_params["layers"]["q_lora_b"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"micro_batch_rows": 8, "is_whole": True}, {"row_length": 18}],
+    ids=["padded", "in micro-batches", "packed"],
+)
+def test_adapters_learn_the_same_where_prompts_are_shared(layout):
+    """Beside a reference that the trainer scores: gradient, log-probs of both, loss."""
+    base, adapters = random_params(CONFIG), trained_adapters(POLICY)
+    cut = {name: value for name, value in layout.items() if name != "row_length"}
+    found = []
+    for batch, options in (
+        (make_batch(), {}),
+        (make_batch(shares_prompts=True, **layout), cut),
+    ):
+        settings = replace(SETTINGS, **options)
+        step = make_train_step(POLICY, keep_gradient(), optax.constant_schedule(0.0), settings)
+        state = init_state(adapters, keep_gradient(), keep_reference=True)
+        # Another policy than that of the reference.
+        state = state._replace(params=jax.tree.map(lambda x: 1.5 * x, adapters))
+        state, metrics = step(state, batch, base)
+        found.append((jax.device_get(state.opt_state), metrics))
+    (wanted, of_rows), (gradient, metrics) = found
+    assert any(np.abs(x).max() > 1e-3 for x in jax.tree.leaves(wanted))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), gradient, wanted
+    )
+    for name in ("loss", "kl_reference", "nll_per_token", "grad_norm"):
+        np.testing.assert_allclose(
+            metrics[f"train/{name}"], of_rows[f"train/{name}"], rtol=1e-5, atol=1e-6, err_msg=name
+        )
+    assert abs(float(of_rows["train/kl_reference"])) > 1e-2
 
 
 @pytest.mark.slow
