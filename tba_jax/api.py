@@ -17,6 +17,7 @@ from tba_jax.config import presets
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, make_config
+from tba_jax.devices.placement import MODES
 from tba_jax.devices.platform import take_gpu_memory
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
@@ -80,10 +81,10 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     from tba_jax.run.interruption import Interruption
     from tba_jax.run.session import train
 
-    if config.placement == "pod":
+    if MODES[config.placement].spans_hosts:
         raise ConfigError(
-            "config.placement = 'pod': a pod has a process per host, and this is one; start "
-            "`python -m tba_jax.main` on every host, or give another placement"
+            f"config.placement = {config.placement!r}: a pod has a process per host, and this is "
+            "one; start `python -m tba_jax.main` on every host, or give another placement"
         )
     validate(config)
     workdir = local_folder(workdir, "workdir")

@@ -158,10 +158,22 @@ def _run_pod(config: Config, workdir: Path) -> int:
 
     interrupted = Interruption()
     cluster = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    everyone = cluster
     last_words = LastWords(cluster)
     held = contextlib.ExitStack()
     try:
-        is_finished, hold = claim_together(cluster, config, workdir, held)
+        team = None
+        if MODES[config.placement].shares_data:
+            is_finished, hold = claim_together(cluster, config, workdir, held)
+        else:
+            from tba_jax.run.whole_hosts import join
+
+            joined = join.join(config, workdir, cluster, interrupted, held, _PROCESS_START)
+            if joined is None:  # a host that searches: it is done
+                cluster.close()
+                last_words.unsay()
+                return 0
+            cluster, is_finished, hold, team = joined
         if is_finished:
             outcome = finished_before(config, workdir)
         else:
@@ -174,24 +186,25 @@ def _run_pod(config: Config, workdir: Path) -> int:
                     hold=hold,
                     accept_changed=_ACCEPT_CHANGED.value,
                     start_s=_PROCESS_START,
+                    team=team,
                 )
         held.close()
         code = 0
         if cluster.is_primary:
             code = _say(outcome, config, workdir, interrupted.signal_number)
-        cluster.close()
+        everyone.close()
         last_words.unsay()
         # A pod that was told to go and went in order has not failed.
-        return code if cluster.num_processes == 1 else 0
+        return code if everyone.num_processes == 1 else 0
     except BaseException as error:
-        if cluster.num_processes == 1:
+        if everyone.num_processes == 1:
             raise
         # Not by way of the interpreter's end: leaving jax.distributed would wait for the others,
         # who wait for this process. They notice that it is gone.
         code = tell(error)
         if not isinstance(error, PeerError):
             print(
-                f"error: process {cluster.process_id} of {cluster.num_processes} failed, which "
+                f"error: process {everyone.process_id} of {everyone.num_processes} failed, which "
                 f"ends the others within {config.pod.heartbeat_s} s (config.pod.heartbeat_s)",
                 file=sys.stderr,
             )

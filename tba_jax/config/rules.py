@@ -37,10 +37,18 @@ def validate(config: Config) -> None:
     _rounding(config)
     _quantization(config)
     _driver(config)
-    if MODES[config.placement].spans_hosts:
+    if MODES[config.placement].spans_hosts and MODES[config.placement].shares_data:
         _pod(config)
     if MODES[config.placement].searches_elsewhere:
         _fleet(config)
+    need(
+        MODES[config.placement].shares_data or config.sync.transport == "checkpoint",
+        "sync.transport",
+        config.sync.transport,
+        f"with placement={config.placement} weights go to other hosts as files of the work "
+        "directory",
+        "Set --config.sync.transport=checkpoint.",
+    )
     if config.task.start_path:
         _start_data(config)
     _task(config)
@@ -197,11 +205,11 @@ def _start_data(config: Config) -> None:
         "--config.task.start_path empty.",
     )
     need(
-        not MODES[config.placement].spans_hosts,
+        not MODES[config.placement].spans_hosts or not MODES[config.placement].shares_data,
         "task.start_path",
         config.task.start_path,
         "hosts of a pod have replay buffers of their own, and only one of them would have it",
-        "Leave it empty, or use one host.",
+        "Leave it empty, or use one host, or placement=whole_hosts.",
     )
     need(
         config.search.exact_lag == 0,

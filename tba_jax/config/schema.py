@@ -83,7 +83,7 @@ class Config:
     )
     num_searchers: int = field(
         1,
-        "searchers (threads of the asynchronous driver); placement=pod: of all hosts; "
+        "searchers (threads of the asynchronous driver); of several hosts: of all; "
         "placement=fleet: of a process of searchers",
         at_least=1,
     )
@@ -91,9 +91,10 @@ class Config:
         "auto",
         "where trainer and searchers run: "
         + "; ".join(f"{mode.name}: {mode.meaning}" for mode in MODES.values()),
+        on_resume=True,
     )
     num_cpu_devices: int = field(
-        1, "devices that the CPU backend divides the machine into", at_least=1
+        1, "devices that the CPU backend divides the machine into", at_least=1, on_resume=True
     )
     compilation_cache: str = field(
         "auto",

@@ -4,8 +4,9 @@
 A pod runs the same program on every host. This module starts `jax.distributed` from flags, from the
 environment or from what a TPU pod knows about itself, exchanges small host values between the
 processes, and notices preemption and lost peers. All of its exchanges are lock-step calls that
-every process makes in the same order, from the thread that drives the trainer; its invariant is
-that a process whose peers are gone ends, and says what to do.
+every member makes in the same order, from the thread that drives the trainer; a process that only
+searches is a member of nothing but itself. Its invariant is that a process whose peers are gone
+ends, and says what to do.
 """
 
 import contextlib
@@ -13,11 +14,16 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
+
+from tba_jax.devices.slices import accepts_one_of_each_host
+
+if TYPE_CHECKING:
+    from tba_jax.devices.site import Site
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -95,27 +101,64 @@ def resolve_address(
 
 
 class Cluster:
-    """The processes of a run, of which there may be only one.
+    """The processes of a run that work in lock-step, of which there may be only one.
+
+    Args:
+        process_id: this process among them.
+        num_processes: how many there are.
+        members: their numbers in `jax.distributed`; none: those of all, in order.
+        is_primary: as below; None: process 0 is.
 
     Attributes:
-        process_id: this process.
-        num_processes: how many there are.
+        process_id, num_processes, members: as given.
+        is_primary: whether this process writes what exists once: metrics, progress, report.
     """
 
-    def __init__(self, process_id: int = 0, num_processes: int = 1) -> None:
+    def __init__(
+        self,
+        process_id: int = 0,
+        num_processes: int = 1,
+        members: Sequence[int] = (),
+        is_primary: bool | None = None,
+    ) -> None:
         self.process_id = process_id
         self.num_processes = num_processes
+        self.members = tuple(members) or tuple(range(num_processes))
+        self.is_primary = process_id == 0 if is_primary is None else is_primary
+        self._is_joined = num_processes > 1
+        self._site: Site | None = None
         self._replicate: Callable[[Any], Any] | None = None
         self._rows: Any = None
         self._num_sync_points = 0
 
     @property
-    def is_primary(self) -> bool:
-        """Whether this process writes what exists once: metrics, progress, report."""
-        return self.process_id == 0
+    def number(self) -> int:
+        """This process's number in `jax.distributed`."""
+        return self.members[self.process_id]
+
+    def among(self, members: Sequence[int]) -> "Cluster":
+        """Those of these processes, this one included, of which the first is primary.
+
+        Args:
+            members: numbers in `jax.distributed`.
+        """
+        found = Cluster(members.index(self.number), len(members), members)
+        found._is_joined = self._is_joined
+        return found
+
+    def alone(self) -> "Cluster":
+        """This process by itself, in a run that another one is primary of."""
+        return Cluster(0, 1, [self.number], is_primary=False)
+
+    def meet_on(self, site: "Site") -> None:
+        """Exchange on devices of this site from now on, in their turn; a call of all members.
+
+        Before, they are the devices of all members, where nothing else may run yet.
+        """
+        self._site, self._replicate = site, None
 
     def gather(self, values: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
-        """Every process's values, in order of process ids.
+        """Every member's values, in order of process ids.
 
         Args:
             values: int32, as many in every process.
@@ -127,17 +170,44 @@ class Cluster:
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         if self._replicate is None:
-            # One device of each process, one that the trainer uses: on others the exchange would
-            # stand in line behind a searcher's decode chunk.
-            ids = range(self.num_processes)
-            devices = [jax.local_devices(process_index=i)[0] for i in ids]
-            mesh = Mesh(np.array(devices), ("process",))
+            mesh = Mesh(np.array(self._meeting_devices()), ("process", "device"))
             self._rows = NamedSharding(mesh, PartitionSpec("process"))
-            self._replicate = jax.jit(
-                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
-            )
+            program = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+            if self._site is not None and mesh.shape["device"] > 1:
+                program = dataclasses.replace(self._site, mesh=mesh).in_turn(program)
+            self._replicate = program
         rows = jax.make_array_from_process_local_data(self._rows, row)
         return np.asarray(self._replicate(rows))
+
+    def _meeting_devices(self) -> list[list[Any]]:
+        """Of each member: one device where chips allow it, one that the trainer uses, else all.
+
+        On others the exchange would stand in line behind a searcher's decode chunk.
+        """
+        import jax
+
+        devices = [jax.local_devices(process_index=i) for i in self.members]
+        if self._site is not None:
+            used = set(self._site.mesh.devices.flat)
+            devices = [[d for d in own if d in used] for own in devices]
+        if accepts_one_of_each_host(devices[0]):
+            return [own[:1] for own in devices]
+        return devices
+
+    def share(self, data: bytes | None) -> bytes:
+        """The first member's bytes, in all of them.
+
+        Args:
+            data: in the first member; others give None.
+        """
+        if self.num_processes == 1:
+            assert data is not None, "nobody else has it"
+            return data
+        size = int(self.gather(np.array([len(data or b"")], np.int32))[0, 0])
+        # A power of two, so that few shapes are compiled.
+        width = 1 << max(6, (size - 1).bit_length())
+        rows = self.gather(np.frombuffer((data or b"").ljust(width, b"\0"), np.int32))
+        return rows[0].tobytes()[:size]
 
     def decide(
         self,
@@ -165,11 +235,11 @@ class Cluster:
         return self.gather_json(value if self.is_primary else None)[0]
 
     def is_preempted(self) -> bool:
-        """Whether all processes should stop here because one was told to end (SIGTERM).
+        """Whether all members should stop here because a process of the run was told to end.
 
-        Every process must call this equally often; the answer is then the same in all of them.
+        Every member must call this equally often; the answer is then the same in all of them.
         """
-        if self.num_processes == 1:
+        if not self._is_joined:
             return False
         from jax.experimental import multihost_utils
 

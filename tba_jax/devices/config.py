@@ -14,12 +14,19 @@ class MeshSettings(Section):
         1,
         "whole copies of the train state, rows divided; placement=pod: 1 means one for each host",
         at_least=1,
+        on_resume=True,
     )
     fsdp: int = field(
-        1, "train state and rows divided; weights gathered layer by layer", at_least=1
+        1,
+        "train state and rows divided; weights gathered layer by layer",
+        at_least=1,
+        on_resume=True,
     )
     model: int = field(
-        1, "train state and every matrix product divided (tensor parallel)", at_least=1
+        1,
+        "train state and every matrix product divided (tensor parallel)",
+        at_least=1,
+        on_resume=True,
     )
 
 

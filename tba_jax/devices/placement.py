@@ -12,6 +12,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from tba_jax.devices.slices import (
+    accepts_shares_of_hosts,
+    hosts_of,
+    left_to_search,
+    on_whole_hosts,
+    share_of_each_host,
+)
 from tba_jax.settings import need
 
 
@@ -56,15 +63,15 @@ class Layout(NamedTuple):
         takes_turns: searchers have devices of the trainer, in turns with it, instead of others.
         accepts: (devices of all hosts, number of trainer devices) -> whether chips allow it.
         trainer: (devices, number) -> those of the trainer.
-        is_searching_alone: hosts without trainer devices search. No run can do that yet: they
-            would have to send their responses away.
+        searching: (devices of all hosts, those of the trainer) -> hosts that have searchers; None:
+            all of them.
     """
 
     name: str
     takes_turns: bool
     accepts: Callable[[Sequence[Any], int], bool]
     trainer: Callable[[Sequence[Any], int], list[Any]] = lambda devices, n: list(devices[:n])
-    is_searching_alone: bool = False
+    searching: Callable[[Sequence[Any], Sequence[Any]], list[int]] | None = None
 
 
 class Mode(NamedTuple):
@@ -76,7 +83,9 @@ class Mode(NamedTuple):
         choose: (devices, what is asked) -> layout. Raises PlacementError.
         check: (what is asked, devices of a process, processes) -> None; what depends on their
             numbers alone. Raises ConfigError.
-        spans_hosts: one trainer on several processes, each with searchers of its own.
+        spans_hosts: one run on several processes.
+        shares_data: of several processes each has searchers, a buffer and rows of the batch of its
+            own; else one of those that train keeps the buffer, and others search for it.
         searches_elsewhere: searchers are other processes, with devices that are not looked at here;
             what is arranged is the trainer's process, which evaluates.
         mesh: (asked mesh, processes) -> the trainer's.
@@ -87,6 +96,7 @@ class Mode(NamedTuple):
     choose: Callable[[Sequence[Any], Asked], Layout]
     check: Callable[[Asked, int, int], None]
     spans_hosts: bool = False
+    shares_data: bool = True
     searches_elsewhere: bool = False
     mesh: Callable[[MeshShape, int], MeshShape] = lambda mesh, num_hosts: mesh
 
@@ -100,17 +110,16 @@ class Arrangement(NamedTuple):
         trainer: devices of the trainer, those of one process side by side.
         groups: devices of each searcher of the process asked for; searchers that take turns have
             equal ones.
+        first_searcher: index, in the run, of the first of them.
+        num_searchers: of the run.
     """
 
     layout: Layout
     mesh: MeshShape
     trainer: tuple[Any, ...]
     groups: tuple[tuple[Any, ...], ...]
-
-
-def hosts_of(devices: Sequence[Any]) -> list[int]:
-    """Processes that have the devices, in order."""
-    return sorted({d.process_index for d in devices})
+    first_searcher: int
+    num_searchers: int
 
 
 def arrange(
@@ -131,7 +140,6 @@ def arrange(
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     num_hosts = len(hosts_of(devices)) if mode.spans_hosts else 1
     mesh = mode.mesh(asked.mesh, num_hosts)
-    num_searchers, each = max(1, asked.num_searchers // num_hosts), asked.searcher_devices
     layout = mode.choose(devices, asked._replace(mesh=mesh))
     trainer = layout.trainer(devices, mesh.size)
     if len(trainer) < mesh.size:
@@ -139,7 +147,12 @@ def arrange(
             f"the trainer's mesh wants {mesh.size} devices and there are {len(devices)}; make "
             "mesh.data, mesh.fsdp or mesh.model smaller"
         )
+    searching = hosts_of(devices) if mode.spans_hosts else [process_index]
+    if layout.searching is not None:
+        searching = layout.searching(devices, trainer)
+    num_searchers, each = _share_of_searchers(asked, searching), asked.searcher_devices
     own = [d for d in devices if not mode.spans_hosts or d.process_index == process_index]
+    own = own if process_index in searching else []
     taken = {d.id for d in trainer}
     pool = [d for d in own if (d.id in taken) == layout.takes_turns]
     groups = [tuple(pool[i : i + each]) for i in range(0, len(pool) - each + 1, each)]
@@ -152,69 +165,70 @@ def arrange(
             "search.num_devices, or make the trainer's mesh smaller"
         )
     chosen = tuple(groups[s % len(groups)] for s in range(num_searchers)) if groups else ()
-    return Arrangement(layout, mesh, tuple(trainer), chosen)
+    first = searching.index(process_index) * num_searchers if chosen else 0
+    return Arrangement(layout, mesh, tuple(trainer), chosen, first, num_searchers * len(searching))
 
 
-def pod_layout(devices: Sequence[Any], num_trainer_devices: int) -> Layout:
+def _share_of_searchers(asked: Asked, searching: Sequence[int]) -> int:
+    """Searchers of each host that has some."""
+    if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
+        raise PlacementError(
+            f"num_searchers = {asked.num_searchers}: the {len(searching)} hosts that search have "
+            f"equal numbers of searchers; give a multiple of {len(searching)}"
+        )
+    return max(1, asked.num_searchers // len(searching))
+
+
+def pod_layout(
+    devices: Sequence[Any], num_trainer_devices: int, layouts: Sequence[Layout] = ()
+) -> Layout:
     """How a trainer of this size lies in a pod.
 
     Args:
         devices: of all processes.
         num_trainer_devices: data x fsdp x model.
+        layouts: the first of these that the chips accept; none: POD_LAYOUTS.
 
     Raises:
         PlacementError: the chips refuse every layout, with sizes that they accept.
     """
-    for layout in POD_LAYOUTS:
+    layouts = layouts or POD_LAYOUTS
+    for layout in layouts:
         if layout.accepts(devices, num_trainer_devices):
             return layout
     every = range(1, len(devices) + 1)
-    sizes = [n for n in every if any(layout.accepts(devices, n) for layout in POD_LAYOUTS)]
+    sizes = [n for n in every if any(layout.accepts(devices, n) for layout in layouts)]
     hosts = len(hosts_of(devices))
     kind = getattr(devices[0], "device_kind", "") or devices[0].platform
+    other = ""
+    if WHOLE_HOSTS not in layouts and WHOLE_HOSTS.accepts(devices, num_trainer_devices):
+        other = ", or set --config.placement=whole_hosts"
     raise PlacementError(
         f"a trainer mesh of {num_trainer_devices} devices cannot lie on {hosts} hosts of "
         f"{len(devices) // hosts} {kind} devices; make mesh.data x mesh.fsdp x mesh.model one of "
-        f"{sizes}"
+        f"{sizes}{other}"
     )
 
 
-# What TPU compilers accept was found by compiling with libtpu 0.0.51: some of the chips of several
-# hosts on v4 and v5p only; of v5e and v6e whole hosts; of a v5e slice above 16 chips one host or
-# all of them. Other chips accept everything.
-
-
-def _is_tpu(devices: Sequence[Any], *kinds: str) -> bool:
-    kind = getattr(devices[0], "device_kind", "")
-    return devices[0].platform == "tpu" and any(x in kind for x in kinds)
-
-
-def _accepts_shares_of_hosts(devices: Sequence[Any], n: int) -> bool:
-    return n % len(hosts_of(devices)) == 0 and not _is_tpu(devices, "lite", "v6", "v5e")
-
-
 def _accepts_whole_hosts(devices: Sequence[Any], n: int) -> bool:
-    per_host = len(devices) // len(hosts_of(devices))
-    is_large_v5e = _is_tpu(devices, "v5 lite", "v5e") and len(devices) > 16
-    return n % per_host == 0 and n < len(devices) and (not is_large_v5e or n == per_host)
-
-
-def _share_of_each_host(devices: Sequence[Any], n: int) -> list[Any]:
-    hosts = hosts_of(devices)
-    own = ([d for d in devices if d.process_index == host] for host in hosts)
-    return [d for host in own for d in host[: n // len(hosts)]]
+    trainer = on_whole_hosts(devices, n)
+    return len(trainer) == n and bool(left_to_search(devices, trainer))
 
 
 SHARED = Layout("shared", takes_turns=True, accepts=lambda devices, n: n <= len(devices))
 SPLIT = Layout("split", takes_turns=False, accepts=lambda devices, n: n < len(devices))
 INTERLEAVED = Layout("interleaved", takes_turns=True, accepts=lambda devices, n: n == len(devices))
 PER_HOST = Layout(
-    "per_host", takes_turns=False, accepts=_accepts_shares_of_hosts, trainer=_share_of_each_host
+    "per_host", takes_turns=False, accepts=accepts_shares_of_hosts, trainer=share_of_each_host
 )
 WHOLE_HOSTS = Layout(
-    "whole_hosts", takes_turns=False, accepts=_accepts_whole_hosts, is_searching_alone=True
+    "whole_hosts",
+    takes_turns=False,
+    accepts=_accepts_whole_hosts,
+    trainer=on_whole_hosts,
+    searching=left_to_search,
 )
-POD_LAYOUTS = (INTERLEAVED, PER_HOST, WHOLE_HOSTS)  # the first that the chips accept is taken
+POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # the first that the chips accept is taken
 
 
 def _shape(mesh: MeshShape) -> str:
@@ -326,7 +340,32 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
     )
 
 
-PlacementName = Literal["auto", "shared", "split", "pod", "fleet"]
+def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
+    need(
+        num_hosts > 1,
+        "placement",
+        "whole_hosts",
+        "some hosts train and others search, and this run has one process",
+        "Start it on several hosts, or set --config.placement=split.",
+    )
+    need(
+        asked.mesh.size % num_devices == 0 and asked.mesh.size < num_devices * num_hosts,
+        "mesh",
+        _shape(asked.mesh),
+        f"the trainer has all {num_devices} devices of some of the {num_hosts} hosts",
+        f"Make mesh.data x mesh.fsdp x mesh.model a multiple of {num_devices}, below "
+        f"{num_devices * num_hosts}.",
+    )
+    need(
+        asked.searcher_devices <= num_devices,
+        "search.num_devices",
+        asked.searcher_devices,
+        f"each process has {num_devices} devices",
+        "Lower it.",
+    )
+
+
+PlacementName = Literal["auto", "shared", "split", "pod", "whole_hosts", "fleet"]
 
 MODES: dict[str, Mode] = {
     mode.name: mode
@@ -348,6 +387,14 @@ MODES: dict[str, Mode] = {
             _check_pod,
             spans_hosts=True,
             mesh=_pod_mesh,
+        ),
+        Mode(
+            "whole_hosts",
+            "a pod in which some hosts train and the others search",
+            lambda devices, asked: pod_layout(devices, asked.mesh.size, [WHOLE_HOSTS]),
+            _check_whole_hosts,
+            spans_hosts=True,
+            shares_data=False,
         ),
         Mode(
             "fleet",

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.placement import Asked, PlacementError, arrange, hosts_of
+from tba_jax.devices.placement import Asked, arrange
 
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: whole copies of the parameters, batches divided; fsdp: batches
@@ -61,10 +61,14 @@ class Placement(NamedTuple):
         trainer_mesh: with the axes MESH_AXES; devices of one process lie side by side.
         searcher_meshes: one for each searcher of this process, with the axis `model`; searchers
             that take turns on the same devices have equal meshes.
+        first_searcher: index of the first of them in the run.
+        num_searchers: of the run.
     """
 
     trainer_mesh: Mesh
     searcher_meshes: tuple[Mesh, ...]
+    first_searcher: int = 0
+    num_searchers: int = 1
 
     @property
     def replicated_sharding(self) -> NamedSharding:
@@ -100,22 +104,33 @@ def place(
         placement, devices, asked, process_index: as in `arrange`.
 
     Raises:
-        PlacementError: as in `arrange`, or hosts would search alone.
+        PlacementError: as in `arrange`.
     """
     found = arrange(placement, devices, asked, process_index)
-    if found.layout.is_searching_alone:
-        hosts = len(hosts_of(devices))
-        trains = len(hosts_of(found.trainer))
-        raise PlacementError(
-            f"config.mesh: a trainer of {len(found.trainer)} devices gets {trains} whole hosts of "
-            f"{hosts} on these chips, and hosts that only search would have to send their "
-            "responses away. Let the mesh have all devices; searchers then take turns with the "
-            "trainer."
-        )
     return Placement(
         Mesh(np.array(found.trainer).reshape(found.mesh), MESH_AXES),
         tuple(Mesh(np.array(group), ("model",)) for group in found.groups),
+        found.first_searcher,
+        found.num_searchers,
     )
+
+
+def storable(tree: Any) -> Any:
+    """The tree as Orbax takes it: among several processes, what one of them has alone as numpy.
+
+    Orbax refuses such arrays of jax there, whoever the processes are that save.
+
+    Args:
+        tree: arrays, or anything else that is left as it is.
+    """
+    if jax.process_count() == 1:
+        return tree
+
+    def own(x: Any) -> Any:
+        is_own = isinstance(x, jax.Array) and x.is_fully_addressable
+        return np.asarray(x) if is_own else x
+
+    return jax.tree.map(own, tree)
 
 
 def hand_over(tree: Any, shardings: Any) -> Any:

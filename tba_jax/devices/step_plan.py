@@ -48,12 +48,14 @@ class Offer(NamedTuple):
         wants_stop: it was interrupted.
         evaluated: newest version of which its share of the evaluation is done and not collected;
             -1: none.
+        is_publishing: weights that it published last are still being written.
     """
 
     is_ready: bool
     num_fresh: int
     wants_stop: bool
     evaluated: int = -1
+    is_publishing: bool = False
 
 
 class StepPlan(NamedTuple):
@@ -63,6 +65,7 @@ class StepPlan(NamedTuple):
         wait: no step now; look for more data first.
         stop: make no step after this one (with `wait`: not even this one).
         sync: publish and merge after this step.
+        publish: of these two also publish; not while a host still writes the version before.
         save: write a checkpoint after this step.
         num_fresh: fresh slots of each host's share of the batch; () with one host, whose buffer
             decides by itself.
@@ -78,6 +81,7 @@ class StepPlan(NamedTuple):
     num_fresh: tuple[int, ...] = ()
     num_short: int = 0
     collect: int = -1
+    publish: bool = True
 
 
 def share_out(total: int, available: Sequence[int]) -> tuple[int, ...]:
@@ -111,12 +115,14 @@ class Planner:
         num_steps: of the run.
         sync_period: steps between publications.
         checkpoint_period: steps between checkpoints, 0: none.
+        shares_data: every host draws its share of the batch; else the first one draws it for all.
     """
 
     def __init__(
         self,
         hosts: Hosts,
         *,
+        shares_data: bool = True,
         num_prompts: int,
         recency_prob: float,
         pace: str,
@@ -126,6 +132,7 @@ class Planner:
         checkpoint_period: int,
     ) -> None:
         self._hosts = hosts
+        self._shares_data = shares_data
         self._num_prompts = num_prompts
         self._recency_prob = recency_prob
         self._pace = pace
@@ -136,13 +143,18 @@ class Planner:
 
     @property
     def num_hosts(self) -> int:
-        """Processes that share the batch."""
-        return self._hosts.num_processes
+        """Processes that draw parts of the batch."""
+        return self._hosts.num_processes if self._shares_data else 1
 
     @property
     def share(self) -> int:
         """Prompts of a batch that are this host's."""
         return self._num_prompts // self.num_hosts
+
+    @property
+    def draws(self) -> bool:
+        """Whether this process draws, its share or the whole batch."""
+        return self._shares_data or self._hosts.process_id == 0
 
     @property
     def host(self) -> int:
@@ -156,26 +168,28 @@ class Planner:
             step: optimiser updates done.
             offer: this host's.
         """
-        if self.num_hosts == 1:
+        if self._hosts.num_processes == 1:
             return self.decide(step, [offer])
 
         def decide(offers: Int[np.ndarray, "h n"]) -> Int[np.ndarray, " m"]:
             plan = self.decide(
-                step, [Offer(bool(r), int(n), bool(s), int(v)) for r, n, s, v in offers]
+                step,
+                [Offer(bool(r), int(n), bool(s), int(v), bool(p)) for r, n, s, v, p in offers],
             )
-            return np.array([*plan[:4], plan.num_short, plan.collect, *plan.num_fresh], np.int32)
+            numbers = plan.num_short, plan.collect, plan.publish
+            return np.array([*plan[:4], *numbers, *plan.num_fresh], np.int32)
 
         decided = self._hosts.decide(np.array(offer, np.int32), decide).tolist()
-        flags, (num_short, collect), num_fresh = decided[:4], decided[4:6], decided[6:]
+        flags, (num_short, collect, publish), num_fresh = decided[:4], decided[4:7], decided[7:]
         wait, stop, sync, save = map(bool, flags)
-        return StepPlan(wait, stop, sync, save, tuple(num_fresh), num_short, collect)
+        return StepPlan(wait, stop, sync, save, tuple(num_fresh), num_short, collect, bool(publish))
 
     def decide(self, step: int, offers: Sequence[Offer]) -> StepPlan:
         """The decision itself, from all hosts' offers: what runs on process 0."""
         wait = not all(offer.is_ready for offer in offers)
         num_fresh: tuple[int, ...] = ()
         num_short = 0
-        if len(offers) > 1:
+        if len(offers) > 1 and self._shares_data:
             slots = self._num_prompts // len(offers)
             # A function of the step alone: kinds that were decided stay decided over a wait.
             rng = np.random.default_rng([self._seed, _PLAN_ROLE, step])
@@ -193,6 +207,7 @@ class Planner:
             num_fresh=num_fresh,
             num_short=num_short,
             collect=min(offer.evaluated for offer in offers),
+            publish=not any(offer.is_publishing for offer in offers),
         )
 
     def agree_on_shape(self, lengths: Sequence[int]) -> tuple[int, ...]:

@@ -47,6 +47,7 @@ class EvaluationService:
         clock: seconds since the run began.
         host, num_hosts: which share of the parts is this process's.
         is_divided: whether `evaluate` too goes part by part, for figures that are the same.
+        makes_figures: of its parts alone; None: where there is one host.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class EvaluationService:
         host: int = 0,
         num_hosts: int = 1,
         is_divided: bool = True,
+        makes_figures: bool | None = None,
     ) -> None:
         self._evaluator = evaluator
         self._clock = clock
         self._host, self._num_hosts = host, num_hosts
         self._is_divided = is_divided
+        self._makes_figures = num_hosts == 1 if makes_figures is None else makes_figures
         self._lock = threading.Lock()
         self._merge_lock = threading.Lock()
         self._requests: collections.deque[_Version] = collections.deque()
@@ -143,7 +146,7 @@ class EvaluationService:
         """What is done leaves the requests, in their order; the lock is held."""
         while self._requests and not self._requests[0].missing:
             done = self._requests.popleft()
-            (self._complete if self._num_hosts == 1 else self._shares).append(done)
+            (self._complete if self._makes_figures else self._shares).append(done)
 
     def _merge(self, *, blocking: bool) -> bool:
         """Figures of what is complete; whether there was any. One thread at a time."""

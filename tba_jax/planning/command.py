@@ -2,7 +2,7 @@
 """Command: what a run needs on a TPU slice that is not rented yet, or on the attached devices.
 
 python -m tba_jax.plan --config=math[:PRESET] [--topology=v5p:2x2x4] [--search] [--json]
-    [--keep_placement] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
+    [--keep_placement] [--compare] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
     [--config.FIELD=VALUE ...]
 
 Compiles every device program of the run at its largest shapes, each in a process of its own, and
@@ -11,7 +11,9 @@ trainer, and what to change. No weights are needed, of the model only its config
 it fits; 1: it does not, or does not compile; 2: the command makes no sense.
 
 Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice the placement is
-chosen and printed as config flags, unless --keep_placement asks for the config's own. --search
+chosen and printed as config flags, unless --keep_placement asks for the config's own. --compare
+plans a slice of several hosts in both ways, every host training and searching, and some hosts
+training while others search; it prints the faster that fits, and both rates. --search
 finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
 compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
 """
@@ -22,7 +24,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
@@ -50,25 +52,44 @@ class Planner:
         self._request = dict(request)
         self._timeout_s = timeout_s
         self._ask = ask
+        self._compiled: dict[str, Program] = {}
 
-    def describe(self, config: Mapping[str, Any], *, chooses: bool) -> dict[str, Any]:
+    def describe(
+        self, config: Mapping[str, Any], *, chooses: bool, trainer_devices: float = 0.0
+    ) -> dict[str, Any]:
         """Placement, residents and programs of a config.
+
+        Args:
+            config: nested fields.
+            chooses: the placement is chosen for the slice.
+            trainer_devices: then as in `layouts.choose`.
 
         Raises:
             ValueError: the config does not suit the slice, or the child failed; says why.
         """
-        question = self._request | {"config": config, "program": "", "chooses": chooses}
+        question = self._request | {
+            "config": config,
+            "program": "",
+            "chooses": chooses,
+            "trainer_devices": trainer_devices,
+        }
         answer = self._ask(question, timeout_s=self._timeout_s)
         if answer.value is None:
             raise ValueError(answer.failure)
         return answer.value
 
     def compile(self, facts: Mapping[str, Any], name: str) -> Program:
-        """One program of a description, compiled.
+        """One program of a description, compiled once.
 
         Raises:
             ValueError: the child refused the question.
         """
+        key = json.dumps([facts["config"], name], sort_keys=True, default=str)
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(facts, name)
+        return self._compiled[key]
+
+    def _compile(self, facts: Mapping[str, Any], name: str) -> Program:
         planned = next(p for p in facts["programs"] if p["name"] == name)
         question = self._request | {"config": facts["config"], "program": name, "chooses": False}
         answer = self._ask(question, timeout_s=self._timeout_s)
@@ -167,6 +188,72 @@ def plan(
     return programs, found, weighed, advice(facts, programs, found, weighed), fits
 
 
+class Way(NamedTuple):
+    """A way to lay a run on a slice of several hosts, as planned.
+
+    Attributes:
+        facts: its description.
+        programs: compiled.
+        weighed: its balance, None where something did not compile.
+        fits: whether it does.
+    """
+
+    facts: Mapping[str, Any]
+    programs: list[Program]
+    weighed: Balance | None
+    fits: bool
+
+    @property
+    def rate(self) -> float:
+        """Steps an hour, 0 where it does not fit."""
+        return self.weighed.steps_per_hour if self.fits and self.weighed is not None else 0.0
+
+    @property
+    def words(self) -> str:
+        """A clause about it."""
+        trainer = self.facts["groups"]["trainer"]["devices"]
+        what = f"{self.facts['layout']} with {trainer} trainer devices"
+        if not self.fits:
+            return f"{what} does not fit"
+        return f"{what} makes {self.rate:,.0f} steps an hour"
+
+
+def compare(
+    planner: Planner,
+    config: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    say: Callable[[str], None],
+) -> tuple[Mapping[str, Any], str]:
+    """(description of the faster way, what is said of both) for a slice of several hosts.
+
+    Args:
+        planner: asks the compiler.
+        config: nested fields, as the user gave them.
+        facts: of the way in which every host trains and searches.
+        say: told of what is compiled.
+    """
+    ways = [_way(planner, facts, say)]
+    weighed = ways[0].weighed
+    wanted = weighed.trainer_devices if weighed is not None else facts["num_devices"] / 2
+    apart = planner.describe(config, chooses=True, trainer_devices=max(1.0, wanted))
+    ways.append(_way(planner, apart, say))
+    best = max(ways, key=lambda way: way.rate)
+    words = "; ".join(way.words for way in ways)
+    if not best.rate:
+        return facts, f"{words}"
+    return best.facts, f"{words}: {best.facts['layout']} is the faster by these rooflines"
+
+
+def _way(planner: Planner, facts: Mapping[str, Any], say: Callable[[str], None]) -> Way:
+    programs = []
+    for each in facts["programs"]:
+        say(f"compiling {each['name']} of {facts['layout']}")
+        programs.append(planner.compile(facts, each["name"]))
+    found = occupancies(facts, programs)
+    fits = not any(p.failure for p in programs) and not any(o.over_bytes for o in found)
+    return Way(facts, programs, balance(facts, programs), fits)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.plan",
@@ -185,6 +272,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
     parser.add_argument(
         "--keep_placement", action="store_true", help="the config's own, not one for the slice"
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="several hosts: also whole hosts, and which is faster",
     )
     parser.add_argument("--programs", default="", help="only these, separated by commas")
     parser.add_argument("--write_cache", default="", help="folder for compiled programs")
@@ -224,6 +316,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         chooses = bool(args.topology) and not args.keep_placement
         facts = planner.describe(dataclasses.asdict(config), chooses=chooses)
+        if args.compare and facts["num_hosts"] > 1 and chooses:
+            facts, words = compare(planner, dataclasses.asdict(config), facts, say)
+            facts = {**facts, "notes": [*facts["notes"], words]}
         chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:
             found_fields = search(planner, facts["config"], say)
@@ -233,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 changed[section][field] = value
             chosen = chosen | found_fields
             facts = planner.describe(changed, chooses=False)
-        facts["changed_fields"] = chosen
+        facts = {**facts, "changed_fields": chosen}
         known = [p["name"] for p in facts["programs"]]
         names = [n for n in args.programs.split(",") if n] or known
         if strays := [n for n in names if n not in known]:

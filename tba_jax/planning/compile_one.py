@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config, ConfigError, default_config, freeze
+from tba_jax.devices.placement import MODES
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import chips, hlo_cost, layouts
@@ -42,6 +43,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             contents of a config.json; `judges`, those of the other models by their role; `cache`,
             folder of the persistent compilation cache or ""; `program`, a name, or "" for a
             description of the run; `chooses`, whether the placement is chosen for the slice.
+
 
     Raises:
         ValueError: the request makes no sense.
@@ -68,7 +70,12 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         assert chip is not None
         judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)
         config, choice = layouts.choose(
-            config, model_config, devices, chip.usable_bytes, judge_bytes
+            config,
+            model_config,
+            devices,
+            chip.usable_bytes,
+            judge_bytes,
+            request.get("trainer_devices", 0.0),
         )
     else:
         choice = layouts.place(config, devices)
@@ -178,7 +185,8 @@ def _sizes(
     group = choice.placement.searcher_meshes[0].devices.size
     hosts = len({d.process_index for d in devices})
     per_host = len(devices) // hosts
-    of_trainer = 0 if choice.takes_turns else choice.placement.trainer_mesh.size // hosts
+    apart = choice.takes_turns or not MODES[config.placement].shares_data
+    of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
     groups = layouts.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     return sizes._asdict() | {
         "batch_rows": rows,

@@ -16,12 +16,14 @@ from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.placement import (
     MODES,
     POD_LAYOUTS,
+    WHOLE_HOSTS,
     MeshShape,
     PlacementError,
     arrange,
     hosts_of,
 )
 from tba_jax.devices.sharding import Placement
+from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 from tba_jax.run import placing
@@ -51,14 +53,16 @@ class Choice(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def trainer_options(devices: Sequence[Any]) -> list[int]:
+def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> list[int]:
     """Numbers of trainer devices that leave some for searchers, and that such a run accepts.
 
-    Every host of a pod trains, so of several hosts a trainer of whole hosts is no option.
+    Args:
+        devices: of the slice.
+        whole_hosts: the trainer has all devices of some hosts; else as many of every host.
     """
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
-    layouts = [x for x in POD_LAYOUTS if not x.takes_turns and not x.is_searching_alone]
+    layouts = [WHOLE_HOSTS] if whole_hosts else [x for x in POD_LAYOUTS if not x.takes_turns]
     return [n for n in range(1, len(devices)) if any(x.accepts(devices, n) for x in layouts)]
 
 
@@ -66,8 +70,10 @@ def usable_options(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any]
 ) -> list[int]:
     """Those of `trainer_options` over which a mesh divides this batch and this model."""
-    hosts = len(hosts_of(devices))
-    return [n for n in trainer_options(devices) if _mesh_exists(n, config, model_config, hosts)]
+    apart = not MODES[config.placement].shares_data
+    hosts = 0 if apart else len(hosts_of(devices))
+    options = trainer_options(devices, whole_hosts=apart)
+    return [n for n in options if _mesh_exists(n, config, model_config, hosts)]
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
@@ -103,8 +109,9 @@ def choose(
     devices: Sequence[Any],
     hbm_bytes: float,
     judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
+    trainer_devices: float = 0.0,
 ) -> tuple[Config, Choice]:
-    """The config with a placement for these devices, all of which are used; and that placement.
+    """The config with a placement for these devices; and that placement.
 
     One host: `shared` on one device, else `split` in halves. Several: the trainer gets half of the
     chips of each host where the chips allow it (v4 and v5p), elsewhere all of them in turns with
@@ -121,11 +128,28 @@ def choose(
         hbm_bytes: memory of each.
         judge_bytes: what models that give rewards take of the first device of a searcher group of
             a size; infinity where they cannot be divided over it.
+        trainer_devices: of several hosts some train and the others search, about as many; 0: every
+            host does both.
 
     Raises:
         PlacementError: no mesh divides batch and model.
         ConfigError: a run on these devices would refuse the config.
     """
+    if trainer_devices:
+        return _choose_whole_hosts(
+            config, model_config, devices, hbm_bytes, judge_bytes, trainer_devices
+        )
+    return _choose_every_host(config, model_config, devices, hbm_bytes, judge_bytes)
+
+
+def _choose_every_host(
+    config: Config,
+    model_config: TransformerConfig,
+    devices: Sequence[Any],
+    hbm_bytes: float,
+    judge_bytes: Callable[[int], float],
+) -> tuple[Config, Choice]:
+    """`choose`, where every host trains and searches."""
     hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
     half = len(devices) / 2
@@ -139,7 +163,7 @@ def choose(
         fields["batch.packed_length"] = 0
         notes.append(
             "rows are padded (batch.packed_length = 0), since the hosts of a pod cannot pack rows "
-            "together; one host of eight chips (v5e:2x4@8) can"
+            "together; whole hosts (--compare) can, and one host of eight chips (v5e:2x4@8)"
         )
     if hosts > 1 and not any(_mesh_exists(n, config, model_config, hosts) for n in sizes):
         fields["batch.num_prompts"] = _divisible_prompts(config, model_config, sizes, hosts)
@@ -175,6 +199,57 @@ def choose(
     return config, place(config, devices)._replace(fields=changed, notes=tuple(notes))
 
 
+def _choose_whole_hosts(
+    config: Config,
+    model_config: TransformerConfig,
+    devices: Sequence[Any],
+    hbm_bytes: float,
+    judge_bytes: Callable[[int], float],
+    wanted: float,
+) -> tuple[Config, Choice]:
+    """`choose`, where the trainer has all devices of about as many hosts as `wanted` needs."""
+    per_host = len(devices) // len(hosts_of(devices))
+    sizes = trainer_options(devices, whole_hosts=True)
+    given = config
+    notes = []
+    if not any(_mesh_exists(n, config, model_config, 0) for n in sizes):
+        fields = {"batch.num_prompts": _divisible_prompts(config, model_config, sizes, 0)}
+        notes.append(
+            f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
+            f"{config.batch.num_prompts}, which no mesh of whole hosts divides: batches of another "
+            "size are another experiment"
+        )
+        config = replace(config, fields)
+    fitting = [n for n in sizes if _holds_state(n, config, model_config, hbm_bytes, 0)]
+    existing = [n for n in sizes if _mesh_exists(n, config, model_config, 0)]
+    # Where nothing holds the state, the largest, of which the verdict says how much is missing.
+    size = min(fitting, key=lambda n: abs(n - wanted)) if fitting else max(existing)
+    mesh = _mesh_shape(size, config, model_config, 0)
+    group = _group_size(config, model_config, per_host, per_host, hbm_bytes, devices, judge_bytes)
+    searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
+    fields = {
+        "placement": "whole_hosts",
+        "sync.transport": "checkpoint",
+        "mesh.data": mesh.data,
+        "mesh.fsdp": mesh.fsdp,
+        "mesh.model": mesh.model,
+        "num_searchers": per_host // group * searching,
+        "search.num_devices": group,
+        "batch.num_prompts": config.batch.num_prompts,
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
+    }
+    config = replace(config, fields)
+    validate(config)
+    changed = {name: x for name, x in fields.items() if get_field(given, name) != x}
+    idle = len(devices) - size - searching * per_host
+    if idle:
+        notes.append(
+            f"{idle} chips of the first host are idle: on v5e above 16 chips neither a trainer nor "
+            "a searcher of several chips may hold them"
+        )
+    return config, place(config, devices)._replace(fields=changed, notes=tuple(notes))
+
+
 def _mesh_shape(
     size: int, config: Config, model_config: TransformerConfig, hosts: int
 ) -> MeshShape:
@@ -184,8 +259,8 @@ def _mesh_shape(
         divides = (
             size % fsdp == 0
             and prompts % fsdp == 0
-            # No row of a batch is divided over hosts.
-            and (size // hosts) % model == 0
+            # No row of a batch is divided over hosts that each bring some; 0: one brings all.
+            and (not hosts or (size // hosts) % model == 0)
             and model_config.hidden_size % fsdp == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0

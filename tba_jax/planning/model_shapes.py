@@ -100,6 +100,12 @@ _LLAMA_3_1_8B = _LLAMA_3_2_1B | {
     "rope_scaling": _LLAMA_3_2_1B["rope_scaling"] | {"factor": 8.0},
     "tie_word_embeddings": False,
 }
+_LLAMA_3_1_70B = _LLAMA_3_1_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 _ROBERTA_BASE = {
     "model_type": "roberta",
     "vocab_size": 50265,
@@ -151,6 +157,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "meta-llama/Llama-3.2-1B": _LLAMA_3_2_1B,
     "meta-llama/Llama-3.2-1B-Instruct": _LLAMA_3_2_1B,
     "meta-llama/Llama-3.1-8B-Instruct": _LLAMA_3_1_8B,
+    "meta-llama/Llama-3.1-70B-Instruct": _LLAMA_3_1_70B,
     "meta-llama/Llama-Guard-3-8B": _LLAMA_3_1_8B,
     "facebook/roberta-hate-speech-dynabench-r4-target": _ROBERTA_BASE
     | {"id2label": {"0": "nothate", "1": "hate"}},

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
+from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
@@ -150,6 +151,9 @@ def residents(
         # Merged is what has adapters; the rest is shared with the base.
         searcher[FROZEN], weights = shard_bytes(weights), lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
+    if not MODES[config.placement].shares_data and policy.adapters is None:
+        # The first searcher of a host reads them in the trainer's layout, and arranges them.
+        searcher["weights being read"] = shard_bytes(weights)
     if config.reference.placement == "searcher":
         searcher["reference parameters"] = shard_bytes(
             abstract_reference(config, model_config, placement)
@@ -183,7 +187,7 @@ def _trainer_programs(
         modeling.policy_config(config, model_config),
         optimizer,
         schedule,
-        training.make_step_settings(config, Ids().eos_ids, _num_hosts(placement)),
+        training.make_step_settings(config, Ids().eos_ids, _num_shares(config, placement)),
         training.make_step_shardings(config, model_config, mesh),
     )
     batch = abstract_batch(config, placement)
@@ -197,7 +201,7 @@ def _trainer_programs(
         if batch.slots.shape[1] > 1:
             words += f" of a prompt with {batch.slots.shape[1]} of them"
         lengths = config.batch.num_length_buckets**2
-    num_hosts = _num_hosts(placement)
+    num_hosts = _num_shares(config, placement)
     shapes = training.make_packing(config, 0, num_hosts=num_hosts).shapes
     at_once = shapes[0].at_once * num_hosts
     return [
@@ -345,7 +349,7 @@ def _scoring(
 
 def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     """The largest batch as ShapeDtypeStructs, divided over the trainer's mesh."""
-    sizes, num_hosts = sizes_of(config), _num_hosts(placement)
+    sizes, num_hosts = sizes_of(config), _num_shares(config, placement)
     p, k = sizes.prompts, sizes.group
     packing = training.make_packing(config, 0, num_hosts=num_hosts)
     shape = packing.shapes[0]
@@ -381,8 +385,10 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     )
 
 
-def _num_hosts(placement: Placement) -> int:
-    """Processes that share the trainer's batch."""
+def _num_shares(config: Config, placement: Placement) -> int:
+    """Processes that each draw a part of the trainer's batch."""
+    if not MODES[config.placement].shares_data:
+        return 1
     return len({d.process_index for d in placement.trainer_mesh.devices.flat})
 
 
@@ -391,6 +397,8 @@ def _publication(
 ) -> tuple[Any, Any]:
     """(publish program, what it publishes)."""
     mesh = placement.publication_mesh
+    if not MODES[config.placement].shares_data:
+        mesh = placement.trainer_mesh
     program = modeling.make_publication_program(config, model_config, mesh)
     return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
 

@@ -82,3 +82,22 @@ class RewardSource(Protocol):
     def close(self) -> None:
         """Release what it holds; a `score` under way ends with an error."""
         ...
+
+
+class Elsewhere:
+    """In place of rewards that other hosts compute: nobody asks for one here."""
+
+    def check(self) -> None:
+        """Nothing: those hosts do."""
+
+    def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
+        """Not here."""
+        raise AssertionError("rewards are computed where searchers are")
+
+    def on(self, site: "Site") -> "Elsewhere":
+        """Nothing is there either."""
+        del site
+        return self
+
+    def close(self) -> None:
+        """It holds nothing."""

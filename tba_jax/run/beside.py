@@ -9,11 +9,11 @@ is raised, and no thread is waited for without a limit.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
-from tba_jax.replay.admission import Admission
+from tba_jax.replay.admission import Latency
 from tba_jax.run import evaluations
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
@@ -47,7 +47,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     config = run.config
     is_logged = step % config.log.period == 0 or step == config.num_steps
     if is_logged:
-        extra["search/skipped_prompts"] = sum(stream.num_skipped for stream in run.search.streams)
+        extra["search/skipped_prompts"] = run.search.num_skipped
         run.logs.metrics.write(
             step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
         )
@@ -79,7 +79,28 @@ def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
     return run.trainer.plan.stop if run.cluster.num_processes > 1 else interrupted()
 
 
-def early_warnings(run: Run, admission: Admission) -> list[str]:
+class Pacing(Protocol):
+    """What is told how far the trainer is, and says how searchers keep up; as `Admission`."""
+
+    def note_step(self, seconds: float) -> None:
+        """A step of the trainer took as long, waiting for data not counted."""
+        ...
+
+    def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
+        """Where the trainer is."""
+        ...
+
+    def latency(self) -> Latency | None:
+        """What was measured; None before there is enough of it."""
+        ...
+
+    @property
+    def num_under_way(self) -> int:
+        """Groups admitted and not used yet."""
+        ...
+
+
+def early_warnings(run: Run, admission: Pacing) -> list[str]:
     """What is wasted, biased or late so far, and what to change; a sentence each."""
     lines = run.buffer.warnings()
     bound, latency = run.config.replay.max_staleness, admission.latency()
@@ -106,7 +127,7 @@ class Beside(NamedTuple):
         figures: more metrics of a step.
     """
 
-    admission: Admission
+    admission: Pacing
     stop: StopFlag
     workers: Sequence[Worker]
     count: Callable[[], None]
@@ -173,14 +194,15 @@ class _Loop:
         self._request_evaluation(trainer.step_index)
         reports += self._merge()  # what the outboxes held when the run was interrupted
         extra: dict[str, Any] = {}
-        sync = False  # published when the driver began
+        sync, publishes = False, False  # published when the driver began
         while trainer.step_index < num_steps and not stops(run, interrupted):
-            self._stop.check()
+            self._check()
             step = trainer.step_index
             if sync:
                 sync = False
-                extra["sync/publish_s"] = trainer.publish()
-                extra["sync/version"] = step
+                if publishes:
+                    extra["sync/publish_s"] = trainer.publish()
+                    extra["sync/version"] = step
                 extra["sync/deliver_s"] = run.search.transport.delivery_s
                 merge_start = run.clock()
                 reports += self._merge()
@@ -189,6 +211,8 @@ class _Loop:
             values = trainer.step(run.is_interrupted(interrupted), run.evaluations.newest_share)
             if trainer.plan.collect >= 0:
                 evaluations.collect(run, trainer.plan.collect)
+            if run.shared.is_follower:
+                self._watchdog.kick()  # the host that draws says that it waits
             if values is None:
                 # Not a sync: no weights move, the trainer only looks for the data it waits for.
                 self._stop.wait(POLL_S)
@@ -197,7 +221,7 @@ class _Loop:
                 self._check_starved()
                 continue
             self._merged_before = trainer.num_merged_groups
-            sync = trainer.plan.sync
+            sync, publishes = trainer.plan.sync, trainer.plan.publish
             self._admission.note_step(values["train/step_s"])
             self._report_progress()
             self._drain()
@@ -216,7 +240,7 @@ class _Loop:
     def _request_evaluation(self, step: int) -> None:
         """Ask for an evaluation of the version published at `step`, if one is due."""
         run = self._run
-        if not evaluations.is_due(run, step, self._newest_eval):
+        if run.shared.is_follower or not evaluations.is_due(run, step, self._newest_eval):
             return
         run.search.transport.settle()  # in memory: this very version, on every host
         # Checkpoint transport, at the very start: the weight poller brings the first version. (To
@@ -242,14 +266,17 @@ class _Loop:
         given = sum(searcher.num_given for searcher in run.search.searchers)
         target = given + run.config.search.initial_fill
         run.logs.progress.phase("searchers fill the buffer")
-        while run.trainer.step_index == 0 and (
+        searchers = run.search.searchers
+        while bool(searchers and run.trainer.step_index == 0) and (
             run.buffer.num_trajectories == 0
             or run.buffer.ledger()["generated"] < target
-            or any(searcher.num_given_rounds_left for searcher in run.search.searchers)
+            or any(searcher.num_given_rounds_left for searcher in searchers)
         ):
-            self._stop.check()
+            self._check()
             if interrupted():
                 return reports
+            if run.cluster.num_processes > run.shared.num_shares:
+                run.trainer.hold()
             reports += self._merge()
             self._check_starved()
             self._stop.wait(POLL_S)
@@ -258,9 +285,14 @@ class _Loop:
         run.trainer.counters.wait_s += run.clock() - start
         return reports
 
+    def _check(self) -> None:
+        """Raise what a thread, or a host that searches, has failed with."""
+        self._stop.check()
+        self._run.search.check()
+
     def _check_starved(self) -> None:
         """End a run that searches for ever without a step, which no watchdog sees."""
-        config, num_hosts = self._run.config, self._run.cluster.num_processes
+        config, num_hosts = self._run.config, self._run.shared.num_shares
         first = -(-config.search.initial_fill // config.search.samples_per_prompt)
         wanted = max(config.batch.num_prompts, first) / num_hosts
         merged = self._run.trainer.num_merged_groups - self._merged_before
@@ -299,5 +331,5 @@ class _Loop:
 
     def _drain(self) -> None:
         """Record the evaluations that are done, another sign of life."""
-        if self._run.record_evaluations():
+        if evaluations.record_done(self._run):
             self._watchdog.kick()

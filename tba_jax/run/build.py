@@ -23,10 +23,12 @@ from tba_jax.run.logs import open_logs
 from tba_jax.run.modeling import make_publication_program
 from tba_jax.run.repartition import repartition
 from tba_jax.run.run import COMPILED_S, Run, forget_after
-from tba_jax.run.searching import build_searchers, make_transport
+from tba_jax.run.searching import Search, build_searchers, make_transport
 from tba_jax.run.shared import open_shared
 from tba_jax.run.start import open_start
 from tba_jax.run.training import build_trainer, make_buffer, make_step_program
+from tba_jax.run.whole_hosts.remote_search import RemoteSearch
+from tba_jax.run.whole_hosts.team import Team, make_remote_search
 
 
 def build(
@@ -38,6 +40,7 @@ def build(
     progress: Display,
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
+    team: Team | None = None,
 ) -> Run:
     """Make every part and restore the newest checkpoint of the work directory, if there is one.
 
@@ -49,6 +52,7 @@ def build(
         progress: the display that phases are announced on.
         extra_writers: more metric sinks.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
+        team: as in `conduct`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -62,26 +66,26 @@ def build(
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
-        search = build_searchers(
-            shared,
-            transport=make_transport(
-                config,
-                shared.policy,
-                shared.sites,
-                shared.workdir,
-                start.base,
-                ahead.after(PUBLICATION, publish),
-            ),
-            references=start.references,
-            # All are taken before the first step, whatever became of the file since.
-            wants_given=start.step == 0,
-            note=progress.note,
-        )
-        graders = [searcher.parts.grader for searcher in search.searchers]
-        evaluator = build_evaluator(
-            shared, search.decoders, graders, start.references, progress.note
-        )
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
+        search: Search | RemoteSearch
+        publish = ahead.after(PUBLICATION, publish)
+        if team is None:
+            search = build_searchers(
+                shared,
+                transport=make_transport(
+                    config, shared.policy, shared.sites, shared.workdir, start.base, publish
+                ),
+                references=start.references,
+                # All are taken before the first step, whatever became of the file since.
+                wants_given=start.step == 0,
+                note=progress.note,
+            )
+            decoders, first = search.decoders, search.searchers
+        else:
+            search = make_remote_search(shared, team, publish, logs.schedule.append)
+            decoders, first = {}, ()
+        graders = [searcher.parts.grader for searcher in first]
+        evaluator = build_evaluator(shared, decoders, graders, start.references, progress.note)
         buffer = make_buffer(shared)
         trainer = build_trainer(
             shared,
@@ -97,12 +101,13 @@ def build(
         evaluations = EvaluationService(
             evaluator,
             clock,
-            host=cluster.process_id,
-            num_hosts=cluster.num_processes,
-            is_divided=config.driver == "async" or cluster.num_processes > 1,
+            host=shared.share,
+            num_hosts=shared.num_shares if team is None else len(team.hosts),
+            is_divided=config.driver == "async" or shared.num_shares > 1 or team is not None,
         )
         run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead)
         restore(run, start.host_states)
+        search.open(progress.phase)
         undo.pop_all()
         return run
 
@@ -114,16 +119,19 @@ def restore(run: Run, saved: Sequence[HostState]) -> None:
         run: its train state is restored already.
         saved: host states as `Checkpoints.restore` gives them; none for a new run.
     """
-    cluster = run.cluster
-    if saved and saved[0].facts.num_processes == cluster.num_processes:
+    shared = run.shared
+    now = shared.num_shares, shared.num_searchers
+    if saved and shared.is_follower:
+        run.last_saved_step = run.trainer.step_index
+    elif saved and (saved[0].facts.num_processes, saved[0].facts.num_searchers) == now:
         run.restore(saved[0])
     elif saved:
         run.restore(
             repartition(
                 saved,
-                host=cluster.process_id,
-                num_hosts=cluster.num_processes,
-                num_searchers=run.shared.num_searchers,
+                host=shared.share,
+                num_hosts=shared.num_shares,
+                num_searchers=shared.num_searchers,
                 make_buffer=lambda: make_buffer(run.shared),
             )
         )

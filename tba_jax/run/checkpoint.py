@@ -21,7 +21,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -29,6 +29,7 @@ from absl import logging
 from etils import epath
 from orbax.checkpoint import future as ocp_future
 
+from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
 from tba_jax.storage import digests
 
@@ -77,15 +78,39 @@ def _host_file(directory: epath.Path, process: int) -> epath.Path:
     return directory / f"process_{process:05d}.npz"
 
 
+class Saving(NamedTuple):
+    """Who saves together, and what of the state that is not on devices this process has.
+
+    Attributes:
+        members: numbers of the processes in `jax.distributed`; the first writes what exists once.
+        share, num_shares: which of how many parts of that state.
+        keeps_state: whether it is this process that has it.
+    """
+
+    members: Sequence[int] = (0,)
+    share: int = 0
+    num_shares: int = 1
+    keeps_state: bool = True
+
+
 class HostStateHandler(ocp.AsyncCheckpointHandler):
-    """Writes each process's host state into its own file of the shared checkpoint folder."""
+    """Writes each process's host state into its own file of the shared checkpoint folder.
+
+    Args:
+        saving: whose state this is.
+    """
+
+    def __init__(self, saving: Saving) -> None:
+        self._saving = saving
 
     async def async_save(self, directory: epath.Path, args: Any = None) -> Any:
         """Serialise now (the caller may go on changing its state), write in the background."""
+        if not self._saving.keeps_state:
+            return []
         data = pack(args.item)
 
         async def write() -> None:
-            _host_file(directory, jax.process_index()).write_bytes(data)
+            _host_file(directory, self._saving.share).write_bytes(data)
 
         return [ocp_future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
@@ -101,16 +126,16 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
         """A list with this process's host state, or with those of all processes that saved.
 
-        All of them where their number is not that of today's processes: nobody's state is then
-        what anybody had.
+        All of them where they are not as many as today's shares: nobody's state is then what
+        anybody had.
 
         Raises:
             FileNotFoundError: when the checkpoint holds no file of this process.
         """
         del args
         saved = sorted(directory.glob("process_*.npz"), key=lambda file: file.name)
-        if len(saved) <= 1 or len(saved) == jax.process_count():
-            saved = [_host_file(directory, jax.process_index() if len(saved) > 1 else 0)]
+        if len(saved) <= 1 or len(saved) == self._saving.num_shares:
+            saved = [_host_file(directory, self._saving.share if len(saved) > 1 else 0)]
         return [unpack(file.read_bytes()) for file in saved]
 
 
@@ -138,6 +163,7 @@ class Checkpoints:
         keep: newest checkpoints kept.
         timeout_s: a save that takes longer has failed.
         read_only: for commands that look at a run without writing to it.
+        processes: of the run that save; this one alone unless said.
 
     Attributes:
         list_s: seconds that the newest save took to list its files with their digests.
@@ -150,7 +176,9 @@ class Checkpoints:
         keep: int = 1,
         timeout_s: int = 600,
         read_only: bool = False,
+        processes: Saving | None = None,
     ) -> None:
+        saving = Saving((jax.process_index(),)) if processes is None else processes
         # Orbax refuses relative paths.
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self.list_s = 0.0
@@ -160,13 +188,15 @@ class Checkpoints:
         if read_only:
             # Orbax warns about what read-only was asked for.
             logging.set_verbosity(logging.ERROR)
-        processes = None if jax.process_count() == 1 else set(range(jax.process_count()))
-        if processes is not None and not read_only:
+        named = None if jax.process_count() == 1 else set(saving.members)
+        if named is not None and not read_only:
             # With named processes Orbax leaves the folder to us.
             self._folder.mkdir(parents=True, exist_ok=True)
-        if not read_only and jax.process_index() == 0:
+        if not read_only and jax.process_index() == saving.members[0]:
             self._sweep()
-        multiprocessing = ocp.options.MultiprocessingOptions(active_processes=processes)
+        multiprocessing = ocp.options.MultiprocessingOptions(
+            primary_host=saving.members[0], active_processes=named
+        )
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("train_state", "host_state"),
@@ -174,11 +204,11 @@ class Checkpoints:
                 "train_state": ocp.StandardCheckpointHandler(
                     multiprocessing_options=multiprocessing
                 ),
-                "host_state": HostStateHandler(),
+                "host_state": HostStateHandler(saving),
             },
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
-                create=not read_only and processes is None,
+                create=not read_only and named is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
                 async_options=ocp.options.AsyncOptions(
@@ -272,7 +302,7 @@ class Checkpoints:
             lambda: self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    train_state=ocp.args.StandardSave(train_state),
+                    train_state=ocp.args.StandardSave(storable(train_state)),
                     host_state=HostStateSave(host_state),
                 ),
                 force=True,

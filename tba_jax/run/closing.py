@@ -35,8 +35,8 @@ def host_counts(run: Run) -> dict[str, Any]:
         "decoded": sum(s.decoded_tokens for s in run.search.searchers),
         "searcher_idle_s": [s.idle_s for s in run.search.searchers],
         "staleness_counts": sorted(run.trainer.counters.staleness_counts.items()),
-        "skipped_prompts": sum(stream.num_skipped for stream in run.search.streams),
-        "num_devices": _num_local_devices(),
+        "skipped_prompts": run.search.num_skipped,
+        "num_devices": _num_local_devices() + run.search.num_devices,
     }
 
 
@@ -102,10 +102,10 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
             "train": sum(host["skipped_prompts"] for host in hosts),
             "eval": run.evaluator.num_skipped,
         },
-        "compiled_decode_programs": run.search.decoders[run.shared.sites.evaluation].compile_count,
+        "compiled_decode_programs": run.search.num_compiled,
         "kinds": list(run.shared.task.response_kinds),
         "samples": _samples(run),
-        "processes": len(hosts),
+        "processes": jax.process_count(),
         "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
         "versions": versions(),

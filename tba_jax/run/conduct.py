@@ -29,6 +29,7 @@ from tba_jax.run.rescue import rescue
 from tba_jax.run.rewarding import make_task
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
+from tba_jax.run.whole_hosts.team import Team
 from tba_jax.run.workdir import Outcome
 
 Drive = Callable[[Run, Callable[[], bool]], None]
@@ -46,10 +47,10 @@ def conduct(
     *,
     hold: Hold | None,
     accept_changed: Collection[str] = (),
-    schedule: Schedule | None = None,
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
+    team: Team | None = None,
 ) -> Outcome:
     """Build, drive, evaluate at the end, write the report.
 
@@ -60,10 +61,10 @@ def conduct(
         interrupted: looked at between steps.
         hold: of the work directory, in process 0; None in the others.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        schedule: to replay; None: the configured driver.
         start_s: `time.perf_counter` when the run's time began to count.
         display: what is shown goes there; None: to standard output.
-        drive: moves the parts in place of the configured driver.
+        drive: moves the parts in place of the configured driver; `replaying` is one such.
+        team: the hosts that search for those that call this; None where each searches itself.
 
     Raises:
         UserError: the reward function cannot be used.
@@ -72,11 +73,11 @@ def conduct(
     """
     if display is None:
         display = make_display(config, workdir, is_shown=cluster.is_primary)
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, team)
     if hold is not None:
         hold.begin()
     try:
-        _drive(run, interrupted, schedule, drive)
+        _drive(run, interrupted, drive)
         # Before the final evaluation, which may take long or fail. It is in no checkpoint: a run
         # that is killed in it evaluates again.
         run.save()
@@ -122,6 +123,7 @@ def _open(
     hold: Hold | None,
     accept_changed: Collection[str],
     progress: Display,
+    team: Team | None,
 ) -> Run:
     """The connected parts, with a display."""
     try:
@@ -137,6 +139,7 @@ def _open(
             progress=progress,
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
             accept_changed=accept_changed,
+            team=team,
         )
         run.hold = hold
         return run
@@ -145,12 +148,12 @@ def _open(
         raise
 
 
-def _drive(
-    run: Run,
-    interrupted: Callable[[], bool],
-    schedule: Schedule | None,
-    drive: Drive | None,
-) -> None:
+def replaying(schedule: Schedule) -> Drive:
+    """What does again what a schedule log says."""
+    return lambda run, interrupted: drive_schedule(run, schedule, interrupted)
+
+
+def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> None:
     """From where the run is to its last step, the end of the schedule, or an interruption."""
     _check_reward(run)
     config, begun = run.config, run.trainer.step_index
@@ -159,11 +162,9 @@ def _drive(
         run.logs.progress.note(
             f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}"
         )
-        if run.evaluated.before is None and run.cluster.is_primary:
-            run.evaluate_start_model()
-    if schedule is not None:
-        drive_schedule(run, schedule, interrupted)
-    elif begun < config.num_steps:
+        if run.evaluated.before is None:
+            evaluations.evaluate_start_model(run)
+    if begun < config.num_steps:
         own = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
         (drive or own)(run, interrupted)
 
@@ -192,8 +193,8 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
 
 def _evaluate_at_the_end(run: Run) -> None:
     """What the report compares; all hosts evaluate the final policy together."""
-    if run.evaluated.before is None and run.cluster.is_primary:
-        run.evaluate_start_model()
+    if run.evaluated.before is None:
+        evaluations.evaluate_start_model(run)
     if evaluations.newest_evaluated(run) >= run.config.num_steps:
         return
     run.logs.progress.phase("evaluating the final policy")

@@ -13,10 +13,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tba_jax.config.schema import Config
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import summarise_rounds
-from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.admission import Admission
 from tba_jax.run import evaluations
 from tba_jax.run.beside import (
     DELIVERY_S,
@@ -28,8 +27,9 @@ from tba_jax.run.beside import (
     stops,
 )
 from tba_jax.run.run import Run
+from tba_jax.run.searching import make_demand, make_searches
+from tba_jax.run.whole_hosts.remote_search import RemoteAdmission, RemoteSearch
 from tba_jax.search.continuous import ContinuousSearch
-from tba_jax.train.objectives.registry import make_objective
 
 
 def rounds_per_sync(run: Run) -> int:
@@ -64,15 +64,11 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
                 evaluations.evaluate_now(run, step)
                 run.logs.progress.phase("")
             if step == 0:
-                for searcher in run.search.searchers:
-                    while searcher.num_given_rounds_left:
-                        searcher.step()
-            ahead = lag + 1 if step == 0 else 1
-            for _ in range(rounds * ahead):
-                _search(run)
-            if step == 0:
-                while _num_drawn(run) < config.search.initial_fill and not interrupted():
-                    _search(run)
+                run.search.do_given()
+            run.search.do_rounds(rounds * (lag + 1 if step == 0 else 1))
+            if step == 0 and run.searches:
+                while run.search.num_drawn < config.search.initial_fill and not interrupted():
+                    run.search.do_rounds(1)
             merge_start = run.clock()
             reports = trainer.merge(rounds if lag else None)
             extra = {
@@ -92,19 +88,6 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
             extra = {}
 
 
-def _search(run: Run) -> None:
-    """One round of each searcher."""
-    for searcher in run.search.searchers:
-        did_round = searcher.step()
-        assert did_round  # weights are published, and the outbox has no bound here
-
-
-def _num_drawn(run: Run) -> int:
-    """Responses that this host's searchers drew, beside those that were given."""
-    generated = sum(outbox.counts.generated for outbox in run.search.outboxes)
-    return generated - sum(searcher.num_given for searcher in run.search.searchers)
-
-
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Searcher threads beside the trainer loop until the last step or an interruption.
 
@@ -113,7 +96,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """
     stop = StopFlag()
     admission = make_admission(run)
-    searches = make_searches(run, admission)
+    searches = searches_of(run, admission)
     searchers = [
         Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
         for i, s in enumerate(searches)
@@ -129,46 +112,26 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
             run.search.searchers[i].idle_s = idle_before[i] + worker.idle_total_s
 
     def slot_use() -> tuple[int, int]:
-        used = [search.slot_use() for search in searches]
+        used = [run.search.slot_use(), *(search.slot_use() for search in searches)]
         return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
 
-    beside = Beside(admission, stop, [*searchers, *others], count, slot_use)
+    pacing = RemoteAdmission(run.search.home) if isinstance(run.search, RemoteSearch) else admission
+    beside = Beside(pacing, stop, [*searchers, *others], count, slot_use)
     drive_beside(run, interrupted, beside)
 
 
 def make_admission(run: Run) -> Admission:
     """What says when this process's searchers may begin another prompt."""
-    config, num_hosts = run.config, run.cluster.num_processes
-    size = config.search.samples_per_prompt
-    demand = Demand(
-        prompts=config.batch.num_prompts // num_hosts,
-        share=config.replay.recency_prob,
-        max_staleness=config.replay.max_staleness,
-        sync_period=config.sync_period,
-        initial=-(-config.search.initial_fill // (size * num_hosts)),
-    )
+    demand = make_demand(run.config, run.shared.share, run.shared.num_shares)
     unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
     return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
 
 
-def swaps_in_flight(config: Config) -> bool:
-    """Whether newer weights are taken between chunks."""
-    needs_behavior = make_objective(config.objective).needs_behavior
-    swap = config.search.swap
-    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
-
-
-def make_searches(run: Run, admission: Admission) -> list[ContinuousSearch]:
+def searches_of(run: Run, admission: Admission) -> list[ContinuousSearch]:
     """This process's searchers as they run beside a trainer."""
-    return [
-        ContinuousSearch(
-            searcher,
-            admission,
-            swaps_in_flight=swaps_in_flight(run.config),
-            log_event=run.logs.schedule.append,
-        )
-        for searcher in run.search.searchers
-    ]
+    if isinstance(run.search, RemoteSearch):
+        return []
+    return make_searches(run.config, run.search.searchers, admission, run.logs.schedule.append)
 
 
 def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], bool]:

@@ -12,7 +12,9 @@ import functools
 import numpy as np
 
 from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.run.evaluating import load_start_weights
 from tba_jax.run.run import Run
+from tba_jax.run.whole_hosts.remote_search import RemoteSearch
 
 _POLL_S = 0.01
 
@@ -36,6 +38,10 @@ def request(run: Run, version: int) -> None:
 
     With several hosts all of them ask for the same ones, at whatever time.
     """
+    if isinstance(run.search, RemoteSearch):
+        if run.search.home is not None:
+            run.search.home.ask(version)
+        return
     latest = [run.search.transport.latest(i) for i in range(len(run.search.searchers))]
     run.evaluations.request(
         version, [p.params if p is not None and p.version == version else None for p in latest]
@@ -54,9 +60,30 @@ def wind_up(run: Run) -> None:
 
     What is begun is finished with the evaluation of the final policy.
     """
+    if isinstance(run.search, RemoteSearch):
+        run.search.wind_up()
+        record_done(run)
+        return
     _record(run)
     newest = np.array([run.evaluations.newest_begun], np.int32)
     run.evaluations.forget(after=int(run.cluster.gather(newest).max()))
+
+
+def record_done(run: Run) -> bool:
+    """Record the evaluations that are done; whether there are any."""
+    if isinstance(run.search, RemoteSearch):
+        run.search.take_evaluations(run.evaluations)
+    return run.record_evaluations()
+
+
+def evaluate_start_model(run: Run) -> None:
+    """Measure where the run began, for one that was interrupted before it knew."""
+    if isinstance(run.search, RemoteSearch):
+        run.search.evaluate_now(0, run.evaluations, is_start=True)
+        run.record_evaluations()
+    elif run.cluster.is_primary:
+        weights = load_start_weights(run.shared, run.shared.sites.evaluation)
+        run.evaluate(0, weights)
 
 
 def _record(run: Run) -> None:
@@ -75,6 +102,10 @@ def evaluate_now(run: Run, version: int) -> None:
     The synchronous driver of one host does it whole on its only thread; else every host does its
     share, on all of its searchers' devices where threads may have them.
     """
+    if isinstance(run.search, RemoteSearch):
+        run.search.evaluate_now(version, run.evaluations, is_start=False)
+        run.record_evaluations()
+        return
     if run.config.driver == "sync" and run.cluster.num_processes == 1:
         published = run.search.transport.latest(0)
         assert published is not None

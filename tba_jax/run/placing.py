@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked
 from tba_jax.config.schema import Config
+from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import turns_for
@@ -24,7 +25,7 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         process_index: whose searchers.
 
     Raises:
-        PlacementError: the devices cannot be divided so, or hosts of a pod would not train.
+        PlacementError: the devices cannot be divided so.
     """
     return place(config.placement, devices, asked(config), process_index)
 
@@ -42,11 +43,20 @@ class Sites(NamedTuple):
         trainer: its mesh has the axes MESH_AXES.
         publication: the trainer's devices as the publish program leaves the weights on them.
         searchers: one for each searcher of this process; those that share devices are equal.
+        first_searcher: index of the first of them in the run.
+        num_searchers: of the run.
+        trains: this process has devices of the trainer.
+
+    On a host that only searches `trainer` and `publication` are devices of its first searcher:
+    those on which it reads weights.
     """
 
     trainer: Site
     publication: Site
     searchers: tuple[Site, ...]
+    first_searcher: int = 0
+    num_searchers: int = 1
+    trains: bool = True
 
     @property
     def evaluation(self) -> Site:
@@ -62,14 +72,25 @@ class Sites(NamedTuple):
 def open_sites(config: Config, placement: Placement) -> Sites:
     """The sites of a placement; turns are for the threads of the asynchronous driver."""
     turns = None
+    trains = bool(placement.trainer_mesh.local_devices)
+    trainer, publication = placement.trainer_mesh, placement.publication_mesh
+    shares_data = MODES[config.placement].shares_data
+    if not shares_data:
+        publication = trainer  # files have the trainer's layout
+        if not trains and placement.searcher_meshes:
+            devices = placement.searcher_meshes[0].devices
+            trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
     if config.driver == "async":
-        launchers = [placement.trainer_mesh, *placement.searcher_meshes]
-        if config.sync.transport == "checkpoint":
-            launchers.append(placement.trainer_mesh)  # the weight poller lays restored weights out
+        launchers = [trainer, *placement.searcher_meshes]
+        if config.sync.transport == "checkpoint" and (shares_data or not trains):
+            launchers.append(trainer)  # the weight poller lays restored weights out
         # Half: the error says more than the watchdog, and comes first.
         turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
-        Site(placement.trainer_mesh, turns),
-        Site(placement.publication_mesh, turns),
+        Site(trainer, turns),
+        Site(publication, turns),
         tuple(Site(mesh, turns) for mesh in placement.searcher_meshes),
+        placement.first_searcher,
+        placement.num_searchers,
+        trains,
     )

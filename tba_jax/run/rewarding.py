@@ -18,7 +18,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
 from tba_jax.rewards.reward_models import RewardModel
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.source import Elsewhere, RewardSource
 from tba_jax.run.placing import Sites
 from tba_jax.tasks.registry import Task, get_task
 
@@ -56,7 +56,13 @@ class Rewards(NamedTuple):
 
 
 def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
-    """Rewards and judge of a run; raises ValueError as `make_rewards` and `make_gold`."""
+    """Rewards and judge of a run; raises ValueError as `make_rewards` and `make_gold`.
+
+    Where nobody searches nothing is asked for: those that are elsewhere have them.
+    """
+    if not sites.searchers:
+        judges = config.eval.gold_model or config.eval.gold_reward
+        return Rewards(Elsewhere(), Elsewhere() if judges else None)
     return Rewards(
         make_rewards(config, task, tokenizer, sites.searchers),
         make_gold(config, task, tokenizer, sites.evaluation),

@@ -17,12 +17,12 @@ from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.run.clock import RunClock
-from tba_jax.run.evaluating import load_start_weights
 from tba_jax.run.host_state import HostState
 from tba_jax.run.lock import Hold
 from tba_jax.run.logs import Logs
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
+from tba_jax.run.whole_hosts.remote_search import RemoteSearch
 from tba_jax.train.trainer import Trainer
 
 # A program that nobody needs any more gets this long to be compiled: a thread in native code must
@@ -75,7 +75,7 @@ class Run:
     """
 
     shared: Shared
-    search: Search
+    search: Search | RemoteSearch
     buffer: ReplayBuffer
     trainer: Trainer
     evaluator: Evaluator
@@ -91,6 +91,11 @@ class Run:
     def config(self) -> Config:
         """The config."""
         return self.shared.config
+
+    @property
+    def searches(self) -> bool:
+        """Whether what searchers do comes to this process."""
+        return bool(self.search.searchers)
 
     @property
     def cluster(self) -> Cluster:
@@ -130,7 +135,7 @@ class Run:
         With several hosts they must all call this equally often.
         """
         is_preempted = self.cluster.is_preempted()
-        return interrupted() or is_preempted
+        return interrupted() or is_preempted or self.search.wants_stop
 
     def save(self) -> None:
         """Start an asynchronous checkpoint at the trainer's step, unless it has one.
@@ -181,10 +186,6 @@ class Run:
         texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
 
-    def evaluate_start_model(self) -> None:
-        """Measure where the run began, for one that was interrupted before it knew."""
-        self.evaluate(0, load_start_weights(self.shared, self.shared.sites.evaluation))
-
     def abort(self) -> None:
         """Release what would outlive a failure; waits little for storage, which may have failed."""
         self.shared.rewards.close()
@@ -197,6 +198,8 @@ class Run:
         self.shared.rewards.close()
         self.ahead.close(timeout_s=COMPILED_S)
         self.search.transport.close()
+        if isinstance(self.search, RemoteSearch):
+            self.search.close()
         self.shared.checkpoints.close()
         self.logs.close()
 
@@ -220,7 +223,7 @@ def forget_after(run: Run, step: int) -> None:
             return record["step"] <= last_eval_step
         searcher = searchers.get(record.get("searcher", -1))
         if record["event"] == "round":  # an interruption may save rounds merged at this very step
-            return searcher is None or searcher.parts.outbox.is_merged(record["round"])
+            return searcher is None or searcher.outbox.is_merged(record["round"])
         if record["event"] == "chunk":  # saved after the outbox: no committed ticket loses one
             return searcher is None or record["chunk"] < searcher.num_chunks
         # Weights are published again at the restored step, which changes nothing.

@@ -21,8 +21,9 @@ from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.jsonl import parse_line, read_lines, stream_jsonl
 from tba_jax.report.lines import wrong_event
 from tba_jax.run.beside import after_step
-from tba_jax.run.drivers import make_admission, make_searches
+from tba_jax.run.drivers import make_admission, searches_of
 from tba_jax.run.run import Run
+from tba_jax.run.searching import Search
 from tba_jax.search.continuous import ContinuousSearch, Finished, Ticket
 from tba_jax.weights.transport import Published
 
@@ -93,7 +94,7 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
     """
     trainer = run.trainer
     weights = _Weights(run, schedule)
-    searches = make_searches(run, make_admission(run))
+    searches = searches_of(run, make_admission(run))
     again = [
         SearcherReplay(s, weights.use, functools.partial(schedule.chunks, s.searcher.index))
         for s in searches
@@ -131,6 +132,7 @@ class _Weights:
         run = self._run
         run.trainer.publish()
         run.search.transport.poll()
+        assert isinstance(run.search, Search), "a schedule is replayed in one process"
         for searcher in run.search.searchers:
             published = searcher.parts.weights()
             assert published is not None

@@ -7,9 +7,9 @@ Searchers are made of what all parts share and of the start; they never see the 
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
+from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.modeling import (
     adapter_shardings,
@@ -39,17 +40,19 @@ from tba_jax.run.modeling import (
 from tba_jax.run.placing import Sites
 from tba_jax.run.rewarding import make_grader
 from tba_jax.run.shared import Shared
+from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
+from tba_jax.train.objectives.registry import make_objective
+from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import CheckpointReader
 from tba_jax.weights.transport import (
     CheckpointTransport,
     MemoryTransport,
-    MergingTransport,
     Transport,
     make_publish_program,
 )
@@ -122,6 +125,43 @@ def make_start_data(
     )
 
 
+class Arrival(NamedTuple):
+    """What becomes of weights that were read from files, or of adapters however they came.
+
+    Attributes:
+        layout: makes of what is read what the readers want, on the devices that it was read on;
+            None: it is that.
+        shardings: where each searcher wants it.
+        merges: of each searcher: adapters there -> whole weights; empty without adapters.
+    """
+
+    layout: Callable[[Any], Any] | None
+    shardings: list[Any]
+    merges: list[Callable[[Any], Any]]
+
+
+def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: Any) -> Arrival:
+    """How weights arrive at the searchers of a process; arguments as in `make_transport`."""
+    plain = dataclasses.replace(policy, adapters=None)
+    dtype = jnp.dtype(config.model.rollout_dtype)
+    quantization = config.search.quantization
+    layout, published = make_publication(plain, sites.publication.mesh, quantization)
+    wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
+    if policy.adapters is None:
+        # Files have the trainer's layout; what is read is arranged and quantised then.
+        arrange = make_publish_program(dtype, layout, published, quantization)
+        return Arrival(sites.trainer.in_turn(arrange), wanted, [])
+    # Each set of devices has the base once, in the decoder's layout.
+    weights = make_publish_program(dtype, layout, published)(base)
+    merges: dict[Site, Callable[[Any], Any]] = {}
+    for site, shardings in zip(sites.searchers, wanted, strict=True):
+        if site not in merges:
+            own = hand_over(weights, shardings)
+            merges[site] = site.in_turn(functools.partial(lora.merge, own, config=policy))
+    adapters = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
+    return Arrival(None, adapters, [merges[site] for site in sites.searchers])
+
+
 def make_transport(
     config: Config,
     policy: TransformerConfig,
@@ -140,32 +180,14 @@ def make_transport(
         base: frozen parameters under adapters; None without adapters.
         publish: as `make_publication_program` makes it; None in a process that only reads.
     """
-    plain = dataclasses.replace(policy, adapters=None)
-    dtype = jnp.dtype(config.model.rollout_dtype)
-    where = sites.publication.mesh
-    quantization = config.search.quantization
-    layout, published = make_publication(plain, where, quantization)
-    wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
-    merges: dict[Site, Callable[[Any], Any]] = {}
-    if policy.adapters is not None:
-        # Each set of devices has the base once, in the decoder's layout.
-        weights = make_publish_program(dtype, layout, published)(base)
-        for site, shardings in zip(sites.searchers, wanted, strict=True):
-            if site not in merges:
-                own = hand_over(weights, shardings)
-                merges[site] = site.in_turn(functools.partial(lora.merge, own, config=policy))
-        layout = None
-        wanted = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
+    arrival = make_arrival(config, policy, sites, base)
+    wanted, merges = arrival.shardings, arrival.merges
     transport: Transport
     timeout_s = config.checkpoint.timeout_s
-    if layout is not None and config.sync.transport == "checkpoint":
-        # Files have the trainer's layout; what is read is arranged and quantised then.
-        program_of_files = make_publish_program(dtype, layout, published, quantization)
-        layout = sites.trainer.in_turn(program_of_files)
     if publish is None:
-        files = _published_files(policy, where, dtype)
+        files = published_files(config, policy, sites.publication.mesh)
         transport = CheckpointReader(
-            str(workdir), files, wanted, timeout_s=timeout_s, layout=layout
+            str(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
     elif config.sync.transport == "memory":
         program = sites.trainer.in_turn(publish)
@@ -177,15 +199,14 @@ def make_transport(
             wanted,
             keep=config.sync.keep,
             timeout_s=timeout_s,
-            layout=layout,
+            layout=arrival.layout,
         )
-    if not merges:
-        return transport
-    return MergingTransport(transport, [merges[site] for site in sites.searchers])
+    return MergingTransport(transport, merges) if merges else transport
 
 
-def _published_files(policy: TransformerConfig, mesh: Mesh, dtype: Any) -> Any:
+def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:
     """What a publication through Orbax holds, as a process reads it on its own mesh."""
+    dtype = jnp.dtype(config.model.rollout_dtype)
     if policy.adapters is None:
         shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
     else:
@@ -227,6 +248,47 @@ class Search:
     outboxes: tuple[Outbox, ...]
     transport: Transport
     decoders: Mapping[Site, Decoder]
+    wants_stop = False
+    num_devices = 0  # beyond those of the hosts that train
+
+    def open(self, phase: Callable[[str], None]) -> None:
+        """Nothing is to be waited for."""
+
+    def check(self) -> None:
+        """Nothing fails apart from the threads of the driver."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Prompts that were too long."""
+        return sum(stream.num_skipped for stream in self.streams)
+
+    @property
+    def num_compiled(self) -> int:
+        """Decode programs that were compiled for the first searcher's devices."""
+        return next(iter(self.decoders.values())).compile_count
+
+    def slot_use(self) -> tuple[int, int]:
+        """Sessions beside a trainer say it themselves."""
+        return 0, 0
+
+    def do_given(self) -> None:
+        """The rounds of given responses, with one thread."""
+        for searcher in self.searchers:
+            while searcher.num_given_rounds_left:
+                searcher.step()
+
+    def do_rounds(self, number: int) -> None:
+        """So many rounds of each searcher, with one thread."""
+        for _ in range(number):
+            for searcher in self.searchers:
+                did_round = searcher.step()
+                assert did_round  # weights are published, and the outbox has no bound here
+
+    @property
+    def num_drawn(self) -> int:
+        """Responses that these searchers drew, beside those that were given."""
+        generated = sum(outbox.counts.generated for outbox in self.outboxes)
+        return generated - sum(searcher.num_given for searcher in self.searchers)
 
     def parts(self) -> dict[str, Saveable]:
         """Everything with state; outboxes first, which know where each prompt stream stands."""
@@ -298,3 +360,47 @@ def _stream(shared: Shared, i: int) -> PromptStream:
         max_prompt_tokens=config.task.max_prompt_tokens,
         long_prompts=config.task.long_prompts,
     )
+
+
+def make_demand(config: Config, share: int, num_shares: int) -> Demand:
+    """What the trainer takes of the searchers of a process.
+
+    Args:
+        config: of the run.
+        share, num_shares: which part of the demand theirs is.
+    """
+    size = config.search.samples_per_prompt
+    first = -(-config.search.initial_fill // size)
+    return Demand(
+        prompts=max(1, part_of(config.batch.num_prompts, share, num_shares)),
+        share=config.replay.recency_prob,
+        max_staleness=config.replay.max_staleness,
+        sync_period=config.sync_period,
+        initial=-(-first // num_shares),
+    )
+
+
+def part_of(total: int, share: int, num_shares: int) -> int:
+    """One of so many nearly equal whole parts, which add up."""
+    return total * (share + 1) // num_shares - total * share // num_shares
+
+
+def swaps_in_flight(config: Config) -> bool:
+    """Whether newer weights are taken between chunks."""
+    needs_behavior = make_objective(config.objective).needs_behavior
+    swap = config.search.swap
+    return swap == "in_flight" or (swap == "auto" and not needs_behavior)
+
+
+def make_searches(
+    config: Config,
+    searchers: Sequence[Searcher],
+    admission: Admission,
+    log_event: Callable[[Mapping[str, Any]], None],
+) -> list[ContinuousSearch]:
+    """Searchers of this process as they run beside a trainer."""
+    in_flight = swaps_in_flight(config)
+    return [
+        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)
+        for searcher in searchers
+    ]

@@ -61,7 +61,7 @@ def train(
         return finished_before(config, workdir)
     with hold:
         cluster = start_cluster(config)
-        from tba_jax.run.conduct import conduct
+        from tba_jax.run.conduct import conduct, replaying
 
         return conduct(
             config,
@@ -70,8 +70,8 @@ def train(
             interrupted,
             hold=hold,
             accept_changed=accept_changed,
-            schedule=schedule,
             start_s=start_s,
+            drive=None if schedule is None else replaying(schedule),
         )
 
 

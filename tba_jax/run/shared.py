@@ -21,7 +21,7 @@ from tba_jax.devices.placement import MODES
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import Facts
 from tba_jax.run.identity import fingerprints, run_id_of
@@ -81,16 +81,43 @@ class Shared:
         elsewhere = MODES[self.config.placement].searches_elsewhere
         return range(1 if elsewhere else len(self.sites.searchers))
 
+    @property
+    def shares_data(self) -> bool:
+        """Whether every process has searchers, a buffer and rows of its own."""
+        return MODES[self.config.placement].shares_data
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether this process trains on what another one draws."""
+        return not self.shares_data and not self.cluster.is_primary
+
+    @property
+    def num_shares(self) -> int:
+        """Parts that the data of the run are divided into: buffers."""
+        return self.cluster.num_processes if self.shares_data else 1
+
+    @property
+    def share(self) -> int:
+        """Which of them is this process's."""
+        return self.cluster.process_id if self.shares_data else 0
+
     @functools.cached_property
     def facts(self) -> Facts:
         """What the states that are saved belong to; reads files of the model and the data."""
         return Facts(
             self.config.seed,
-            self.cluster.num_processes,
+            self.num_shares,
             self.num_searchers,
             run_id_of(self.workdir),
             fingerprints(self.config, self.task, self.model.folder),
         )
+
+
+def _saving(config: Config, cluster: Cluster) -> Saving:
+    """Who saves with this process, and which part of what is no train state."""
+    if MODES[config.placement].shares_data:
+        return Saving(cluster.members, cluster.process_id, cluster.num_processes)
+    return Saving(cluster.members, 0, 1, keeps_state=cluster.is_primary)
 
 
 def open_shared(
@@ -118,12 +145,13 @@ def open_shared(
     """
     folder = Path(workdir).absolute()
     if seat is None:
-        validate_devices(config, len(jax.local_devices()), cluster.num_processes)
+        validate_devices(config, len(jax.local_devices()), jax.process_count())
         # Only a pod spans processes; with one process these are the same devices.
-        sites = open_sites(config, place_run(config, jax.devices(), cluster.process_id))
-        each = len(sites.searchers)
-        seat = Seat(sites, each * cluster.process_id, each * cluster.num_processes)
-        is_reader = False
+        sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
+        seat = Seat(sites, sites.first_searcher, sites.num_searchers)
+        is_reader = not sites.trains
+        if cluster.num_processes > 1:
+            cluster.meet_on(sites.trainer)
     else:
         sites, is_reader = seat.sites, True
     task = make_task(config)
@@ -146,6 +174,7 @@ def open_shared(
             keep=config.checkpoint.keep,
             timeout_s=config.checkpoint.timeout_s,
             read_only=is_reader,
+            processes=_saving(config, cluster),
         ),
         first_searcher=seat.first_searcher,
         num_searchers=seat.num_searchers,

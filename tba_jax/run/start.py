@@ -68,13 +68,14 @@ def open_start(
     newest = _newest_intact(shared, note)
     references: dict[Site, Reference] = {}
     params, base = None, None
-    if newest is None or has_adapters or config.reference.placement == "searcher":
+    scores_here = config.reference.placement == "searcher" and bool(sites.searchers)
+    if newest is None or has_adapters or scores_here:
         phase("loading the model")
         params = model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=shardings.base if has_adapters else shardings.state.params,
         )
-    if config.reference.placement == "searcher":
+    if scores_here:
         references = make_references(config, policy, shared.tokenizer.eos_ids, sites, params)
     if has_adapters:
         base = params

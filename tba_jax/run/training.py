@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
@@ -15,6 +16,7 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.batch_bytes import pack_batch, unpack_batch
 from tba_jax.flow.packing import Packing
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
@@ -186,9 +188,9 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
 
 def make_buffer(shared: Shared) -> ReplayBuffer:
     """This process's replay buffer, empty."""
-    config, num_hosts = shared.config, shared.cluster.num_processes
+    config, num_hosts = shared.config, shared.num_shares
     # Hosts draw apart from one another; one host draws what a single process would.
-    seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, shared.cluster.process_id)
+    seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, shared.share)
     share = dataclasses.replace(
         config.replay, max_bytes=config.replay.max_bytes // num_hosts, pace=_pace(config)
     )
@@ -212,7 +214,7 @@ def make_step_program(shared: Shared) -> StepProgram:
     config = shared.config
     shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
     optimizer, schedule = make_optimizer_from(config)
-    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.cluster.num_processes)
+    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.num_shares)
     program = make_train_step(shared.policy, optimizer, schedule, settings, shardings)
     return StepProgram(program, shardings)
 
@@ -239,14 +241,15 @@ def build_trainer(
         base: frozen parameters under adapters; None without adapters.
         buffer, outboxes, transport, log_event: as in `Trainer`.
     """
-    config, num_hosts = shared.config, shared.cluster.num_processes
+    config, num_hosts = shared.config, shared.num_shares
     program = shared.sites.trainer.in_turn(step.program)
-    place = _batch_placer(step.shardings, num_hosts)
+    place, spread = _batch_placer(step.shardings, shared), _spreader(shared)
     frozen = () if base is None else (base,)
 
     def train_step(
-        state: TrainState, batch: Batch | PackedBatch
+        state: TrainState, drawn: Batch | PackedBatch | None
     ) -> tuple[TrainState, dict[str, Array]]:
+        batch = spread(drawn)
         ahead.wait(step_job(batch))
         return program(state, place(batch), *frozen)
 
@@ -265,9 +268,10 @@ def build_trainer(
             num_steps=config.num_steps,
             sync_period=config.sync_period,
             checkpoint_period=config.checkpoint.period,
+            shares_data=shared.shares_data,
         ),
         packing=make_packing(
-            config, shared.tokenizer.pad_id, num_hosts=num_hosts, host=shared.cluster.process_id
+            config, shared.tokenizer.pad_id, num_hosts=num_hosts, host=shared.share
         ),
         max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
         log_event=log_event,
@@ -280,12 +284,32 @@ def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
     return "train_step", (*batch.tokens.shape, *batch.slots.shape)
 
 
+def _spreader(shared: Shared) -> Callable[[Batch | PackedBatch | None], Batch | PackedBatch]:
+    """What brings a batch to hosts that draw none: each then has all of it."""
+
+    def spread(batch: Batch | PackedBatch | None) -> Batch | PackedBatch:
+        if shared.shares_data or shared.cluster.num_processes == 1:
+            assert batch is not None, "who shares data, draws"
+            return batch
+        return unpack_batch(shared.cluster.share(None if batch is None else pack_batch(batch)))
+
+    return spread
+
+
 def _batch_placer(
-    shardings: StepShardings, num_hosts: int
+    shardings: StepShardings, shared: Shared
 ) -> Callable[[Batch | PackedBatch], Batch | PackedBatch]:
     """What puts a host's rows on the trainer's devices."""
-    if num_hosts == 1:
+    if shared.cluster.num_processes == 1:
         return lambda batch: jax.device_put(batch, shardings.batch)
+    if not shared.shares_data:
+        # Every host has all rows, and its devices take theirs.
+        whole = functools.partial(_from_whole, sharding=shardings.batch)
+        return lambda batch: jax.tree.map(whole, batch)
     # This host's rows; the others bring theirs.
     make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
     return lambda batch: jax.tree.map(make, batch)
+
+
+def _from_whole(array: np.ndarray, *, sharding: jax.sharding.Sharding) -> Array:
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,6 +145,21 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
         return False  # damaged: it is made again from the checkpoint
 
 
+def command_of(config: Config, workdir: Path) -> dict[str, Any]:
+    """What all processes of a run must have in common, as it is after a way through JSON."""
+    flat = json.loads(json.dumps(config_lib.flatten(config)))
+    return {**flat, "workdir": str(workdir), "version": versions()}
+
+
+def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What is not common to the commands of process 0 and of this one, a clause for each."""
+    return [
+        f"{field}: {theirs.get(field)!r} there, {mine[field]!r} here"
+        for field in sorted(mine)
+        if theirs.get(field) != mine[field]
+    ]
+
+
 def claim_together(
     cluster: "Cluster", config: Config, workdir: Path, held: contextlib.ExitStack
 ) -> "tuple[bool, Hold | None]":
@@ -162,14 +178,8 @@ def claim_together(
     Raises:
         UserError: configs differ, or the directory is refused; the same in all processes.
     """
-    flat = json.loads(json.dumps(config_lib.flatten(config)))
-    mine = {**flat, "workdir": str(workdir), "version": versions()}
-    theirs = cluster.broadcast_json(mine)
-    lines = [
-        f"{field}: {theirs[field]!r} there, {mine[field]!r} here"
-        for field in sorted(mine)
-        if theirs.get(field) != mine[field]
-    ]
+    mine = command_of(config, workdir)
+    lines = differences(cluster.broadcast_json(mine), mine)
     for host, wrong in enumerate(cluster.gather_json(lines)):
         if wrong:
             raise UserError(

@@ -19,7 +19,10 @@ class SearchSettings(Section):
     )
     max_new_tokens: int = field(48, "response limit in tokens", at_least=1)
     num_devices: int = field(
-        1, "devices of each searcher, which divide its weights and cache", at_least=1
+        1,
+        "devices of each searcher, which divide its weights and cache",
+        at_least=1,
+        on_resume=True,
     )
     num_slots: int = field(0, "unfinished responses at a time; 0: all of a round", at_least=0)
     chunk_steps: int = field(

@@ -146,6 +146,11 @@ class Searcher:
         self.num_chunks = 0
         self._given = given
 
+    @property
+    def outbox(self) -> Outbox:
+        """Where its finished rounds go."""
+        return self.parts.outbox
+
     def state(self) -> PartState:
         """Its counters; the outbox knows which rounds are committed."""
         counts = {name: getattr(self, name) for name in ("decoded_tokens", "idle_s", "num_chunks")}

@@ -4,8 +4,9 @@
 It publishes weights and merges outboxes at every sync, draws batches from the replay buffer,
 and minimises the objective. It never generates and cannot see a searcher: responses arrive through
 outboxes and the buffer, weights leave through a weight transport. With several hosts every host
-draws its own share of the batch, and all of them follow one StepPlan. It owns the step counter, the
-invariant that published weights are no alias of its state, and the ledger check at every merge.
+draws its own share of the batch, or one of them draws it for all; all of them follow one StepPlan.
+It owns the step counter, the invariant that published weights are no alias of its state, and the
+ledger check at every merge.
 """
 
 import dataclasses
@@ -73,7 +74,8 @@ class Trainer:
 
     Args:
         state: initial or restored train state.
-        train_step: as `make_train_step` makes it, for this host's rows on the host.
+        train_step: as `make_train_step` makes it, for this host's rows on the host; of None, where
+            another host draws the batch, for that.
         buffer: the replay buffer; this object is its only writer.
         outboxes: one per searcher.
         transport: where weights are published.
@@ -94,7 +96,7 @@ class Trainer:
         *,
         state: TrainState,
         train_step: Callable[
-            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
+            [TrainState, Batch | PackedBatch | None], tuple[TrainState, dict[str, Array]]
         ],
         buffer: ReplayBuffer,
         outboxes: Sequence[Outbox],
@@ -185,10 +187,19 @@ class Trainer:
 
     def _offer(self, wants_stop: bool, evaluated: int) -> Offer:
         size = (self._planner.share, self._packing.group_size, self.step_index)
+        is_publishing = self._transport.is_publishing
+        if not self._planner.draws:
+            return Offer(True, 0, wants_stop, evaluated, is_publishing)
         if self._planner.num_hosts == 1:
-            return Offer(self._buffer.is_ready(*size), 0, wants_stop, evaluated)
+            is_ready = self._buffer.is_ready(*size)
+            return Offer(is_ready, 0, wants_stop, evaluated, is_publishing)
         suffices, num_fresh = self._buffer.supply(*size)
-        return Offer(suffices, num_fresh, wants_stop, evaluated)
+        return Offer(suffices, num_fresh, wants_stop, evaluated, is_publishing)
+
+    def hold(self, wants_stop: bool = False) -> None:
+        """Tell the other hosts that no step is made yet; they see a plan that waits."""
+        offer = self._offer(wants_stop, -1)._replace(is_ready=False)
+        self.plan = self._planner.plan(self.step_index, offer)
 
     def _draw(self) -> list[Draw]:
         """This host's share of the batch that the plan is about."""
@@ -205,7 +216,7 @@ class Trainer:
         return draws
 
     def step(self, wants_stop: bool = False, evaluated: int = -1) -> dict[str, Any] | None:
-        """One optimiser step, or None when some host's buffer has nothing to train on yet.
+        """One optimiser step, or None when some buffer has nothing to train on yet.
 
         With several hosts a call of all of them; `plan` is then the same everywhere.
 
@@ -228,8 +239,11 @@ class Trainer:
         waited = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
         self.counters.wait_s += waited
-        draws = self._draw()
-        batch = self._packing.batch(draws, self._planner.agree_on_shape)
+        draws: list[Draw] = []
+        batch: Batch | PackedBatch | None = None
+        if self._planner.draws:
+            draws = self._draw()
+            batch = self._packing.batch(draws, self._agree_on_shape)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, batch)
         # One transfer for all of it; it is also what waits for the step.
@@ -250,29 +264,36 @@ class Trainer:
         step = self.step_index
         self.step_index += 1
         self.counters.trained_tokens += int(values["train/response_tokens"])
-        self._log(
-            {
-                "event": "step",
-                "step": step,
-                "start_s": start,
-                "end_s": end,
-                "wait_s": waited,
-                "trajectory_ids": [list(d.trajectory_ids) for d in draws],
-                "weights": [list(d.weights) for d in draws],
-                "bucket": _bucket(batch),
-            }
-        )
+        if batch is not None:
+            self._log(
+                {
+                    "event": "step",
+                    "step": step,
+                    "start_s": start,
+                    "end_s": end,
+                    "wait_s": waited,
+                    "trajectory_ids": [list(d.trajectory_ids) for d in draws],
+                    "weights": [list(d.weights) for d in draws],
+                    "bucket": _bucket(batch),
+                }
+            )
         values.update(
             {
                 "train/wait_batch_s": waited,
                 "train/draw_s": drawn_s,
                 "train/step_s": end - start,
                 "train/tokens_per_s": values["train/response_tokens"] / max(end - start, 1e-9),
-                **self._staleness_metrics(draws, step),
+                **(self._staleness_metrics(draws, step) if draws else {}),
                 **self.strata,
             }
         )
         return values
+
+    def _agree_on_shape(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the batch: as this host's rows need where no other has rows."""
+        if self._planner.num_hosts == 1:
+            return tuple(lengths)
+        return self._planner.agree_on_shape(lengths)
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.repeat(

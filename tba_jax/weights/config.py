@@ -12,6 +12,8 @@ class SyncSettings(Section):
     """How published weights reach searchers."""
 
     transport: Literal["memory", "checkpoint"] = field(
-        "memory", "memory, or checkpoint: through Orbax in the work directory"
+        "memory",
+        "memory, or checkpoint: through Orbax in the work directory (placement=whole_hosts)",
+        on_resume=True,
     )
     keep: int = field(2, "checkpoint transport: published versions kept on disk", at_least=2)

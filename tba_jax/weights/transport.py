@@ -37,6 +37,11 @@ class Transport(Protocol):
         """Seconds from the publication delivered last until readers had it."""
         ...
 
+    @property
+    def is_publishing(self) -> bool:
+        """Whether another version had to wait for the one before."""
+        ...
+
     def publish(self, version: int, params: Any) -> None:
         """Make `params` the next version; returns when the source may be donated.
 
@@ -219,6 +224,8 @@ class MemoryTransport:
         timeout_s: a delivery that takes longer has failed.
     """
 
+    is_publishing = False
+
     def __init__(
         self, program: Callable[[Any], Any], shardings: Sequence[Any], *, timeout_s: float
     ) -> None:
@@ -274,6 +281,8 @@ class CheckpointTransport:
         shardings, timeout_s: as MemoryTransport.
         keep: versions kept on disk, at least 2.
     """
+
+    is_publishing = False
 
     def __init__(
         self,
@@ -339,7 +348,7 @@ class CheckpointTransport:
         except (OSError, ValueError, RuntimeError) as error:
             raise PublicationError(
                 f"publishing weights {self._versions.path(version)} failed: "
-                f"{type(error).__name__}: {_brief(error)}. Make room or fix the storage, then run "
+                f"{type(error).__name__}: {brief(error)}. Make room or fix the storage, then run "
                 "the same command again"
             ) from error
 
@@ -355,7 +364,7 @@ class CheckpointTransport:
             if not found:
                 return self._reader.restore(path, args=ocp.args.StandardRestore(self._abstract))
         except (OSError, ValueError, RuntimeError) as error:
-            found = [f"{type(error).__name__}: {_brief(error)}"]
+            found = [f"{type(error).__name__}: {brief(error)}"]
         raise PublicationError(
             f"published weights {path} cannot be read as they were written, twice: {found[0]}. "
             "Mend the storage, then run the same command again"
@@ -375,69 +384,7 @@ class CheckpointTransport:
             self._reader.close()
 
 
-class MergingTransport:
-    """A transport of adapters whose readers get whole weights.
-
-    Adapters travel; each searcher's devices have held the base since the run began. They are merged
-    by the searcher that takes a version up, so that the trainer waits for the transfer alone, and
-    once for all that share devices.
-
-    Args:
-        adapters: the transport that adapters travel by.
-        merges: of each reader: adapters on its devices -> weights as its decoder wants them.
-            Readers with the same function share what it returned last.
-
-    Attributes:
-        source: the transport that adapters travel by.
-    """
-
-    def __init__(self, adapters: Transport, merges: Sequence[Callable[[Any], Any]]) -> None:
-        self._adapters = self.source = adapters
-        self._merges = list(merges)
-        self._group = [self._merges.index(merge) for merge in self._merges]
-        self._locks = [threading.Lock() for _ in self._merges]
-        self._merged: dict[int, Published] = {}
-
-    def publish(self, version: int, params: Any) -> None:
-        """Publish adapters, as the transport that they travel by does."""
-        self._adapters.publish(version, params)
-
-    def latest(self, reader: int) -> Published | None:
-        """Newest version as whole weights on that reader's devices."""
-        published = self._adapters.latest(reader)
-        if published is None:
-            return None
-        group = self._group[reader]
-        with self._locks[group]:
-            merged = self._merged.get(group)
-            if merged is None or merged.version < published.version:
-                # Dropped first: a searcher between two rounds then holds one merged copy, not two.
-                merged = None
-                self._merged.pop(group, None)
-                weights = self._merges[group](published.params)
-                merged = Published(published.version, jax.block_until_ready(weights))
-                self._merged[group] = merged
-            return merged
-
-    @property
-    def delivery_s(self) -> float:
-        """As the transport that adapters travel by."""
-        return self._adapters.delivery_s
-
-    def poll(self, wait_s: float = 0.0) -> bool:
-        """As the transport that adapters travel by."""
-        return self._adapters.poll(wait_s)
-
-    def settle(self) -> None:
-        """As the transport that adapters travel by."""
-        self._adapters.settle()
-
-    def close(self) -> None:
-        """As the transport that adapters travel by."""
-        self._adapters.close()
-
-
-def _brief(error: BaseException) -> str:
+def brief(error: BaseException) -> str:
     """First line of an error's text; the middle of a long one is left out, as the end has why."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
     line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason

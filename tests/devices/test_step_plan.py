@@ -122,6 +122,36 @@ def test_evaluations_are_put_together_once_every_host_has_done_its_share():
     assert plan.wait and plan.collect == 0
 
 
+def test_where_one_host_draws_for_all_it_alone_decides_whether_there_is_a_batch():
+    offers = [
+        READY,
+        Offer(is_ready=True, num_fresh=0, wants_stop=True, is_publishing=True),
+    ]
+    meeting = Meeting(2)
+    planners = [planner(meeting.host(h), shares_data=False) for h in range(2)]
+    assert [p.share for p in planners] == [16, 16] and [p.draws for p in planners] == [True, False]
+    plan = planners[0].decide(1, offers)
+    assert plan == StepPlan(wait=False, stop=True, sync=True, save=False, publish=False)
+    assert planners[0].decide(1, [READY._replace(is_ready=False), READY]).wait
+    found = on_both(planners, lambda p, h: p.plan(1, offers[h]))
+    assert found == [plan, plan]
+
+
+def on_both(planners, call):
+    """call(planner, h) of all at once; the results."""
+    results = [None] * len(planners)
+
+    def run(h):
+        results[h] = call(planners[h], h)
+
+    threads = [threading.Thread(target=run, args=(h,)) for h in range(len(planners))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
 def test_slot_kinds_stay_decided_over_a_wait_and_have_the_right_mean():
     mixed = planner(recency_prob=0.5)
     many = READY._replace(num_fresh=100)

@@ -211,6 +211,99 @@ def test_an_interleaved_pod_takes_turns_on_its_devices(cache, tmp_path):
     assert waits == sorted(waits) and waits[-1] > 0
 
 
+WHOLE = ("placement=whole_hosts", "sync.transport=checkpoint", "mesh.data=2", "num_cpu_devices=1")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_hosts_train_and_two_search_as_one_process_does_and_hand_over_to_one(cache, folder):
+    code, out, err = run_pod(4, folder / "four", *SAME, *WHOLE, cache=cache, cwd=folder)
+    assert code == 0, err
+    one = (*SAME, "num_cpu_devices=4", "placement=split")
+    done = run(folder / "one", *one, cache=cache, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    expected = losses(folder / "one")
+    # The gradient is summed over devices of two processes, and Adam over 8 steps.
+    found = list(losses(folder / "four").values())
+    np.testing.assert_allclose(found, list(expected.values()), rtol=2e-4)
+    for name in ("ledger", "eval"):
+        assert report(folder / "four")[name] == report(folder / "one")[name]
+    assert report(folder / "four")["processes"] == 4
+    rounds = [
+        {
+            (e["searcher"], e["round"]): e["prompt_ids"]
+            for e in lines(folder / name / "schedule.jsonl")
+            if e["event"] == "round"
+        }
+        for name in ("one", "four")
+    ]
+    assert rounds[0] == rounds[1] and len(rounds[0]) == 16
+    # Its checkpoint is that of a run of one process: four -> one -> four.
+    shapes = ((1, one), (4, (*SAME, *WHOLE)))
+    for number, (num_processes, overrides) in enumerate(shapes, 1):
+        num_steps = 8 + 4 * number
+        steps = (f"num_steps={num_steps}",)
+        edit_config(folder / "four", num_steps=num_steps)
+        if num_processes == 1:
+            done = run(folder / "four", *overrides, *steps, cache=cache, cwd=folder)
+            code, out, err = done.returncode, done.stdout, done.stderr
+        else:
+            code, out, err = run_pod(
+                4, folder / "four", *overrides, *steps, cache=cache, cwd=folder
+            )
+        assert code == 0, err
+        assert f"at step {num_steps - 4} of {num_steps}" in out
+        final = report(folder / "four")
+        assert balance(final["ledger"]) == final["ledger"]["generated"]
+        assert sorted(losses(folder / "four")) == list(range(1, num_steps + 1))
+        step, states = load_host_states(str(folder / "four"))
+        assert step == num_steps and len(states) == 1
+        assert {"outbox_0", "outbox_1", "searcher_1"} <= set(states[0].parts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_host_trains_and_two_search_beside_it(cache, folder):
+    workdir = folder / "run"
+    overrides = (
+        *WHOLE,
+        "num_cpu_devices=2",
+        "num_searchers=4",
+        "log.watchdog_s=240",
+        "num_steps=100000",
+    )
+    pod = start_pod(3, workdir, *overrides, cache=cache, cwd=folder)
+    try:
+        wait_for(lambda: len(evaluated(workdir)) >= 2, process=pod, timeout=400)
+        # A host that searches is told to end: all save together and leave.
+        subprocess.run(["kill", "-TERM", str(child(pod, 2))], check=True)
+        out, err = pod.communicate(timeout=120)
+    finally:
+        pod.kill()
+    assert pod.returncode == 0, err
+    stopped_at = int(re.search(r"Stopped by .* at step (\d+) of", out)[1])
+    step, [state] = load_host_states(str(workdir))
+    assert step == stopped_at > 4
+    outboxes = state.named("outbox_")
+    assert sorted(outboxes) == [f"outbox_{i}" for i in range(4)]
+    committed = sum(o.meta["position"]["num_generated"] for o in outboxes.values())
+    assert committed > 0
+    # Every searcher of both hosts brought something, and each round is in the log once.
+    events = [e for e in lines(workdir / "schedule.jsonl") if e["event"] == "round"]
+    keys = [(e["searcher"], e["round"]) for e in events]
+    assert len(keys) == len(set(keys)) and {searcher for searcher, _ in keys} == {0, 1, 2, 3}
+    assert {e["searcher"] for e in lines(workdir / "schedule.jsonl") if e["event"] == "chunk"} == {
+        *range(4)
+    }
+    pod = start_pod(3, workdir, *overrides, cache=cache, cwd=folder)
+    try:
+        wait_for(lambda: max(losses(workdir)) > stopped_at, process=pod, timeout=400)
+    finally:
+        pod.send_signal(signal.SIGINT)
+        _, err = pod.communicate(timeout=120)
+    assert pod.returncode == 0, err
+
+
 def edit_config(workdir, **fields):
     path = workdir / "config.json"
     content = json.loads(path.read_text())

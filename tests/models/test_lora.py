@@ -43,10 +43,10 @@ from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
+from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.transport import (
     CheckpointTransport,
     MemoryTransport,
-    MergingTransport,
     make_publish_program,
 )
 

@@ -69,7 +69,7 @@ def make_trainer(outcomes, seen, **changes):
             checkpoint_period=0,
         ),
         "outboxes": [],
-        "transport": None,
+        "transport": SimpleNamespace(is_publishing=False),
         "packing": PADDED,
         "max_nonfinite_steps": 2,
         "log_event": lambda event: None,

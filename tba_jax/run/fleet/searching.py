@@ -29,17 +29,22 @@ from tba_jax.flow.state import PartState
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.beside import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.clock import RunClock
-from tba_jax.run.drivers import swaps_in_flight
 from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.fleet.link import Dismissed, Grants, Line, Link, Rewind, Unreachable
 from tba_jax.run.fleet.messages import Hello, Seat, Vitals, Welcome
 from tba_jax.run.placing import Sites
-from tba_jax.run.searching import Search, build_searchers, make_references, make_transport
+from tba_jax.run.searching import (
+    Search,
+    build_searchers,
+    make_references,
+    make_transport,
+    swaps_in_flight,
+)
 from tba_jax.run.shared import Seat as Place
 from tba_jax.run.shared import Shared, open_shared
 from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import CheckpointReader
-from tba_jax.weights.transport import MergingTransport
 
 # The search ends up here once in a while, to see whether a worker has failed.
 _LOOK_S = 0.1
