@@ -107,7 +107,8 @@ def _crc(file: epath.Path, start: int, length: int | None, value: int) -> tuple[
     more than the CRC. Not mapped: what cannot be read would then end the process.
     """
     buffer, read = np.empty(_PIECE, np.uint8), 0
-    with file.open("rb") as stream:
+    with file.open("rb") as opened:
+        stream: Any = opened  # the type of `open` knows no `readinto`
         stream.seek(start)
         while length is None or read < length:
             wanted = _PIECE if length is None else min(_PIECE, length - read)
