@@ -68,9 +68,14 @@ class Fleet:
                 and sum('"train/loss"' in x for x in path.read_text().split("\n")) >= step
             ):
                 return
-            assert self.process.poll() is None, self.until("")
+            assert self.process.poll() is None, self.told()
             time.sleep(0.2)
         raise AssertionError(f"step {step} was not reached")
+
+    def told(self):
+        """Everything that it printed, up to its end."""
+        self.until("")
+        return "".join(self.lines)
 
     def kill(self, name, which=0):
         """End the process of an actor without a word; whether there was one."""

@@ -27,6 +27,7 @@ from tba_jax.run.workdir import Outcome, claim, finished_before
 
 _LOOK_S = 0.2  # between two looks at everything
 _REMIND_S = 60.0  # between two lines about a machine that is waited for
+_NAME_S = 60.0  # for Ray to notice that an actor is gone
 _AGAIN_S = 1.0  # before a searcher that failed is made again
 
 
@@ -200,9 +201,23 @@ class _Fleet:
 
     def _make_trainer(self) -> None:
         options = _resources(self._config.fleet.trainer)
-        self._trainer = self._trainer_class.options(
+        maker = self._trainer_class.options(
             name=self._trainer_name, namespace=self._namespace, max_restarts=0, **options
-        ).remote(self._fields, str(self._workdir), self._accept_changed)
+        )
+        deadline = time.monotonic() + _NAME_S
+        while True:
+            try:
+                self._trainer = maker.remote(self._fields, str(self._workdir), self._accept_changed)
+                break
+            except self._ray.exceptions.ActorAlreadyExistsError as error:
+                # Ray takes a moment to free the name of one that died.
+                if time.monotonic() > deadline:
+                    raise FleetError(
+                        f"Ray has not freed the name of the trainer that died for {_NAME_S:.0f} s; "
+                        "another driver may have this work directory's run. The same command "
+                        "resumes"
+                    ) from error
+                time.sleep(_LOOK_S)
         self._running = self._trainer.run.remote()
         self._asked: Any = None
         self._heard_at = self._reminded_at = time.monotonic()
@@ -346,11 +361,11 @@ def _cause(error: Any) -> BaseException:
 
 
 def _brief(error: BaseException) -> str:
-    """Why an actor is gone, in a few words of Ray's."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line for line in lines if "Worker exit" in line or "exit type" in line.lower()]
-    told += [line for line in lines if "node" in line.lower() and "died" in line.lower()]
-    return f"{(told or lines or [type(error).__name__])[0]:.160}"
+    """Why an actor is gone; Ray's own words are many."""
+    text = str(error).lower()
+    if "its node has died" in text or "node died" in text or "node failure" in text:
+        return "its machine is gone"
+    return "out of memory" if "out of memory" in text else "its process ended"
 
 
 def _at(step: int) -> str:
