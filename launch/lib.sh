@@ -202,19 +202,28 @@ setup_workers() {
   case " $(states_in "$report")" in
     *' running '*) die "a job is running on $NAME; stop it before setup replaces its code" ;;
   esac
+  if [ -n "$JOB_ENV_FILE" ] && [ ! -f "$JOB_ENV_FILE" ]; then
+    die "JOB_ENV_FILE=$JOB_ENV_FILE is not there; create it, or correct $settings_file"
+  fi
   scratch=/tmp/$job_dir
-  $dry_run || scratch=$(mktemp -d) || return
+  if ! $dry_run; then
+    scratch=$(mktemp -d) || return
+    # However this ends: it holds a copy of JOB_ENV_FILE, which has secrets.
+    # shellcheck disable=SC2064  # the folder of now
+    trap "rm -rf -- '$scratch'" EXIT
+  fi
   files=("$launch_dir/worker.sh" "$scratch/code.tar.gz")
   if [ -n "$JOB_ENV_FILE" ]; then
-    [ -f "$JOB_ENV_FILE" ] || die "JOB_ENV_FILE=$JOB_ENV_FILE is not there; create it, or correct \
-$settings_file"
-    act cp "$JOB_ENV_FILE" "$scratch/job.env" || return
+    if ! act cp "$JOB_ENV_FILE" "$scratch/job.env"; then
+      $dry_run || rm -rf "$scratch"
+      return 1
+    fi
     files+=("$scratch/job.env")
   fi
   say "copying $tree to every worker of $NAME"
   {
     archive "$scratch/code.tar.gz" \
-      && on_workers "mkdir -p $job_dir" \
+      && on_workers "mkdir -p $job_dir && chmod 700 $job_dir" \
       && copy_to_workers "${files[@]}" \
       && on_workers "$(worker setup "$target_extra${EXTRAS:+,$EXTRAS}" "$SETUP_COMMAND")"
   } || {

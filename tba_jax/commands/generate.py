@@ -13,6 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tba_jax.report.words import shown
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code."""
@@ -50,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"generate: {error}", file=sys.stderr)
         return 1
     for text in result["texts"]:
-        print(f"{args.prompt}{text}")
+        whole = f"{args.prompt}{text}"
+        # A terminal would do what its control characters say; a file gets what was sampled.
+        print(shown(whole) if sys.stdout.isatty() else whole)
     if args.json:
         print(json.dumps(result))
     return 0

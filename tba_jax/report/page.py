@@ -8,25 +8,18 @@ it is escaped, because model outputs may hold anything.
 
 import base64
 import html
-import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
 from tba_jax.report.files import Facts, Run, flat
-from tba_jax.report.words import duration, held_out, percent, plain
+from tba_jax.report.words import duration, held_out, percent, plain, shown
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
 
 
 def _e(value: Any) -> str:
-    """Any value as escaped text; control characters, which HTML forbids, are shown as escapes."""
-    text = "".join(
-        char.encode("unicode_escape").decode("ascii")
-        if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cs", "Cn")
-        else char
-        for char in str(value)
-    )
-    return html.escape(text)
+    """Any value as escaped text, what cannot be shown as escapes."""
+    return html.escape(shown(str(value)))
 
 
 def headline(run: Run) -> str:

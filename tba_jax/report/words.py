@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures and facts as words for a report."""
 
+import unicodedata
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,24 @@ def duration(seconds: float) -> str:
 def held_out(n: int) -> str:
     """So many problems, in words."""
     return f"{n} held-out problem{'s' if n != 1 else ''}"
+
+
+# They turn the order of the text around them, so that it reads as something else.
+_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def shown(text: str) -> str:
+    """A text in which control characters, and those that turn the direction, are escapes.
+
+    Line breaks and tabs stay, and so do joiners, which emoji and some scripts need.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if char in _TURNING
+        or (char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cs", "Cn"))
+        else char
+        for char in text
+    )
 
 
 def plain(value: Any) -> str:

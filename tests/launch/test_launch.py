@@ -336,6 +336,19 @@ def test_a_gpu_box_from_create_to_delete(cloud):
     assert all(line.startswith(("+ ", "# ")) for line in dry.splitlines())
 
 
+@pytest.mark.parametrize("fails", ["scp", "cp"])
+def test_a_setup_that_fails_leaves_no_secret_behind(cloud, fails):
+    temporary = cloud.folder / "temporary"
+    temporary.mkdir()
+    cloud._worker_env["TMPDIR"] = str(temporary)
+    (cloud.folder / "job.env").write_text("HF_TOKEN=secret\n")
+    cloud.settings(HOST="me@box", JOB="true", JOB_ENV_FILE=str(cloud.folder / "job.env"))
+    cloud._script(fails, f"ls {temporary}/*/job.env >{cloud.folder}/seen; kill -TERM $PPID")
+    cloud.gpu("setup", code=-15)
+    assert fails == "cp" or (cloud.folder / "seen").read_text().endswith("/job.env\n")
+    assert list(temporary.iterdir()) == []
+
+
 def test_scripts_are_clean_for_shellcheck():
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:

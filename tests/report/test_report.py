@@ -143,6 +143,7 @@ def test_model_texts_are_escaped_and_control_characters_shown(full):
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &lt;b&gt;11" in text
     assert "\x1b" not in text and "The answer" not in text and "is 8.\\x1b[0m" in text
     assert report_page._e("naïve 👩‍🔬 \ud800\x00\n<") == "naïve 👩‍🔬 \\ud800\\x00\n&lt;"
+    assert report_page._e("a\u202egnp.exe\u2066\u061c") == "a\\u202egnp.exe\\u2066\\u061c"
 
 
 def test_samples_are_marked_right_and_wrong(full):
