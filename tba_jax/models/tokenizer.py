@@ -9,6 +9,7 @@ is decided here, once, from the files of the model folder, and every id that lea
 one the model has an embedding for.
 """
 
+import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -148,6 +149,11 @@ class Tokenizer:
             )
             for row in rows
         ]
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text of n times as many has n tokens or more."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def has_chat_template(self) -> bool:

@@ -22,8 +22,17 @@ Ownership = Literal["by_prompt", "any"]
 LongPrompts = Literal["refuse", "skip"]
 
 
+# Characters; it takes a tokenizer minutes to say of a text of megabytes that it is too long.
+_LONG_TEXT = 2**16
+
+
 class Encoder(Protocol):
     """The part of the tokenizer that is needed here."""
+
+    @property
+    def longest_token(self) -> int:
+        """Characters of the longest token."""
+        ...
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
         """int32 [s]."""
@@ -47,6 +56,14 @@ def _prompt(
     content, columns = problem(index)
     where = f"{split} problem {index} of task {task.name}"
     text = content if isinstance(content, str) else _formatted(content, tokenizer, where)
+    if len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token:
+        if long_prompts == "skip":
+            return None
+        raise ValueError(
+            f"{where} has {len(text):,} characters, more than task.max_prompt_tokens = "
+            f"{max_prompt_tokens} tokens can hold; shorten it, or leave such prompts out with "
+            f"--config.task.long_prompts=skip. It begins: {text[:80]!r}"
+        )
     tokens = tokenizer.encode(text, add_bos=True)
     if len(tokens) > max_prompt_tokens:
         if long_prompts == "skip":

@@ -19,6 +19,7 @@ Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
 
 HUB_PREFIX = "hf://"
+_MAX_DEPTH = 100  # of objects and lists in a row
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -54,9 +55,11 @@ def read_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]
         )
     found = False
     for path in files:
-        for item in _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path):
+        rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
+        for where, row in rows:
             found = True
-            yield item
+            _check_texts(row, where)
+            yield where, row
     if not found:
         raise ValueError(f"{files[0]} holds no rows; want one JSON object per line")
 
@@ -107,12 +110,30 @@ def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 row = json.loads(text)
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # numbers or nesting without end, too
                 got = text.strip()[:80]
                 raise ValueError(f"{where}: not JSON ({error}); got {got!r}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{where}: want an object with named columns; got {row!r:.80}")
             yield where, row
+
+
+def _check_texts(value: Any, where: str, depth: int = 0) -> None:
+    """Every text can be encoded, and nothing is nested deeper than whoever reads it bears."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{where}: a text has half of a surrogate pair, {ascii(value[error.start])}, at "
+                f"character {error.start}; no tokenizer can read it. Repair that text"
+            ) from None
+    elif isinstance(value, dict | list):
+        if depth == _MAX_DEPTH:
+            raise ValueError(f"{where}: nested more than {_MAX_DEPTH} deep. Flatten that row")
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        for item in items:
+            _check_texts(item, where, depth + 1)
 
 
 def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -16,6 +16,16 @@ class LetterTokenizer:
         return np.array([1] * add_bos + [ord(c) for c in text], np.int32)
 
 
+class SlowTokenizer(LetterTokenizer):
+    """Must not be asked about texts of megabytes; its longest token has three letters."""
+
+    longest_token = 3
+
+    def encode(self, text, add_bos):
+        assert len(text) < 10**6
+        return super().encode(text, add_bos)
+
+
 class CountingTask:
     """Problem i of n is the text "problem i"; those in `long` are longer than the others."""
 
@@ -191,3 +201,16 @@ def test_eval_prompts_that_are_too_long_are_skipped_and_counted(limit, expected)
     task = CountingTask(8, long=[1, 5, 7])
     prompts, num_skipped = eval_prompts(task, LetterTokenizer(), limit, 40, "skip")
     assert (ids(prompts), num_skipped) == expected
+
+
+@pytest.mark.parametrize("long_prompts", ["refuse", "skip"])
+def test_a_prompt_of_megabytes_is_too_long_without_being_tokenised(long_prompts):
+    task = CountingTask(2)
+    task.eval_problem = lambda index: ("x" * 20_000_000 if index else "y", {})
+    if long_prompts == "skip":
+        prompts, num_skipped = eval_prompts(task, SlowTokenizer(), 0, 30_000, "skip")
+        assert (len(prompts), num_skipped) == (1, 1)
+        return
+    message = r"eval problem 1 of task counting has 20,000,000 characters, more than .* = 30000"
+    with pytest.raises(ValueError, match=message):
+        eval_prompts(task, SlowTokenizer(), 0, 30_000, "refuse")
