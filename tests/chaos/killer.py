@@ -34,6 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from tba_jax.report.lines import wrong_event, wrong_metrics
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.modeling import describe_model
 from tba_jax.run.placing import reading_mesh
@@ -83,12 +84,14 @@ class Story:
         driver: of DRIVERS.
         events: what happened to it.
         has_whole_logs: no log of it was damaged.
+        spoilt: files that were damaged, and what was in them.
     """
 
     workdir: Path
     driver: str
     events: list[str] = dataclasses.field(default_factory=list)
     has_whole_logs: bool = True
+    spoilt: dict[Path, bytes] = dataclasses.field(default_factory=dict)
 
 
 class Killer:
@@ -309,21 +312,20 @@ class Killer:
         self.done["clocks shifted"] += 1
         return self._live(story, f"clock shifted by {shift} s", until=until, clock_s=shift)
 
-    def spoil(self, story: Story) -> tuple[Path, Path] | None:
-        """Damage a file between two processes; the file and a copy of what it was."""
+    def spoil(self, story: Story) -> None:
+        """Damage a file between two processes, and remember what was in it."""
         picked = damage.pick(self.rng, story.workdir)
         if picked is None:
-            return None
+            return
         kind, file = picked
-        kept = self.out / "kept"
-        shutil.copyfile(file, kept)
+        before = file.read_bytes()
         what = damage.damage(self.rng, file)
         if not what:
-            return None
+            return
+        story.spoilt.setdefault(file, before)
         self.done["files damaged between processes"] += 1
         story.events.append(f"{kind} {file.relative_to(story.workdir)}: {what}")
         story.has_whole_logs &= file.suffix != ".jsonl"
-        return file, kept
 
     # Runs.
 
@@ -342,9 +344,8 @@ class Killer:
             self.shift_clock,
         )
         while time.monotonic() < end_s:
-            spoilt = None
             if (story.workdir / "metrics.jsonl").exists() and self.rng.random() < 0.3:
-                spoilt = self.spoil(story)
+                self.spoil(story)
             deed = deeds[int(self.rng.integers(len(deeds)))]
             if not story.workdir.exists():
                 deed = self.kill
@@ -354,18 +355,25 @@ class Killer:
             if life.code == 0 and not life.was_killed:
                 self._finished(story)
                 return
-            if life.code in (1, 2) and spoilt is not None:
-                self._put_back(story, *spoilt)
+            if life.code in (1, 2):
+                self._put_back(story)
 
-    def _put_back(self, story: Story, file: Path, kept: Path) -> None:
-        """Mend what the command refused, as its line asks for."""
-        if file.is_dir():
-            shutil.rmtree(file)
-        elif file.is_symlink():
-            file.unlink()
-        if file.parent.is_dir():  # else it was put aside with its checkpoint
-            shutil.copyfile(kept, file)
+    def _put_back(self, story: Story) -> None:
+        """Mend what was damaged, as the line asks for; a log loses the lines that are wrong."""
+        for file, before in story.spoilt.items():
+            if not file.parent.is_dir():
+                continue  # put aside with its checkpoint
+            if file.suffix == ".jsonl" and file.is_file():
+                wrong = wrong_metrics if file.name == "metrics.jsonl" else wrong_event
+                whole = file.read_bytes().split(b"\n")
+                before = b"".join(line + b"\n" for line in whole if _is_right(line, wrong))
+            elif file.is_dir():
+                shutil.rmtree(file)
+            elif file.is_symlink():
+                file.unlink()
+            file.write_bytes(before)
         story.events.append("put back")
+        story.spoilt.clear()
 
     def _judge(self, story: Story, life: Life) -> None:
         """A process ends by our hand, in order, or in one line."""
@@ -446,6 +454,14 @@ def lines_of(workdir: Path) -> list[dict[str, Any]]:
         return lines(workdir / "metrics.jsonl")
     except (OSError, ValueError):
         return []
+
+
+def _is_right(line: bytes, wrong: Any) -> bool:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and not wrong(record)
 
 
 def _pattern(message: str) -> str:
