@@ -225,7 +225,9 @@ def _choose_whole_hosts(
     # Where nothing holds the state, the largest, of which the verdict says how much is missing.
     size = min(fitting, key=lambda n: abs(n - wanted)) if fitting else max(existing)
     mesh = _mesh_shape(size, config, model_config, 0)
-    group = _group_size(config, model_config, per_host, per_host, hbm_bytes, devices, judge_bytes)
+    of_searcher = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+    group = _group_size(model_config, per_host, per_host, hbm_bytes, devices, of_searcher)
+    free = hbm_bytes - estimates.held_bytes(config, model_config) / size
     searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
     fields = {
         "placement": "whole_hosts",
@@ -236,7 +238,7 @@ def _choose_whole_hosts(
         "num_searchers": per_host // group * searching,
         "search.num_devices": group,
         "batch.num_prompts": config.batch.num_prompts,
-        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, hbm_bytes),
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free),
     }
     config = replace(config, fields)
     validate(config)

@@ -27,6 +27,8 @@ class CheckpointReader:
         clock: monotonic seconds.
     """
 
+    is_publishing = False
+
     def __init__(
         self,
         workdir: str,

@@ -25,6 +25,7 @@ from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.fleet.link import Unreachable
 from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, decode
 from tba_jax.run.run import Run
+from tba_jax.run.searching import Search
 from tba_jax.run.workdir import Outcome
 from tba_jax.weights.versions import Versions
 
@@ -113,7 +114,8 @@ def drive_fleet(
         interrupted: looked at between steps.
         open_desk: is given the desk when searchers may come.
     """
-    config, searchers = run.config, run.search.searchers
+    assert isinstance(run.search, Search), "its searchers are built here, to keep count"
+    config, searchers, streams = run.config, run.search.searchers, run.search.streams
     _do_given_rounds(run, interrupted)
     admission = make_admission(run)
     size = config.search.samples_per_prompt
@@ -150,9 +152,7 @@ def drive_fleet(
     before = [(searcher.idle_s, searcher.decoded_tokens) for searcher in searchers]
 
     def count() -> None:
-        for searcher, stream, (idle_s, tokens) in zip(
-            searchers, run.search.streams, before, strict=True
-        ):
+        for searcher, stream, (idle_s, tokens) in zip(searchers, streams, before, strict=True):
             more_idle_s, more_tokens = desk.totals(searcher.index)
             searcher.idle_s = idle_s + more_idle_s
             searcher.decoded_tokens = tokens + more_tokens
@@ -178,6 +178,7 @@ def drive_fleet(
 
 def _do_given_rounds(run: Run, interrupted: Callable[[], bool]) -> None:
     """Responses that are given, which are scored where the trainer is."""
+    assert isinstance(run.search, Search), "its searchers are built here, to keep count"
     given = [searcher for searcher in run.search.searchers if searcher.num_given_rounds_left]
     if given:
         run.trainer.publish()
