@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+import ray.util
 from ml_collections import ConfigDict
 
 from tba_jax.config.schema import Config, freeze
@@ -20,8 +21,17 @@ from tba_jax.flow.rounds import RoundCommit
 from tba_jax.run.fleet.link import Unreachable
 from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, encode
 
-TRAINER = "trainer"
-"""Name of the trainer's actor in the namespace of its run."""
+_TRAINER = "trainer-"
+
+
+def trainer_name(number: int) -> str:
+    """Name of the trainer's actor in the namespace of its driver.
+
+    Args:
+        number: of trainers that this driver made before.
+    """
+    return f"{_TRAINER}{number}"
+
 
 _GONE = (
     ray.exceptions.RayActorError,
@@ -104,7 +114,7 @@ class RayLine:
     def _call(self, method: str, *arguments: Any) -> Any:
         try:
             if self._handle is None:
-                self._handle = ray.get_actor(TRAINER, namespace=self._namespace)
+                self._handle = self._newest()
             reference = getattr(self._handle, method).remote(*arguments)
             return ray.get(reference, timeout=self._deadline_s)
         except _GONE as error:
@@ -114,7 +124,19 @@ class RayLine:
         except ValueError as error:
             if self._handle is not None:
                 raise
-            raise Unreachable("there is no trainer at the moment") from error
+            raise Unreachable("the trainer has just gone") from error
+
+    def _newest(self) -> Any:
+        """The trainer that was made last; the names of those that died may still be taken."""
+        named = ray.util.list_named_actors(all_namespaces=True)
+        numbers = [
+            int(each["name"].removeprefix(_TRAINER))
+            for each in named
+            if each["namespace"] == self._namespace and each["name"].startswith(_TRAINER)
+        ]
+        if not numbers:
+            raise Unreachable("there is no trainer at the moment")
+        return ray.get_actor(trainer_name(max(numbers)), namespace=self._namespace)
 
 
 class SearcherProcess:

@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from tba_jax.run.workdir import Outcome, claim, finished_before
 
 _LOOK_S = 0.2  # between two looks at everything
 _REMIND_S = 60.0  # between two lines about a machine that is waited for
-_NAME_S = 60.0  # for Ray to notice that an actor is gone
 _AGAIN_S = 1.0  # before a searcher that failed is made again
 
 
@@ -158,16 +158,16 @@ class _Fleet:
         accept_changed: Collection[str],
         display: Display,
     ) -> None:
-        from tba_jax.run.fleet.actors import TRAINER, actor_classes
+        from tba_jax.run.fleet.actors import actor_classes, trainer_name
 
         self._ray = ray
-        self._trainer_name = TRAINER
+        self._name_of, self._num_trainers = trainer_name, 0
         self._trainer_class, self._searcher_class = actor_classes()
         self._config = config
         self._workdir = workdir
         self._hold = hold
         self._display = display
-        self._namespace = f"tba_jax-{run_id_of(workdir)}"
+        self._namespace = f"tba_jax-{run_id_of(workdir)}-{uuid.uuid4().hex[:8]}"
         self._fields = dataclasses.asdict(config)
         self._accept_changed = list(accept_changed)
         self._deaths = 0
@@ -201,23 +201,14 @@ class _Fleet:
 
     def _make_trainer(self) -> None:
         options = _resources(self._config.fleet.trainer)
-        maker = self._trainer_class.options(
-            name=self._trainer_name, namespace=self._namespace, max_restarts=0, **options
-        )
-        deadline = time.monotonic() + _NAME_S
-        while True:
-            try:
-                self._trainer = maker.remote(self._fields, str(self._workdir), self._accept_changed)
-                break
-            except self._ray.exceptions.ActorAlreadyExistsError as error:
-                # Ray takes a moment to free the name of one that died.
-                if time.monotonic() > deadline:
-                    raise FleetError(
-                        f"Ray has not freed the name of the trainer that died for {_NAME_S:.0f} s; "
-                        "another driver may have this work directory's run. The same command "
-                        "resumes"
-                    ) from error
-                time.sleep(_LOOK_S)
+        # A name of its own: Ray may keep that of one that died for minutes.
+        self._trainer = self._trainer_class.options(
+            name=self._name_of(self._num_trainers),
+            namespace=self._namespace,
+            max_restarts=0,
+            **options,
+        ).remote(self._fields, str(self._workdir), self._accept_changed)
+        self._num_trainers += 1
         self._running = self._trainer.run.remote()
         self._asked: Any = None
         self._heard_at = self._reminded_at = time.monotonic()
