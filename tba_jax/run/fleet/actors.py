@@ -128,7 +128,7 @@ class RayLine:
 
     def _newest(self) -> Any:
         """The trainer that was made last; the names of those that died may still be taken."""
-        named = ray.util.list_named_actors(all_namespaces=True)
+        named: Any = ray.util.list_named_actors(all_namespaces=True)
         numbers = [
             int(each["name"].removeprefix(_TRAINER))
             for each in named
