@@ -150,9 +150,13 @@ class Tokenizer:
             for row in rows
         ]
 
-    @functools.cached_property
+    @property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n times as many has n tokens or more."""
+        return self._longest_token
+
+    @functools.cached_property
+    def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
 
     @property

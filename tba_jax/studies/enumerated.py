@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class Problem(NamedTuple):
         width: of the policy's network; 0: a table of its own for each prompt.
     """
 
-    reward: np.ndarray
+    reward: np.ndarray | Array
     width: int = 0
 
 
@@ -213,9 +213,11 @@ def train_once(
             data = data if has_head else data._replace(log_z=None)
             return objective(data, settings.beta).loss
 
-        updates, state = optimizer.update(jax.grad(loss)(params), state)
+        gradient: dict[str, Any] = jax.grad(loss)(params)
+        scaled, state = optimizer.update(gradient, state)
         # log Z is a single number a prompt; the policy is many that move together.
-        updates = {**updates, "z": 10 * updates["z"]}
+        updates: Any = {**cast(dict[str, Any], scaled)}
+        updates["z"] = 10 * updates["z"]
         updates = jax.tree.map(lambda u: -rate * decay(i) * u, updates)
         return (optax.apply_updates(params, updates), state, queue), None
 

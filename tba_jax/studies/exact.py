@@ -87,7 +87,8 @@ def objective_of(name: str, beta: float) -> tuple[Any, float]:
 def rows(study: str, names: Sequence[str], seeds: Sequence[int]) -> Iterator[Row]:
     """Every objective on every kind of data of a study."""
     problem: Problem = few_modes() if study == "optimum" else sums()
-    samplers = SAMPLERS if study == "optimum" else {str(lag): ("policy", lag) for lag in LAGS}
+    stale: Mapping[str, tuple[Behavior, int]] = {str(lag): ("policy", lag) for lag in LAGS}
+    samplers = SAMPLERS if study == "optimum" else stale
     for name in names:
         objective, beta = objective_of(name, BETA[study])
         for data, (behavior, lag) in samplers.items():
