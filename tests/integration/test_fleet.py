@@ -88,6 +88,7 @@ class Fleet:
     def end(self):
         """Its exit code."""
         self.until("")
+        self.process.stdout.close()
         return self.process.wait(60)
 
 
