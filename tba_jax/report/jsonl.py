@@ -185,9 +185,10 @@ class JsonlWriter:
                 ) from error
 
     def num_bytes(self) -> int:
-        """Length of the log: everything that was appended before lies below it."""
-        with self._lock:
-            return os.fstat(self._file.fileno()).st_size
+        """Length of the log: everything that was appended before lies below it; 0 if it is gone."""
+        with self._lock, contextlib.suppress(FileNotFoundError):
+            return self._path.stat().st_size
+        return 0
 
     def has_line_end(self, num_bytes: int) -> bool:
         """Whether the log is that long at least, and a line of it ended there."""

@@ -53,6 +53,7 @@ def test_a_part_that_does_not_exist_is_refused(tmp_path, capsys):
     assert "no 'nothing'; there are device, parity, memory, decode" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_parity_names_what_is_too_far(monkeypatch, capsys):
     monkeypatch.setattr(accelerator_probe, "_TOLERANCE", {"float32": 0.0, "bfloat16": 0.0})
     assert accelerator_probe.main(["parity", "--dry_run"]) == 1

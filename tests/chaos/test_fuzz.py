@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 
 from tba_jax.flow.state import PartState
 from tba_jax.report.files import load_run
+from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
-from tba_jax.report.writers import JsonlWriter, read_jsonl
 from tba_jax.run import identity
 from tba_jax.run.checkpoint import _READ_ERRORS
 from tba_jax.run.errors import UserError, is_mendable

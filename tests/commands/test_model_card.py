@@ -12,6 +12,7 @@ from tba_jax.commands.model_card import command, hub_id, model_card
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
 from tba_jax.report.page import Run
+from tba_jax.report.series import Metrics
 
 # ml_collections loads config files through a deprecated function of importlib.
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -28,8 +29,7 @@ def a_run(config, report=None):
         report=report or {},
         config=config,
         versions={"tba_jax": "0.1.0", "jax": "0.10.2"},
-        metrics=[],
-        schedule=[],
+        metrics=Metrics(),
     )
 
 

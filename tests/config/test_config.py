@@ -342,9 +342,13 @@ def run_main(*arguments, cwd=ROOT):
         (["--config=configs/math.py:nope"], "no preset 'nope'; it has arithmetic, gsm8k, math"),
         (["--config=configs/none.py"], "no config file 'configs/none.py'"),
         (["--config=math:nope"], "math has no preset 'nope'; it has arithmetic, gsm8k, math"),
-        (["--config=math:gsm8"], "it has arithmetic, gsm8k, math; did you mean gsm8k?"),
-        (["--config=maths"], "there are math:arithmetic, math:gsm8k, math:math, redteam:toy, "),
-        (["--config=tdlr:toy"], "tldr:pythia2.8b; did you mean tldr:toy?"),
+        (["--config=math:gsm8"], "it has arithmetic, gsm8k, math, gsm8k_official, "),
+        (["--config=math:gsm8"], "; did you mean gsm8k?"),
+        (
+            ["--config=maths"],
+            "there are math:arithmetic, math:gsm8k, math:math, math:gsm8k_official, ",
+        ),
+        (["--config=tdlr:toy"], "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
         (
             ["--config=configs/math.py", "--config.search.max_tokens=4"],
             "no field 'search.max_tokens'; did you mean search.max_new_tokens",

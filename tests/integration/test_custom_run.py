@@ -109,6 +109,7 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
     assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)
 
 
+@pytest.mark.slow
 def test_a_task_of_ours_asks_a_chat_model_in_its_template(cache, tmp_path, chat_model):
     """The task's own reward reads the responses of a chat."""
     for split, size in (("train", 40), ("test", 8)):

@@ -196,6 +196,7 @@ def check_given(workdir):
     assert np.isfinite(arrays["row_reference_logprob"]).all()
 
 
+@pytest.mark.slow
 def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
     options = (*SYNC, "num_steps=2", "search.initial_fill=100")
     out = given_run(tmp_path / "run", *options, cache=cache)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_batches import slow
 from fake_models import FAMILIES, random_params, tiny_config
 
 from tba_jax.models import attention, shared_prompts, transformer
@@ -83,8 +84,12 @@ def packed_states(params, config):
     return ends, jnp.stack(each).reshape(B, C, T, -1)
 
 
+# One whose parts follow one another, and one with parallel parts that rotates a quarter.
+BY_DEFAULT = ("llama", "gpt_neox")
+
+
 @pytest.mark.parametrize("states", [shared_states, packed_states])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [f if f in BY_DEFAULT else slow(f) for f in FAMILIES])
 def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
     config, rng = tiny_config(family=family), np.random.default_rng(1)
     shapes = (B, config.hidden_size), (B, C, T, config.hidden_size)
@@ -113,7 +118,7 @@ def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
 
 
 @pytest.mark.parametrize(
-    "scoring", [Scoring(temperature=0.7), Scoring(eos_ids=(2, 5), min_new_tokens=3)]
+    "scoring", [slow(Scoring(temperature=0.7)), Scoring(0.7, eos_ids=(2, 5), min_new_tokens=3)]
 )
 def test_logprobs_of_groups_are_those_of_rows(scoring):
     config = tiny_config(qkv_bias=True)

@@ -151,8 +151,10 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
     choice = layouts.place(config, devices)
     assert (choice.name, choice.num_groups, choice.fields) == ("per_host", 4, {})
     assert choice.placement.trainer_mesh.shape["fsdp"] == 4
-    # On v5e four of eight chips are one whole host: the other one would search alone.
-    with pytest.raises(PlacementError, match="gets 1 whole hosts of 2 on these chips"):
+    # On v5e four of eight chips are one whole host, and the other would search alone.
+    with pytest.raises(
+        PlacementError, match="cannot lie on 2 hosts of 4 .*config.placement=whole_hosts"
+    ):
         layouts.place(config, chips.parse_topology("v5e:2x4").devices())
 
 

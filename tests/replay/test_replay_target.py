@@ -88,7 +88,10 @@ def distance_after_training(*, recency_prob):
 
 
 # Fresh slots alone, a mixture, replay alone.
-@pytest.mark.parametrize("recency_prob", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize(
+    "recency_prob",
+    [pytest.param(1.0, marks=pytest.mark.slow), 0.5, pytest.param(0.0, marks=pytest.mark.slow)],
+)
 def test_vargrad_reaches_the_enumerated_target_from_replayed_data(recency_prob):
     before, after = distance_after_training(recency_prob=recency_prob)
     assert before > 2.0

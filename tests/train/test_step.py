@@ -69,7 +69,7 @@ def assert_close_metrics(got, expected):
 @pytest.mark.parametrize(
     ("objective", "micro_batch_rows"),
     [
-        ("tb", 8),
+        slow("tb", 8),
         ("tb", 2),
         ("rloo", 6),
         slow("tb", 4),
@@ -246,7 +246,7 @@ def test_a_step_that_is_not_finite_changes_only_the_counters():
 # Storage of parameters and optimiser, dtype of matmul inputs.
 @pytest.mark.parametrize(
     ("param_dtype", "compute_dtype"),
-    [slow("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+    [slow("float32", "float32"), slow("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 @pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
 def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):

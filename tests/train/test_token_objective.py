@@ -18,6 +18,7 @@ from fake_batches import (
     make_batch,
     make_draws,
     repeated,
+    slow,
 )
 from fake_models import random_params
 
@@ -108,7 +109,8 @@ def expected():
 
 # Whole; micro-batches of whole groups; groups spread over several; the same of packed rows.
 @pytest.mark.parametrize(
-    ("row_length", "micro_batch_rows"), [(0, 0), (0, 6), (0, 2), (18, 0), (18, 6), (18, 2)]
+    ("row_length", "micro_batch_rows"),
+    [slow(0, 0), slow(0, 6), (0, 2), slow(18, 0), slow(18, 6), (18, 2)],
 )
 def test_every_cut_has_the_gradient_of_the_whole_batch(row_length, micro_batch_rows):
     params, reference, draws = problem()

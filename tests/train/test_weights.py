@@ -255,7 +255,7 @@ KEPT = {"micro_batch_rows": 8, "is_whole": True, "row_multiple": 4}
 
 
 @pytest.mark.parametrize(
-    ("shares_prompts", "row_length"), [(False, 0), (True, 0), (True, 18), slow(False, 18)]
+    ("shares_prompts", "row_length"), [slow(False, 0), slow(True, 0), (True, 18), slow(False, 18)]
 )
 def test_weights_on_eight_devices(shares_prompts, row_length):
     draws, name = weighted_draws(), "tb_vargrad"
