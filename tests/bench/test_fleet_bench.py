@@ -2,6 +2,7 @@
 """The simulated searchers bring what real ones would, and the other side counts it."""
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -22,6 +23,9 @@ def test_a_put_of_simulated_responses_is_counted_and_trained_on():
     data = encode(make_commits(1, tickets, 32, np.random.default_rng(0)))
     assert trainer.put(caller, data).verdict == "ok"
     assert trainer.put(caller, data).verdict == "duplicate"
+    deadline = time.monotonic() + 30
+    while trainer._outboxes[1].counts[1] and time.monotonic() < deadline:
+        time.sleep(0.01)  # the trainer merges at its own pace
     figures = trainer.end()
     worker.join(30.0)
     assert not worker.is_alive()
