@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.replay.admission import Admission
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.fleet.messages import Answer, Caller, Hello, Seat, Vitals, Welcome
+from tba_jax.run.fleet.messages import RUN_ENDED, Answer, Caller, Hello, Seat, Vitals, Welcome
 
 # Questions a second that searchers with nothing to do may ask in all, and how often one asks.
 _QUESTIONS_PER_S = 400.0
@@ -112,7 +112,8 @@ class Desk:
             now = self._time()
             refusal = self._refusal(hello)
             if refusal:
-                self._tell(f"{hello.host} may not search: {refusal}")
+                if refusal != RUN_ENDED:
+                    self._tell(f"{hello.host} may not search: {refusal}")
                 return Welcome((), refusal=refusal)
             seats = []
             for number in hello.slots:
@@ -276,7 +277,7 @@ class Desk:
 
     def _refusal(self, hello: Hello) -> str:
         if self._is_closed:
-            return "the run has ended"
+            return RUN_ENDED
         if unknown := [slot for slot in hello.slots if slot not in self._slots]:
             return (
                 f"there is no searcher {unknown[0]}: the run has {len(self._slots)} slots "
@@ -295,7 +296,7 @@ class Desk:
         """Note a sign of life; the answer to one who may not go on, None to who may."""
         now = self._time()
         if self._is_closed:
-            return Answer("over", why="the run has ended")
+            return Answer("over", why=RUN_ENDED)
         if caller.epoch != self._terms.epoch:
             return Answer(
                 "rewind", why="the trainer was restored, and draws again what it had not saved"

@@ -59,13 +59,17 @@ class Seat(NamedTuple):
     position: Mapping[str, Any]
 
 
+# What a process of searchers is told that comes when there is nothing left to do.
+RUN_ENDED = "the run has ended"
+
+
 class Welcome(NamedTuple):
     """The answer to a hello.
 
     Attributes:
         seats: one for each slot; none where it is refused.
         version: newest complete version of the weights, -1 for none.
-        refusal: why it may not search, "" if it may.
+        refusal: why it may not search, "" if it may; `RUN_ENDED` is no failure.
     """
 
     seats: tuple[Seat, ...]

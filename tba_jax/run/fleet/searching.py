@@ -31,7 +31,7 @@ from tba_jax.run.beside import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.clock import RunClock
 from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.fleet.link import Dismissed, Grants, Line, Link, Rewind, Unreachable
-from tba_jax.run.fleet.messages import Hello, Seat, Vitals, Welcome
+from tba_jax.run.fleet.messages import RUN_ENDED, Hello, Seat, Vitals, Welcome
 from tba_jax.run.placing import Sites
 from tba_jax.run.searching import (
     Search,
@@ -149,6 +149,9 @@ def search(party: Party, door: Door, host: str, tell: Callable[[str], None]) -> 
     patience_s = 2 * party.shared.config.fleet.trainer_silence_s
     while True:
         welcome = _knock(door, Hello(party.slots, host, identity), party.clock, patience_s)
+        if welcome.refusal == RUN_ENDED:
+            # Its closing figures are made yet; who was lost and comes back now has nothing to do.
+            return RUN_ENDED
         if welcome.refusal:
             return f"refused: {welcome.refusal}"
         try:
