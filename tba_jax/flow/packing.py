@@ -21,6 +21,8 @@ from tba_jax.flow.trajectory import Draw, Trajectory
 _PADDED_BUCKETS = 4
 # Packed rows have one length.
 _PACKED_BUCKETS = 6
+# And where they all fit one micro-batch: its size, half and a quarter of it.
+_PARTS_OF_ONE = 3
 
 
 class Shape(NamedTuple):
@@ -41,9 +43,10 @@ class Shape(NamedTuple):
 class Packing:
     """How this host's draws become its rows of a batch.
 
-    In micro-batches their number is always the same, as those of padding are not worked on; else
-    it is one of a few. Row q of micro-batch b of `num` is row q * num + b: a micro-batch takes
-    rows from all over the batch, so that rows divided over devices stay where they are.
+    In micro-batches their number is always the same, as those of padding are not worked on; else,
+    and where packed rows all fit one micro-batch, it is one of a few. Row q of micro-batch b of
+    `num` is row q * num + b: a micro-batch takes rows from all over the batch, so that rows divided
+    over devices stay where they are.
 
     Attributes:
         num_prompts: p of this host.
@@ -103,7 +106,8 @@ class Packing:
             most = most_rows(
                 self.num_prompts, pieces, micro_batch_rows=at_once, is_whole=self.is_whole
             )
-            return Shape(c, at_once, (most,))
+            few = row_buckets(at_once, self.row_multiple, _PARTS_OF_ONE) if self.row_length else ()
+            return Shape(c, at_once, (*(n for n in few if n < most), most))
         if self.shares_prompts and not self.row_length:
             # One for each prompt; where they do not suffice a wider one does.
             return Shape(c, 0, row_buckets(self.num_prompts, self.row_multiple, 1))
@@ -137,7 +141,7 @@ class Packing:
             (num_rows, length),
             self.padding.pad_id,
         )
-        rows = rows.interleaved(num_rows // (shape.at_once or num_rows))
+        rows = rows.interleaved(max(1, num_rows // (shape.at_once or num_rows)))
         slots = np.where(rows.slots > 0, rows.slots + self.first_slot, 0).astype(np.int32)
         of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
         if self.has_equal_weights:
@@ -234,8 +238,9 @@ def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, respo
         if rows > shape.buckets[-1]:
             return math.inf
         # Micro-batches without a response are not worked on.
-        size = shape.at_once
-        worked = math.ceil(rows / size) * size if size else bucket_length(rows, shape.buckets)
+        worked = bucket_length(rows, shape.buckets)
+        if 0 < shape.at_once < worked:
+            worked = math.ceil(rows / shape.at_once) * shape.at_once
         return worked * (prompt + shape.responses * response)
 
     return min(range(len(shapes)), key=tokens)

@@ -69,8 +69,9 @@ def place(
     Args:
         lengths: of the sequences of each group; none above `row_length`.
         row_length: what a row holds.
-        micro_batch_rows: rows of a micro-batch that must hold a group whole; 0: groups lie anywhere
-            and `num_rows` is as small as first fit finds.
+        micro_batch_rows: rows of a micro-batch that must hold a group whole; 0: groups lie
+            anywhere. `num_rows` is as small as first fit finds; of several micro-batches a multiple
+            of their rows.
         prompts: of each group, how much of the length of each of its sequences is what they all
             begin with, which a row then holds once, before those of the group that are there; None:
             every sequence is there with all of its length.
@@ -96,7 +97,7 @@ def place(
     return Places(
         np.concatenate([fit.rows for fit in in_order]),
         np.concatenate([fit.starts for fit in in_order]),
-        len(bins) * size if micro_batch_rows else len(bins[0]),
+        len(bins[0]) if len(bins) == 1 else len(bins) * size,
         np.concatenate([fit.leads for fit in in_order]),
     )
 

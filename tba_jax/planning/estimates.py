@@ -18,7 +18,8 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import MeshShape
-from tba_jax.models import lora
+from tba_jax.devices.platform import Platform
+from tba_jax.models import attention, lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.run import modeling
 from tba_jax.train.state import HOST_MEMORY, TrainState
@@ -34,21 +35,36 @@ def held_bytes(config: Config, model_config: TransformerConfig) -> float:
 
 
 def step_bytes(
-    responses: int, config: Config, model_config: TransformerConfig, mesh: MeshShape
+    responses: int,
+    config: Config,
+    model_config: TransformerConfig,
+    mesh: MeshShape,
+    platform: Platform,
 ) -> float:
     """What a train step needs beside its state, on a device with so many responses at a time.
 
-    About: scores of a layer and their gradient, what enters each layer, the inner products of one
-    and their gradients, the gradient and its sum.
+    About: scores of a layer and their gradient (by flash attention, of packed rows, the mask of
+    pairs and what is made of it), what enters each layer, the inner products of one and their
+    gradients, the gradient and its sum.
+
+    Args:
+        responses: of a micro-batch on a device; of packed ones, rows.
+        config, model_config, mesh: of the trainer.
+        platform: of its devices, which decides who computes attention.
     """
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
     c = min(responses, config.objective.group_size) if config.batch.share_prompts else 1
     tokens = responses // c * (x + c * t)
     pairs = responses // c * (x * x + c * t * (x + t)) if c > 1 else responses * (x + t) ** 2
-    size = jnp.dtype(config.model.compute_dtype).itemsize
+    if row := config.batch.packed_length:
+        tokens, pairs = responses * row, responses * row**2
+    dtype = jnp.dtype(config.model.compute_dtype)
+    size = dtype.itemsize
     kept = size * model_config.num_layers * model_config.hidden_size * tokens
     inner = 4 * size * model_config.mlp_size * tokens / mesh.model
     scores = 2 * 4 * model_config.num_heads * pairs / mesh.model
+    if attention.choose(config.model.attention, platform, dtype, model_config.head_dim) != "xla":
+        scores = 2 * size * pairs if row else 0.0
     of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
     return scores + kept + inner + of_params
 

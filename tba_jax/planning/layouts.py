@@ -22,6 +22,7 @@ from tba_jax.devices.placement import (
     arrange,
     hosts_of,
 )
+from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
@@ -150,7 +151,7 @@ def _choose_every_host(
     judge_bytes: Callable[[int], float],
 ) -> tuple[Config, Choice]:
     """`choose`, where every host trains and searches."""
-    hosts = len(hosts_of(devices))
+    hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
     per_host = len(devices) // hosts
     half = len(devices) / 2
     sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
@@ -191,7 +192,7 @@ def _choose_every_host(
         "mesh.model": mesh.model,
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
-        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free),
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free, platform),
     }
     config = replace(config, fields)
     validate(config)
@@ -208,7 +209,7 @@ def _choose_whole_hosts(
     wanted: float,
 ) -> tuple[Config, Choice]:
     """`choose`, where the trainer has all devices of about as many hosts as `wanted` needs."""
-    per_host = len(devices) // len(hosts_of(devices))
+    per_host, platform = len(devices) // len(hosts_of(devices)), platform_of(devices[0])
     sizes = trainer_options(devices, whole_hosts=True)
     given = config
     notes = []
@@ -238,7 +239,7 @@ def _choose_whole_hosts(
         "num_searchers": per_host // group * searching,
         "search.num_devices": group,
         "batch.num_prompts": config.batch.num_prompts,
-        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free),
+        "batch.micro_batch_rows": _micro_batch_rows(config, model_config, mesh, free, platform),
     }
     config = replace(config, fields)
     validate(config)
@@ -312,22 +313,33 @@ def _holds_state(
 
 
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:
-    """Rows of a micro-batch that divide a batch and, over `num_parts` devices, themselves."""
-    rows = config.batch.num_prompts * config.objective.group_size
+    """Rows of a micro-batch that divide a batch and, over `num_parts` devices, themselves.
+
+    Packed rows need not divide the batch: powers of two, and what holds whole groups.
+    """
+    k = config.objective.group_size
+    rows = config.batch.num_prompts * k
     if config.batch.packed_length:
-        options = [num_parts * 2**i for i in range(rows.bit_length()) if num_parts * 2**i <= rows]
-        return options or [num_parts]
+        options = {num_parts * 2**i for i in range(rows.bit_length())}
+        options |= {n for n in range(k, rows + 1, k) if n % num_parts == 0}
+        return sorted(n for n in options if n <= rows) or [num_parts]
     return [n for n in range(num_parts, rows + 1, num_parts) if rows % n == 0]
 
 
 def _micro_batch_rows(
-    config: Config, model_config: TransformerConfig, mesh: MeshShape, free_bytes: float
+    config: Config,
+    model_config: TransformerConfig,
+    mesh: MeshShape,
+    free_bytes: float,
+    platform: Platform,
 ) -> int:
     """The config's own where the mesh divides it, else the nearest that it does.
 
-    Where memory allows, whole groups on each device, if whole groups were asked for (their rows are
-    scored once and not twice) or padded rows share prompts; of groups that share prompts else as
-    much as fits, since each part of one computes the prompt again.
+    Where memory allows, of padded rows whole groups on each device, if whole groups were asked for
+    (their rows are scored once and not twice) or rows share prompts; of groups that share prompts
+    else as much as fits, since each part of one computes the prompt again. Of packed rows as many
+    whole groups as fit: weights, gradients and their sum are read once for each micro-batch, and
+    rows that all fit one are no more than they need to be.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.data * mesh.fsdp
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
@@ -343,8 +355,12 @@ def _micro_batch_rows(
         larger = sorted((n for n in options if n % (k * num_parts) == 0), key=distance)[:1]
         if shares:
             larger += [n for n in reversed(options) if wanted < n < k * num_parts]
+    elif config.batch.packed_length:
+        larger = [n for n in reversed(options) if n % k == 0 and n > wanted]
+        free_bytes *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
     for n in larger:
-        if estimates.step_bytes(n // num_parts, config, model_config, mesh) <= free_bytes:
+        needed = estimates.step_bytes(n // num_parts, config, model_config, mesh, platform)
+        if needed <= free_bytes:
             return n
     is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
     return wanted if is_possible else min(options, key=distance)

@@ -56,7 +56,7 @@ class Cut:
 
 
 def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
-    """Micro-batches of `size` rows each; of all rows, one, where it is 0.
+    """Micro-batches of `size` rows each; of all rows, one, where it is 0 or there are fewer.
 
     Args:
         rows: the batch.
@@ -67,12 +67,13 @@ def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
         ValueError: they do not divide the rows.
     """
     num_rows = rows.tokens.slots.shape[0]
-    if size and num_rows % size:
+    is_one = not size or num_rows < size
+    if not is_one and num_rows % size:
         raise ValueError(
             f"a batch of {num_rows} rows cannot be cut into micro-batches of {size}; make "
             "config.batch.micro_batch_rows a divisor of the rows of a batch"
         )
-    num = num_rows // size if size else 1
+    num = 1 if is_one else num_rows // size
     slots = rows.tokens.slots.reshape(num_rows // num, num, -1)
     holds = jnp.any(slots > 0, (0, 2))
     return Cut(num, is_whole, jnp.max(jnp.where(holds, jnp.arange(1, num + 1), 0)))

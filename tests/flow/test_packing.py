@@ -105,15 +105,21 @@ def test_rows_of_a_micro_batch_are_spread_over_the_batch():
     assert whole == [[5, 6, 13, 14], [1, 9, 0, 0], [0] * 4, [0] * 4]
     batch = pack(draws, group_size=4, micro_batch_rows=2)
     assert batch.slots.reshape(2, 8).T.tolist() == [[1, 5], [6, 9], [13, 14], *[[0, 0]] * 5]
-    # Sequences of 5, 3 and 5 tokens: rows of 8 hold two of them.
-    batch = pack(draws, group_size=4, row_length=8, micro_batch_rows=4, is_whole=True)
-    whole = batch.slots.reshape(4, 4, 8).swapaxes(0, 1)
-    assert [sorted({*x.ravel().tolist()} - {0}) for x in whole] == [
-        [1, 5, 6, 9, 13, 14],
-        [],
-        [],
-        [],
-    ]
+
+
+def test_packed_rows_that_all_fit_one_micro_batch_are_no_more_than_they_need_to_be():
+    draws = weighted_draws()
+    draws += [draws[0], draws[1]]
+    # Two sequences of each of 5, 3 and 5 tokens in rows of 8: four rows.
+    options = {"group_size": 4, "row_length": 8, "is_whole": True}
+    batch = pack(draws, micro_batch_rows=16, **options)
+    assert [sorted({*x.tolist()} - {0}) for x in batch.slots] == [[5, 6], [13, 14], [1], [9]]
+    assert len(pack(draws, micro_batch_rows=12, **options).slots) == 6
+    assert len(pack(draws, micro_batch_rows=4, **options).slots) == 4
+    packing = Packing(4, 4, Padding((4,), (4,), 0), 1.0, 8, micro_batch_rows=4, is_whole=True)
+    assert packing.shapes == (Shape(1, 4, (1, 2, 4, 16)),)
+    # What does not fit one takes all, of which those of padding are not worked on.
+    assert len(pack(draws, group_size=4, row_length=8, micro_batch_rows=3).slots) == 18
 
 
 def test_a_row_of_a_prompt_and_its_responses_places_every_value():

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
-from tba_jax.devices.placement import PlacementError
+from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, estimates, layouts
@@ -103,6 +103,36 @@ def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
     assert rows(topology.chip.hbm_bytes) == 8 * 20
     assert rows(12e9) == 8 * 5
     assert rows(topology.chip.hbm_bytes, share_prompts=False) == 8
+
+
+def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
+    """All of a batch, some groups, or what was asked for; flash attention leaves more room."""
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    config, mesh = freeze(PRESETS["get_config"]("gsm8k")), MeshShape(1, 1, 2)
+
+    def rows(free_bytes, platform="cuda", **changes):
+        given = replace(config, changes)
+        return layouts._micro_batch_rows(given, shape, mesh, free_bytes, platform)
+
+    assert rows(70e9) == 7 * 20 and rows(12e9) == 40 and rows(6e9) == 8
+    assert rows(70e9, "tpu") == 140 and rows(30e9) == 140 and rows(30e9, "tpu") == 80
+    assert rows(70e9, **{"batch.micro_batch_rows": 0}) == 0
+    # The mesh divides rows, and groups need not lie on one device.
+    assert layouts.micro_batch_options(config, 4) == [
+        4,
+        8,
+        16,
+        20,
+        32,
+        40,
+        60,
+        64,
+        80,
+        100,
+        120,
+        128,
+        140,
+    ]
 
 
 def test_an_offloaded_optimizer_state_is_the_hosts():

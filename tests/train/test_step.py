@@ -2,7 +2,9 @@
 """The train step: schedules, equivalences and sharding."""
 
 import functools
+import types
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +27,7 @@ from fake_batches import (
 from fake_models import random_params, tiny_config
 
 from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.micro_batches import cut_rows
 from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
@@ -109,6 +112,15 @@ def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
 def test_rows_that_micro_batches_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="16 rows cannot be cut into micro-batches of 3"):
         run_step(make_batch(), replace(SETTINGS, micro_batch_rows=3))
+
+
+def test_a_batch_of_fewer_rows_than_a_micro_batch_is_one():
+    slots = jnp.asarray([[1], [2], [0]])
+    rows: Any = types.SimpleNamespace(tokens=types.SimpleNamespace(slots=slots))
+    cut = cut_rows(rows, 8, is_whole=True)
+    assert cut.num == cut.used == 1
+    np.testing.assert_array_equal(cut.take(slots, jnp.int32(0)), slots)
+    assert cut_rows(rows, 1, is_whole=False).num == 3
 
 
 def test_gradient_of_two_prompts_is_the_mean_of_each_alone():
