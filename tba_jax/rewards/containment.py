@@ -2,13 +2,19 @@
 """What a reward process may take, and that nothing of it stays behind.
 
 Each process leads a process group of its own, which the processes that it starts belong to. When
-it is gone, killed at a deadline or with its parent, the group is killed. A process that leaves the
-group on purpose (setsid) is not followed. It knows nothing of rewards. Invariant: a group is killed
-only when its leader is gone, so no id that was given out anew is ever signalled.
+it is gone, killed at a deadline or with its parent, the group is killed. Processes leave a group
+(setsid) and their ancestors (a daemon forks twice), but not the limits on resources that they
+inherit: on Linux one of those, which limits nothing here, is a mark of the process that led, and
+whatever has the mark is killed with the group. (A sub-reaper would only inherit the orphans, among
+the children of whoever uses this library.) Elsewhere, or where the limit is finite already, only
+the group is. A process with the right to raise its limits can take the mark off: this is no
+sandbox. It knows nothing of rewards. Invariant: a group or mark is killed only when its leader is
+gone, so no id that was given out anew is ever signalled.
 """
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -31,10 +37,12 @@ def enter(folder: str, max_memory_bytes: int) -> None:
     if sys.platform == "win32":
         return
     os.setpgid(0, 0)
+    import resource
+
+    mark = _take_mark()
     # The parent may have closed the pool meanwhile; then this process ends soon.
     with contextlib.suppress(OSError):
-        (Path(folder) / str(os.getpid())).write_text(_began(os.getpid()))
-    import resource
+        (Path(folder) / str(os.getpid())).write_text(f"{_began(os.getpid())} {mark}")
 
     limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: MOST_FILE_BYTES}
     if max_memory_bytes:
@@ -50,12 +58,61 @@ def enter(folder: str, max_memory_bytes: int) -> None:
 def leave() -> None:
     """In a process whose parent is gone: end, with everything that it started."""
     if sys.platform != "win32":
+        _kill_marked(_mark_of(0))
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
+def _take_mark() -> int:
+    """Mark this process and all that it will start; the mark, 0 where there can be none."""
+    if sys.platform != "linux":
+        return 0
+    import resource
+
+    # Microseconds that a process with a real-time policy may run on without a pause: such policies
+    # need a privilege that rewards lack, and as a limit this is hundreds of years.
+    if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
+        return 0
+    mark = 2**61 + secrets.randbits(60)
+    try:
+        resource.setrlimit(resource.RLIMIT_RTTIME, (mark, mark))
+    except (OSError, ValueError):  # a kernel in user space may know this limit and not set it
+        return 0
+    return mark
+
+
+def _mark_of(pid: int) -> int:
+    """The mark of a process, 0 for this one; 0 for one without or one that is gone."""
+    if sys.platform != "linux":
+        return 0
+    import resource
+
+    try:
+        hard = resource.prlimit(pid, resource.RLIMIT_RTTIME)[1]
+    except OSError:  # gone, or another user's
+        return 0
+    return hard if hard >= 2**61 else 0
+
+
+def _kill_marked(mark: int) -> None:
+    """Kill every process with this mark but the own one."""
+    if not mark:
+        return
+    told = {os.getpid()}
+    while True:
+        # A process that was told starts none any more: when all that are found were, none is left.
+        found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        found = [pid for pid in found if pid not in told and _mark_of(pid) == mark]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        told.update(found)
+
+
 class Groups:
-    """The groups of a pool's processes, in the parent."""
+    """The groups and marks of a pool's processes, in the parent."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="tba_jax_rewards_")
@@ -84,12 +141,14 @@ class Groups:
 
     def _killed(self, record: Path) -> bool:
         try:
-            leader, began = int(record.name), record.read_text()
+            leader, written = int(record.name), record.read_text()
         except FileNotFoundError:
             return False
-        if not began or _began(leader) == began:
+        began, _, mark = written.partition(" ")
+        if not mark or _began(leader) == began:
             return False  # being written, or alive
         record.unlink(missing_ok=True)
+        _kill_marked(int(mark))
         # No process gets the id of a group that has members, so if this id is another process's by
         # now the group is empty.
         if _began(leader):

@@ -19,7 +19,17 @@ TIMEOUT_S = 1.0
 
 # A user's module in the working directory: what the reward does is written in the completion.
 REWARDS = '''
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
+
+def daemon(name):
+    """Of another session, another parent and without a variable of its starter."""
+    if os.fork():
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    code = "import os, time; open(NAME, 'w').write(str(os.getpid())); time.sleep(600)"
+    os.execve(sys.executable, [sys.executable, "-Sc", code.replace("NAME", repr(name))], {})
 
 def score_one(text):
     if text == "hang":
@@ -47,6 +57,11 @@ def score_one(text):
     if text.startswith("child "):  # a shell, and what it starts, outlive a killed Python
         name = text.split()[1]
         os.system(f"sleep 600 & echo $! > {name}; sleep 600")
+    if text.startswith("daemon "):
+        daemon(text.split()[1])
+        while not (os.path.exists(text.split()[1]) and open(text.split()[1]).read()):
+            time.sleep(0.01)
+        time.sleep(600)
     if text == "pid":
         return os.getpid()
     if text.startswith("imported "):
@@ -351,6 +366,7 @@ def test_closing_ends_a_score_under_way():
 
 
 def test_processes_die_with_a_killed_parent(folder):
+    file = folder / "orphan.pid"
     script = textwrap.dedent("""
         from tba_jax.rewards.pool import RewardPool
         if __name__ == "__main__":
@@ -358,7 +374,7 @@ def test_processes_die_with_a_killed_parent(folder):
                 "user_rewards:by_text", num_workers=1, timeout_s=600.0, max_failure_rate=1.0
             )
             print(int(pool.score([""], ["pid"], {}).rewards[0]), flush=True)
-            pool.score([""], ["hang"], {})
+            pool.score([""], ["daemon orphan.pid"], {})
     """)
     (folder / "parent.py").write_text(script)
     root = str(Path(__file__).parents[2])
@@ -371,21 +387,22 @@ def test_processes_die_with_a_killed_parent(folder):
     )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)
-    os.kill(pid, 0)  # alive
+    orphan = _pid_in(file)
+    assert _runs(pid) and _runs(orphan)
     parent.kill()
     parent.wait(10)
     parent.stdout.close()
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and _runs(pid):
+    while time.monotonic() < deadline and (_runs(pid) or _runs(orphan)):
         time.sleep(0.1)
-    assert not _runs(pid)
+    assert not _runs(pid) and not _runs(orphan)
 
 
-def test_what_a_killed_process_started_is_killed_too(folder):
+@pytest.mark.parametrize("kind", ["child", "daemon"])
+def test_what_a_killed_process_started_is_killed_too(folder, kind):
     pool = make_pool()
-    assert score(pool, ["a", "child grandchild.pid"]).reasons == [None, "reward_timeout"]
-    pid = int((folder / "grandchild.pid").read_text())
+    assert score(pool, ["a", f"{kind} {kind}.pid"]).reasons == [None, "reward_timeout"]
+    pid = int((folder / f"{kind}.pid").read_text())
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and _runs(pid):
         score(pool, ["a"])
@@ -398,15 +415,10 @@ def test_what_a_killed_process_started_is_killed_too(folder):
 def test_what_a_process_started_goes_with_it_when_the_pool_is_closed(folder):
     pool = make_pool(timeout_s=600.0)
     thread = threading.Thread(
-        target=lambda: pytest.raises(RuntimeError, score, pool, ["child late.pid"]), daemon=True
+        target=lambda: pytest.raises(RuntimeError, score, pool, ["daemon late.pid"]), daemon=True
     )
     thread.start()
-    file = folder / "late.pid"
-    deadline = time.monotonic() + 60
-    while not (file.exists() and file.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    pid = int(file.read_text())
+    pid = _pid_in(folder / "late.pid")
     assert _runs(pid)
     pool.close()
     thread.join(10)
@@ -421,6 +433,15 @@ def test_a_reward_that_always_hangs_costs_a_deadline_for_each_process():
     # A chunk on each process, then an item on each; a machine under load may double that.
     assert time.monotonic() - start < 64 * TIMEOUT_S / 2 / 2
     pool.close()
+
+
+def _pid_in(file):
+    """What a process writes there about another one."""
+    deadline = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return int(file.read_text())
 
 
 def _runs(pid):
