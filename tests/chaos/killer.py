@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The random killer: what happens to a run, at random moments, for a given time.
 
-    python -m tests.chaos.killer --seed=0 --budget_min=25 [--out=DIR]
+    python -m tests.chaos.killer --seed=0 --budget_min=25 [--at_once=2] [--out=DIR]
     python -m tests.chaos.killer --out=DIR --again=NUMBER   # one damaged file of an earlier call
 
-Real runs of the main command are killed, suspended, told to end, started with another clock, with a
-disk that is full or read-only; between two processes a file of the work directory is damaged.
+Real runs of the main command, some at once, are killed (in starting, stepping, saving, closing),
+suspended, told to end, started with another clock, with a disk that is full or read-only; between
+two processes a file of the work directory is damaged.
 After each, the same command either continues rightly or ends with one line. A run that came to its
 end has a closed ledger, no step missing, checkpoints whose digests hold; a synchronous one has the
 very train state of a run that nothing happened to, an asynchronous one the losses of its schedule's
@@ -18,6 +19,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -27,7 +29,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +57,9 @@ OVERRIDES = (
     "sync.transport=checkpoint",
 )
 DRIVERS = {"sync": ("driver=sync",), "async": ("num_searchers=2", "search.num_slots=24")}
-MOST_S = 150.0  # a process that takes longer hangs
+MOST_S = 240.0  # a process that takes longer hangs
 ENOUGH = 800  # damaged files
+MOMENTS = {"starting": 0.25, "stepping": 0.4, "saving": 0.25, "closing": 0.1}
 SHIFT_S = 300_000_000  # of a clock: ten years
 
 
@@ -84,13 +89,19 @@ class Story:
         driver: of DRIVERS.
         events: what happened to it.
         has_whole_logs: no log of it was damaged.
+        has_whole_checkpoints: no file of a checkpoint was damaged.
+        saved: newest step of which a checkpoint was seen.
         spoilt: files that were damaged, and what was in them.
+        rng: of what is done to it.
     """
 
     workdir: Path
     driver: str
+    rng: np.random.Generator
     events: list[str] = dataclasses.field(default_factory=list)
     has_whole_logs: bool = True
+    has_whole_checkpoints: bool = True
+    saved: int = 0
     spoilt: dict[Path, bytes] = dataclasses.field(default_factory=dict)
 
 
@@ -103,14 +114,14 @@ class Killer:
     """
 
     def __init__(self, seed: int, out: Path) -> None:
-        self.rng = np.random.default_rng(seed)
         self.seed, self.out = seed, out
+        self.reading = threading.RLock()  # whoever reads checkpoints in this process
+        self.numbers = itertools.count()
         self.cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or out / "compiled")
         self.done: collections.Counter[str] = collections.Counter()
         self.told: collections.Counter[str] = collections.Counter()
         self.wrong: list[str] = []
-        self.trial = 0
-        self.whole_s = 25.0  # of a run that nothing happens to
+        self.start_s = 10.0  # until a process's first line
         self.template, self.before, self.states = self._undamaged()
         self.want_losses = losses(self.template.folder)
         self.want_state = self._train_state(self.template.folder)
@@ -120,9 +131,8 @@ class Killer:
     def _undamaged(self) -> tuple[damage.Template, Any, Any]:
         folder = self.out / "template"
         if not (folder / "report.json").exists():
-            began = time.monotonic()
-            life = self._live(Story(folder, "sync"), "undisturbed", until=None)
-            self.whole_s = time.monotonic() - began
+            story = Story(folder, "sync", np.random.default_rng(self.seed))
+            life = self._live(story, "undisturbed", until=None)
             assert life.code == 0, life.err
         config = load_run_config(str(folder))
         model = describe_model(config).config
@@ -135,7 +145,7 @@ class Killer:
     def damage_one(self, number: int) -> None:
         """Damage a file of a copy of the undamaged directory, and read that."""
         rng = np.random.default_rng((self.seed, number))
-        with tempfile.TemporaryDirectory(dir=self.out) as scratch:
+        with self.reading, tempfile.TemporaryDirectory(dir=self.out) as scratch:
             tried = damage.try_one(self.template, self.before, self.states, rng, Path(scratch))
         if tried is None:
             return
@@ -149,7 +159,8 @@ class Killer:
 
     def _fail(self, text: str) -> None:
         self.wrong.append(text)
-        print(f"WRONG: {text}", flush=True)
+        # Not to what the thread that reads damaged files may have put in standard output's place.
+        print(f"WRONG: {text}", file=sys.__stdout__, flush=True)
 
     # Processes.
 
@@ -173,24 +184,16 @@ class Killer:
             if until is not None:
                 was_killed = until(process)
             while process.poll() is None:
-                if time.monotonic() - began > max(MOST_S, 6 * self.whole_s):
+                if time.monotonic() - began > MOST_S:
                     self._fail(f"hangs after {story.events[-5:]}, {what}")
                     break
-                self._work()
+                time.sleep(0.05)
         finally:
             offspring = [] if process.poll() is not None else children(process.pid)
             process.kill()
             out, err = process.communicate()
         self._gone(offspring, story)
         return Life(what, process.returncode, out, err, was_killed)
-
-    def _work(self) -> None:
-        """What this process does while it waits."""
-        if hasattr(self, "states") and self.done["damaged files read"] < ENOUGH:
-            self.damage_one(self.trial)
-            self.trial += 1
-        else:
-            time.sleep(0.05)
 
     def _gone(self, offspring: list[int], story: Story) -> None:
         end = time.monotonic() + 20
@@ -200,36 +203,52 @@ class Killer:
                 return
             time.sleep(0.05)
 
-    def _moment(self, process: subprocess.Popen[Any], story: Story) -> bool:
-        """Wait for a random moment; whether the process is still there."""
-        before = len(lines_of(story.workdir))
-        num_lines = int(self.rng.integers(1, 9)) if self.rng.random() < 0.7 else 10**9
-        end = time.monotonic() + float(self.rng.random()) * 0.5 * self.whole_s
-        late = time.monotonic() + 2 * self.whole_s
-        while process.poll() is None:
-            now = time.monotonic()
-            if now > late or (num_lines == 10**9 and now > end):
-                break
-            if len(lines_of(story.workdir)) >= before + num_lines:
-                break
-            self._work()
-        time.sleep(float(self.rng.random()) * 0.5)
-        return process.poll() is None
+    def _moment(self, process: subprocess.Popen[Any], story: Story) -> str:
+        """Wait for a random moment; what the process does then, "" where it has ended."""
+        before = lines_of(story.workdir)
+        reached = max((line["step"] for line in before), default=0)
+        kind = str(story.rng.choice(list(MOMENTS), p=list(MOMENTS.values())))
+        if kind == "closing" and reached < NUM_STEPS - 6:
+            kind = "stepping"
+        began = time.monotonic()
+        after_s = float(story.rng.random()) * {"starting": self.start_s, "closing": 8.0}.get(
+            kind, 0.5
+        )
+        num_lines = int(story.rng.integers(1, 7))
+
+        def is_come() -> bool:
+            if kind == "starting":
+                return True
+            if kind == "saving":
+                return any((story.workdir / "checkpoints").glob("*tmp*"))
+            now = lines_of(story.workdir)
+            if kind == "stepping":
+                return len(now) >= len(before) + num_lines
+            return any(line["step"] == NUM_STEPS for line in now)
+
+        while process.poll() is None and not is_come() and time.monotonic() < began + MOST_S / 2:
+            time.sleep(0.005 if kind == "saving" else 0.05)
+        end = time.monotonic() + after_s
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return kind if process.poll() is None else ""
+
+    def _kill(self, process: subprocess.Popen[Any], story: Story) -> bool:
+        """SIGKILL at a random moment; whether it came to that."""
+        kind = self._moment(process, story)
+        if not kind:
+            return False
+        offspring = children(process.pid)
+        process.kill()
+        process.wait()
+        self._gone(offspring, story)
+        self.done["kills"] += 1
+        self.done[f"killed {kind}"] += 1
+        return True
 
     def kill(self, story: Story) -> Life:
         """SIGKILL at a random moment."""
-
-        def until(process: subprocess.Popen[Any]) -> bool:
-            if not self._moment(process, story):
-                return False
-            offspring = children(process.pid)
-            process.kill()
-            process.wait()
-            self._gone(offspring, story)
-            self.done["kills"] += 1
-            return True
-
-        return self._live(story, "killed", until=until)
+        return self._live(story, "killed", until=lambda process: self._kill(process, story))
 
     def tell(self, story: Story) -> Life:
         """SIGTERM at a random moment."""
@@ -251,17 +270,12 @@ class Killer:
                 time.sleep(3.0)
                 process.send_signal(signal.SIGCONT)
                 self.done["suspended"] += 1
-            if self._moment(process, story):
-                process.kill()
-                process.wait()
-                self.done["kills"] += 1
-                return True
-            return False
+            return self._kill(process, story)
 
         return self._live(story, "suspended", until=until)
 
     def kill_a_worker(self, story: Story) -> Life:
-        """SIGKILL to a process that scores."""
+        """SIGKILL to a process that scores, and later to the run."""
 
         def until(process: subprocess.Popen[Any]) -> bool:
             if self._moment(process, story):
@@ -269,10 +283,9 @@ class Killer:
                     with contextlib.suppress(OSError):
                         if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
                             os.kill(pid, signal.SIGKILL)
-                            self.done["kills"] += 1
                             self.done["workers killed"] += 1
                             break
-            return False
+            return self._kill(process, story)
 
         return self._live(story, "worker killed", until=until)
 
@@ -281,7 +294,7 @@ class Killer:
 
         def until(process: subprocess.Popen[Any]) -> bool:
             if self._moment(process, story):
-                size = int(10 ** self.rng.uniform(0, 6))
+                size = int(10 ** story.rng.uniform(0, 6))
                 with contextlib.suppress(ProcessLookupError):
                     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, size))
                     self.done["disks filled"] += 1
@@ -296,64 +309,74 @@ class Killer:
 
     def shift_clock(self, story: Story) -> Life:
         """The clock is ten years wrong, and files are of then, too; then killed."""
-        shift = SHIFT_S if self.rng.random() < 0.5 else -SHIFT_S
+        shift = SHIFT_S if story.rng.random() < 0.5 else -SHIFT_S
         for file in story.workdir.rglob("*"):
             with contextlib.suppress(OSError):
                 os.utime(file, (time.time() - shift, time.time() - shift))
-
-        def until(process: subprocess.Popen[Any]) -> bool:
-            if not self._moment(process, story):
-                return False
-            process.kill()
-            process.wait()
-            self.done["kills"] += 1
-            return True
-
         self.done["clocks shifted"] += 1
-        return self._live(story, f"clock shifted by {shift} s", until=until, clock_s=shift)
+        return self._live(
+            story,
+            f"clock shifted by {shift} s",
+            until=lambda process: self._kill(process, story),
+            clock_s=shift,
+        )
 
     def spoil(self, story: Story) -> None:
         """Damage a file between two processes, and remember what was in it."""
-        picked = damage.pick(self.rng, story.workdir)
+        picked = damage.pick(story.rng, story.workdir)
         if picked is None:
             return
         kind, file = picked
         before = file.read_bytes()
-        what = damage.damage(self.rng, file)
+        what = damage.damage(story.rng, file)
         if not what:
             return
         story.spoilt.setdefault(file, before)
         self.done["files damaged between processes"] += 1
         story.events.append(f"{kind} {file.relative_to(story.workdir)}: {what}")
         story.has_whole_logs &= file.suffix != ".jsonl"
+        story.has_whole_checkpoints &= "checkpoints" not in file.parts
 
     # Runs.
+
+    def stories(self, end_s: float) -> None:
+        """Runs, one after the other, until time is over."""
+        while time.monotonic() < end_s:
+            self.story(next(self.numbers), end_s)
 
     def story(self, number: int, end_s: float) -> None:
         """One run, until it is finished or time is over."""
         driver = list(DRIVERS)[number % 2]
-        story = Story(self.out / f"run{number}", driver)
+        rng = np.random.default_rng((self.seed, 10**6 + number))
+        story = Story(self.out / f"run{number}", driver, rng)
         deeds = (
             *[self.kill] * 12,
             self.tell,
             self.suspend,
-            self.kill_a_worker,
             self.kill_a_worker,
             self.fill_disk,
             self.forbid_writing,
             self.shift_clock,
         )
         while time.monotonic() < end_s:
-            if (story.workdir / "metrics.jsonl").exists() and self.rng.random() < 0.3:
+            if (story.workdir / "metrics.jsonl").exists() and rng.random() < 0.3:
                 self.spoil(story)
-            deed = deeds[int(self.rng.integers(len(deeds)))]
+            deed = deeds[int(rng.integers(len(deeds)))]
             if not story.workdir.exists():
                 deed = self.kill
             life = deed(story)
             story.events.append(life.what)
             self._judge(story, life)
+            if story.has_whole_checkpoints:
+                with self.reading:
+                    self._keeps_checkpoints(story)
             if life.code == 0 and not life.was_killed:
-                self._finished(story)
+                with self.reading:
+                    self._finished(story)
+                if driver == "async" and story.has_whole_logs:
+                    self._replay(story)
+                if not self.wrong:
+                    shutil.rmtree(story.workdir)
                 return
             if life.code in (1, 2):
                 self._put_back(story)
@@ -391,6 +414,20 @@ class Killer:
             self.told[_pattern(error[0])] += 1
             self.done["ended in one line"] += 1
 
+    def _keeps_checkpoints(self, story: Story) -> None:
+        """Whatever ended a process: what is called a checkpoint is whole, and none went back."""
+        folder = story.workdir / "checkpoints"
+        steps = [int(path.name) for path in folder.glob("*") if path.name.isdigit()]
+        newest = max(steps, default=0)
+        if newest < story.saved:
+            self._fail(f"checkpoint {story.saved} is gone, {newest} is left: {story.events[-6:]}")
+        story.saved = newest
+        checkpoints = Checkpoints(str(folder), read_only=True)
+        for step in steps:
+            if damage := checkpoints.damage(step):
+                self._fail(f"checkpoint {step} is not whole: {damage}: {story.events[-6:]}")
+        self.done["checkpoints read"] += len(steps)
+
     def _finished(self, story: Story) -> None:
         """What a run that came to its end must show."""
         self.done[f"{story.driver} runs finished"] += 1
@@ -417,12 +454,9 @@ class Killer:
                 self._fail(f"another train state than undisturbed: {where}")
             if story.has_whole_logs and losses(workdir) != self.want_losses:
                 self._fail(f"other losses than undisturbed: {where}")
-        elif story.has_whole_logs:
-            self._replay(story, where)
-        if not self.wrong:
-            shutil.rmtree(workdir)
 
-    def _replay(self, story: Story, where: str) -> None:
+    def _replay(self, story: Story) -> None:
+        where = f"{story.workdir.name} {story.driver} {story.events}"
         again = story.workdir.with_name(story.workdir.name + "-again")
         done = subprocess.run(
             command(
@@ -476,6 +510,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="the random killer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--budget_min", type=float, default=25.0)
+    parser.add_argument("--at_once", type=int, default=2, help="runs")
     parser.add_argument("--out", default="", help="folder; kept where something is wrong")
     parser.add_argument("--again", type=int, default=None, help="number of a damaged file")
     args = parser.parse_args(argv)
@@ -486,10 +521,17 @@ def main(argv: list[str] | None = None) -> int:
     if args.again is not None:
         killer.damage_one(args.again)
     else:
-        number = 0
-        while time.monotonic() < end_s:
-            killer.story(number, end_s)
-            number += 1
+        with ThreadPoolExecutor(args.at_once) as pool:
+            stories = [pool.submit(killer.stories, end_s) for _ in range(args.at_once)]
+            number = 0
+            while time.monotonic() < end_s and not all(story.done() for story in stories):
+                if killer.done["damaged files read"] >= ENOUGH:
+                    time.sleep(0.5)
+                    continue
+                killer.damage_one(number)
+                number += 1
+            for story in stories:
+                story.result()
     result = {"seed": args.seed, "done": dict(killer.done), "wrong": killer.wrong}
     result["told"] = dict(killer.told.most_common())
     print(json.dumps(result))
