@@ -68,6 +68,11 @@ def train_fleet(
 def _ray(config: Config) -> Iterator[Any]:
     """Ray, connected; signals stay ours."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
+    # step would take a minute. It reads this when it starts a cluster, not when it joins one.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # What it prints of every death is a red paragraph; the driver says the same in a line.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
     except ImportError as error:

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What searchers of their own are worth: the asynchronous job on two cores over our own on one.
+
+    python -m tba_jax.bench.async_speedup [--repeats=5] [--json] [-- OVERRIDES OF BOTH SIDES]
+
+Both sides train the embedded start model on the embedded sums, through the main command. `sync`
+is one process on one core: it searches, then trains, on data of the newest version. `async` is two
+processes on a core each, `placement=whole_hosts`: one trains while the other searches, weights
+and responses travel through the work directory. Each side makes as many steps of as many responses.
+A step's seconds are those between the end of step `--skip` and the end of the last one, so that
+starting and compiling is not counted; sides take turns, and the ratio is of neighbours.
+
+Searching and training overlap, so that the most that can be had is sync's step over the longer of
+its two halves: `limit`, 2 where they are equal. The default load is about balanced on the machine
+where it was chosen. Wants two cores that nothing else uses.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tba_jax.bench import processes, reporting
+
+_POLL_S = 0.1
+# What a side has that the other has not.
+_SIDES = {
+    "sync": {"driver": "sync", "placement": "shared"},
+    "async": {"placement": "whole_hosts", "sync.transport": "checkpoint"},
+}
+# Every sampled response is a row of its own, and steps have no other work beside them.
+_COMMON = {
+    "num_cpu_devices": 1,
+    "replay.deduplicate": False,
+    "eval.period": 0,
+    "task.num_eval_prompts": 16,
+    "checkpoint.period": 0,
+}
+
+
+class Figures(NamedTuple):
+    """One run.
+
+    Attributes:
+        step_s: seconds a step.
+        search_s, train_s: of it, as each was busy.
+        generated: responses made for every one that a step trains on.
+        staleness: mean, in steps.
+    """
+
+    step_s: float
+    search_s: float
+    train_s: float
+    generated: float
+    staleness: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.bench.async_speedup",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each side")
+    parser.add_argument("--num_steps", type=int, default=60, help="of each run")
+    parser.add_argument("--skip", type=int, default=20, help="steps before the clock starts")
+    parser.add_argument("overrides", nargs="*", help="after --: --config.NAME=VALUE of both sides")
+    with tempfile.TemporaryDirectory(prefix="bench_async_speedup_") as folder:
+        return reporting.run_command(parser, argv, lambda args: measure(args, Path(folder)), table)
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """All figures, by name.
+
+    Args:
+        args: of the command line.
+        folder: empty, for the runs.
+
+    Raises:
+        ValueError: an option that cannot be measured, fewer than two cores, a run that failed.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ValueError(f"this process may use {len(cores)} core; wanted two")
+    if args.repeats < 1 or not 0 < args.skip < args.num_steps:
+        raise ValueError(
+            f"got --repeats={args.repeats} --skip={args.skip} --num_steps={args.num_steps}; wanted "
+            "at least one repeat, and steps after those that are skipped"
+        )
+    runs: dict[str, list[Figures]] = {side: [] for side in _SIDES}
+    for number in range(-1, args.repeats):  # the first of each fills the compilation cache
+        for side, found in runs.items():
+            if number < 0:
+                _run(side, args, folder / f"{side}-first", cores, num_steps=args.skip)
+                continue
+            workdir = folder / f"{side}-{number}"
+            _run(side, args, workdir, cores, num_steps=args.num_steps)
+            found.append(read(workdir, args.skip))
+            print(f"{side} {number}: {found[-1].step_s:.3f} s a step", file=sys.stderr)
+    ratios = sorted(a.step_s / b.step_s for a, b in zip(runs["sync"], runs["async"], strict=True))
+    halves = [(x.search_s, x.step_s - x.search_s) for x in runs["sync"]]
+    return {
+        "speedup": statistics.median(ratios),
+        "speedups": ratios,
+        "limit": statistics.median(sum(x) / max(x) for x in halves),
+        **{
+            side: {
+                name: statistics.median(getattr(x, name) for x in found) for name in Figures._fields
+            }
+            for side, found in runs.items()
+        },
+        "steps": args.num_steps - args.skip,
+        "hardware": processes.hardware({"platform": "cpu", "device": "cpu"}),
+    }
+
+
+def read(workdir: Path, skip: int) -> Figures:
+    """Figures of a run that has ended.
+
+    Args:
+        workdir: of the run.
+        skip: steps that are not looked at.
+
+    Raises:
+        ValueError: its logs lack something.
+    """
+
+    def lines(name: str) -> Iterator[dict[str, Any]]:
+        with (workdir / name).open() as file:
+            yield from map(json.loads, file)
+
+    steps = [x for x in lines("schedule.jsonl") if x["event"] == "step" and x["step"] >= skip - 1]
+    if len(steps) < 2:
+        raise ValueError(f"{workdir} has {len(steps)} steps from step {skip} on; wanted two")
+    first, last = steps[0]["end_s"], steps[-1]["end_s"]
+    num = len(steps) - 1
+    train = sum(x["end_s"] - x["start_s"] for x in steps[1:])
+    rounds = [
+        x for x in lines("schedule.jsonl") if x["event"] == "round" and first < x["end_s"] <= last
+    ]
+    # Tickets of a searcher overlap: it is busy where any of them is.
+    busy, until = 0.0, first
+    for start, end in sorted((x["start_s"], x["end_s"]) for x in rounds):
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    metrics = [x for x in lines("metrics.jsonl") if "train/loss" in x and x["step"] > skip]
+    trained = sum(sum(count for _, count in x["buffer/staleness_histogram"]) for x in metrics)
+    return Figures(
+        step_s=(last - first) / num,
+        search_s=busy / num,
+        train_s=train / num,
+        generated=sum(x["generated"] for x in rounds) / trained,
+        staleness=statistics.mean(x["buffer/staleness_mean"] for x in metrics),
+    )
+
+
+def _run(
+    side: str, args: argparse.Namespace, workdir: Path, cores: Sequence[int], *, num_steps: int
+) -> None:
+    """One side from start to end, its processes on a core each."""
+    fields = {**_COMMON, **_SIDES[side], "num_steps": num_steps}
+    command = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
+    command += [f"--config.{name}={value}" for name, value in fields.items()] + args.overrides
+    num = 2 if side == "async" else 1
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said = workdir.with_suffix(".txt")
+    with said.open("w") as out:
+        children = []
+        for i in range(num):
+            who = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num}", f"--process_id={i}"]
+            children.append(
+                subprocess.Popen(
+                    ["taskset", "-c", str(cores[i]), *command, *(who if num > 1 else [])],
+                    stdout=out,
+                    stderr=out,
+                    env=env,
+                    start_new_session=True,
+                )
+            )
+        _wait(side, children, said)
+
+
+def _wait(side: str, children: Sequence["subprocess.Popen[bytes]"], said: Path) -> None:
+    """Until all have ended well; raises ValueError where one does not."""
+    deadline = time.monotonic() + processes.TIMEOUT_S
+    try:
+        while any(child.poll() is None for child in children):
+            failed = any(child.returncode for child in children)
+            if failed or time.monotonic() > deadline:
+                break
+            time.sleep(_POLL_S)
+        if any(child.returncode != 0 for child in children):
+            lines = said.read_text().strip().splitlines()[-30:] or ["(it said nothing)"]
+            sys.stderr.write("\n".join(lines[:-1]) + "\n")
+            codes = [child.poll() for child in children]
+            raise ValueError(f"{side} failed (exit codes {codes}): {lines[-1]}")
+    finally:
+        for child in children:
+            if child.poll() is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """Lines to read."""
+    yield "side    s a step  searching  training  generated/trained  staleness"
+    for side in _SIDES:
+        x = result[side]
+        yield (
+            f"{side:6s} {x['step_s']:9.3f} {x['search_s']:10.3f} {x['train_s']:9.3f} "
+            f"{x['generated']:18.2f} {x['staleness']:10.2f}"
+        )
+    low, high = result["speedups"][0], result["speedups"][-1]
+    yield (
+        f"speedup {result['speedup']:.2f} ({low:.2f} to {high:.2f}); "
+        f"the most that this load allows is {result['limit']:.2f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fleets that lose processes and machines while they run, on Ray clusters of this machine.
+
+    python -m tests.chaos.fleet kills --runs=10 --kills=5 [--seed=0] [--out=DIR]
+    python -m tests.chaos.fleet trainer --kills=10
+    python -m tests.chaos.fleet changing --runs=5
+    python -m tests.chaos.fleet undisturbed --runs=5
+    python -m tests.chaos.fleet machine
+
+`kills`: short runs, in each of which random processes end by SIGKILL at random moments. `trainer`:
+one run, whose trainer alone is killed, again and again. `changing`: main jobs of four searchers, of
+which two are killed and a machine with a fifth comes while they run; `undisturbed`: the same jobs
+left alone. `machine`: searchers' machine is taken away, and another one comes. After every run:
+exit code 0, every response under one heading of the ledger, every ticket once, every step once, and
+nothing is left of it. One JSON line a run; the exit code is 1 when one of them fails.
+"""
+
+import argparse
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.fleets import Fleet, below, check
+
+# The main job, in as many steps as reach its ceiling nearly.
+JOB = {
+    "num_steps": 60,
+    "batch.num_prompts": 16,
+    "search.prompts_per_round": 16,
+    "checkpoint.period": 10,
+    "task.num_eval_prompts": 256,
+}
+SHORT = {"num_steps": 16, "fleet.max_searchers": 3}
+NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
+
+
+def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
+    """Random processes, at random moments."""
+    fleet = Fleet(workdir, **SHORT)
+    killed = []
+    for number in range(args.kills):
+        fleet.until(
+            lambda at=1 + number * 12 // args.kills: fleet.num_steps() >= at or _over(fleet)
+        )
+        time.sleep(draws.uniform(0.0, 5.0))
+        name = draws.choice(["SearcherProcess", "SearcherProcess", "TrainerProcess"])
+        if not _over(fleet) and fleet.kill(name, draws.randrange(3)):
+            killed.append(name)
+    return {"killed": killed, **_ended(fleet, SHORT["num_steps"])}
+
+
+def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
+    """The trainer alone; searchers live on."""
+    num_steps = 4 * args.kills + 4
+    fields = {"num_steps": num_steps, "fleet.max_failures": args.kills}
+    fleet = Fleet(workdir, **fields)
+    fleet.until_step(1)
+    searchers = _pids(fleet, "SearcherProcess")
+    killed = []
+    for number in range(args.kills):
+        fleet.until(lambda at=2 + 4 * number: fleet.num_steps() >= at or _over(fleet))
+        time.sleep(draws.uniform(0.0, 3.0))
+        if not _over(fleet) and fleet.kill("TrainerProcess"):
+            killed.append(fleet.num_steps())
+    fleet.until(lambda: fleet.num_steps() >= num_steps - 1 or _over(fleet))
+    lived = searchers == _pids(fleet, "SearcherProcess")
+    result = {"killed_at_step": killed, **_ended(fleet, num_steps), "searchers_lived_on": lived}
+    assert lived, "a searcher ended with a trainer"
+    return result
+
+
+def undisturbed(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
+    """Four searchers and nothing happens."""
+    del args
+    fields = {**JOB, "fleet.max_searchers": 4, "seed": draws.randrange(1000)}
+    return _ended(Fleet(workdir, **fields), JOB["num_steps"])
+
+
+def changing(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
+    """Four searchers, two killed, a fifth comes."""
+    del args
+    fields = {**JOB, "fleet.max_searchers": 5, "seed": draws.randrange(1000)}
+    with _cluster(num_cpus=5) as cluster:
+        fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})
+        fleet.until_step(15)
+        fleet.kill("SearcherProcess", draws.randrange(4))
+        fleet.until_step(25)
+        cluster.add_node(**NODE)
+        fleet.until_step(35)
+        fleet.kill("SearcherProcess", draws.randrange(4))
+        return _ended(fleet, JOB["num_steps"], has_cluster=False)
+
+
+def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
+    """Two searchers' machine goes; later another one comes."""
+    del draws, args
+    fields = {"num_steps": 40, "fleet.max_searchers": 3, "fleet.silence_s": 10}
+    with _cluster(num_cpus=2) as cluster:
+        node = cluster.add_node(**{**NODE, "num_cpus": 2})
+        fleet = Fleet(workdir, os.getpid(), **fields, **{"fleet.address": cluster.address})
+        fleet.until(lambda: "searcher 2 " in fleet.told())
+        fleet.until_step(6)
+        cluster.remove_node(node, allow_graceful=False)
+        fleet.until_step(14)
+        cluster.add_node(**{**NODE, "num_cpus": 2})
+        result = _ended(fleet, fields["num_steps"], has_cluster=False)
+    assert "its machine is gone" in fleet.told(), fleet.told()
+    return result
+
+
+class _cluster:
+    """A Ray cluster with a head of so many processes; other machines are added to it."""
+
+    def __init__(self, num_cpus: int) -> None:
+        self._num_cpus = num_cpus
+
+    def __enter__(self) -> Any:
+        os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+        from ray.cluster_utils import Cluster
+
+        head = {**NODE, "num_cpus": self._num_cpus, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        return self._cluster
+
+    def __exit__(self, *error: object) -> None:
+        self._cluster.shutdown()
+
+
+def _over(fleet: Fleet) -> bool:
+    return fleet.process.poll() is not None
+
+
+def _pids(fleet: Fleet, name: str) -> list[int]:
+    return sorted(p for p, words in below(fleet.process.pid) if words.startswith(f"ray::{name}"))
+
+
+def _ended(fleet: Fleet, num_steps: int, *, has_cluster: bool = True) -> dict[str, Any]:
+    """See that the run ended as every run must, and its cluster with it if it has one."""
+    code = fleet.end()
+    assert code == 0, f"exit code {code}:\n{fleet.told()}"
+    report = check(fleet.workdir, num_steps)
+    if has_cluster:
+        left = [words for _, words in below(os.getpid()) if words.startswith("ray")]
+        assert not left, f"left over: {left}"
+    figures = report["fleet"]
+    return {
+        "pass_at_1": report["eval"]["after"].get("pass_at_1"),
+        "before": report["eval"]["before"].get("pass_at_1"),
+        "wall_s": round(report["wall_s"], 1),
+        "staleness": report["staleness"]["mean"],
+        **{name: figures[name] for name in ("lost", "rejoined", "duplicates", "fenced")},
+        "responses_lost": report["ledger"]["lost"],
+        "generated": report["ledger"]["generated"],
+        "joins": [each["joins"] for each in figures["by_searcher"]],
+    }
+
+
+SCENES: dict[str, Callable[[Path, random.Random, argparse.Namespace], dict[str, Any]]] = {
+    "kills": kills,
+    "trainer": trainer,
+    "changing": changing,
+    "undisturbed": undisturbed,
+    "machine": machine,
+}
+
+
+def main() -> int:
+    """Play a scene so many times; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.fleet", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--kills", type=int, default=5, help="in a run")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the first run; the next has one more"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="keeps the work directories")
+    args = parser.parse_args()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="fleet_") as scratch:
+        for seed in range(args.seed, args.seed + args.runs):
+            workdir = (args.out or Path(scratch)) / f"{args.scene}-{seed}"
+            workdir.parent.mkdir(parents=True, exist_ok=True)
+            start = time.perf_counter()
+            result: dict[str, Any]
+            try:
+                result = SCENES[args.scene](workdir, random.Random(seed), args)
+            except AssertionError as error:
+                failed += 1
+                result = {"failed": str(error)[-3000:]}
+            seconds = round(time.perf_counter() - start, 1)
+            line = {"scene": args.scene, "seed": seed, "seconds": seconds, **result}
+            print(json.dumps(line), flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

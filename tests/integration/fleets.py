@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The main command with a fleet, in a process of its own, whose processes can be killed."""
+
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 1500.0
+_POLL_S = 0.1
+SMALL = {
+    "placement": "fleet",
+    "sync.transport": "checkpoint",
+    "search.ownership": "any",
+    "num_cpu_devices": 1,
+    "fleet.max_searchers": 2,
+    "num_steps": 12,
+    "batch.num_prompts": 4,
+    "search.prompts_per_round": 4,
+    "search.initial_fill": 0,
+    "checkpoint.period": 2,
+    "eval.period": 0,
+    "task.num_eval_prompts": 16,
+}
+
+
+class Fleet:
+    """The command, and the processes below it.
+
+    Args:
+        workdir: of the run; beside it lies what the command says.
+        root: process below which all actors are; None: the command, with a cluster of its own.
+        limit_s: it is killed when it takes longer.
+        fields: over those of `SMALL`.
+    """
+
+    def __init__(self, workdir, root=None, limit_s=LIMIT_S, **fields):
+        self.workdir = Path(workdir)
+        self._said = self.workdir.with_name(f"{self.workdir.name}.txt")
+        options = [f"--config.{name}={value}" for name, value in {**SMALL, **fields}.items()]
+        with self._said.open("a") as out:
+            self._before = out.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tba_jax.main", "--config=math", *options,
+                 f"--workdir={workdir}"],
+                cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )  # fmt: skip
+        self._root = self.process.pid if root is None else root
+        self._deadline = time.monotonic() + limit_s
+
+    def told(self):
+        """What it has printed."""
+        with self._said.open() as file:
+            file.seek(self._before)
+            return file.read()
+
+    def until(self, condition):
+        """Wait until `condition()`; it must not end before."""
+        while not condition():
+            assert self.process.poll() is None, self.told()
+            self._wait()
+
+    def until_step(self, step):
+        """Wait until the run has made so many steps; a resumed one counts on."""
+        self.until(lambda: self.num_steps() >= step)
+
+    def num_steps(self):
+        """Steps that are logged."""
+        path = self.workdir / "metrics.jsonl"
+        return path.read_text().count('"train/loss"') if path.exists() else 0
+
+    def kill(self, name, which=0):
+        """End the process of an actor without a word; whether there was one."""
+        found = [pid for pid, words in below(self._root) if words.startswith(f"ray::{name}")]
+        if not found:
+            return False
+        os.kill(found[which % len(found)], signal.SIGKILL)
+        return True
+
+    def end(self):
+        """Its exit code."""
+        while self.process.poll() is None:
+            self._wait()
+        return self.process.returncode
+
+    def _wait(self):
+        if time.monotonic() > self._deadline:
+            self.process.kill()
+            raise AssertionError(f"it took too long:\n{self.told()}")
+        time.sleep(_POLL_S)
+
+
+def below(pid):
+    """(process, command line) of all descendants."""
+    parents, words = collections.defaultdict(list), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            words[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        parents[int(stat[1])].append(int(folder.name))
+    found, left = [], [pid]
+    while left:
+        for child in parents[left.pop()]:
+            found.append((child, words.get(child, "")))
+            left.append(child)
+    return found
+
+
+def check(workdir, num_steps):
+    """Every response under one heading, every ticket once, every step once; the report."""
+    report = json.loads((workdir / "report.json").read_text())
+    ledger = report["ledger"]
+    gone = sum(count for name, count in ledger.items() if name.startswith("evicted_"))
+    gone += ledger["duplicate"] + ledger["lost"] + sum(ledger["rejected"].values())
+    assert ledger["generated"] == ledger["outbox"] + ledger["stored"] + gone, ledger
+    assert report["steps"] == num_steps and report["eval"]["after"]["step"] == num_steps, report
+    events = [json.loads(line) for line in (workdir / "schedule.jsonl").read_text().splitlines()]
+    rounds = [(e["searcher"], e["round"]) for e in events if e["event"] == "round"]
+    assert len(set(rounds)) == len(rounds), "a ticket came twice"
+    steps = [e["step"] for e in events if e["event"] == "step"]
+    assert steps == list(range(num_steps)), steps
+    return report
