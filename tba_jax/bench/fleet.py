@@ -24,18 +24,35 @@ from typing import Any
 import numpy as np
 
 from tba_jax.bench.reporting import run_command
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.fleet.desk import Desk, Terms
+from tba_jax.run.fleet.desk import Desk
 from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, decode, encode
+from tba_jax.run.fleet.seats import Terms
 
 SAMPLES, PROMPTS = 16, 16  # responses of a ticket, prompts of a batch
 DEADLINE_S = 120.0
 MATRIX = 256
+
+
+class NoEvaluations:
+    """Nothing to evaluate, as the desk asks for it."""
+
+    def lend(self) -> None:
+        """No part is left."""
+
+    def hand_in(self, loan: tuple[int, int], part: Part) -> bool:
+        """Nothing was lent."""
+        del loan, part
+        return False
+
+    def take_back(self, loan: tuple[int, int]) -> None:
+        """Nothing was lent."""
 
 
 class Trainer:
@@ -57,6 +74,7 @@ class Trainer:
             Terms("bench", {}, SAMPLES, silence_s=1e6, num_tickets_ahead=1024),
             self._outboxes,
             Admission(Demand(PROMPTS, 1.0, 0, 1), list(slots)),
+            NoEvaluations(),
             clock=time.monotonic,
             tell=lambda line: None,
         )

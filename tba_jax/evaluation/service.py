@@ -3,7 +3,8 @@
 
 Whoever asks does not wait: `request` and `poll` return at once. The work is divided into parts, and
 `step` does one: workers call it (the threads of the searchers, between two chunks), each with the
-weights that it has on its own devices. With several hosts each does its share of the parts, and
+weights that it has on its own devices. Parts can be lent to whoever has the weights elsewhere and
+may never come back. With several hosts each does its share of the parts, and
 the shares of a version travel together when all hosts have done theirs; who decides that is not
 known here, nor who decides what is evaluated or what becomes of a result. Invariant: results come
 in the order in which versions were asked for, each made of all parts.
@@ -36,7 +37,13 @@ class _Version:
     left: collections.deque[int]
     missing: int
     is_begun: bool = False
+    lent: set[int] = dataclasses.field(default_factory=set)
     parts: list[Part] = dataclasses.field(default_factory=list)
+
+    def forget_params(self) -> None:
+        """Once nobody here can begin another part: the devices need the room."""
+        if not self.left and not self.lent:
+            self.params = []
 
 
 class EvaluationService:
@@ -113,8 +120,7 @@ class EvaluationService:
                 if not version.is_begun:
                     version.start_s, version.is_begun = self._clock(), True
                 number, params = version.left.popleft(), version.params[station]
-                if not version.left:
-                    version.params = []  # nobody begins another part: the devices need the room
+                version.forget_params()
         if version is None:
             return self._merge(blocking=False)
         part = self._evaluator.part(params, number, station)
@@ -124,6 +130,55 @@ class EvaluationService:
             self._pass_on()
         self._merge(blocking=False)
         return True
+
+    def lend(self) -> tuple[int, int] | None:
+        """A part for somebody elsewhere to do, as (version, number); None where none is left.
+
+        It is missing until it is handed in, or taken back and done by somebody else.
+        """
+        with self._lock:
+            version = next((v for v in self._requests if v.left), None)
+            if version is None:
+                return None
+            if not version.is_begun:
+                version.start_s, version.is_begun = self._clock(), True
+            number = version.left.popleft()
+            version.lent.add(number)
+            return version.version, number
+
+    def hand_in(self, loan: tuple[int, int], part: Part) -> bool:
+        """Take in a part that was lent; False where it was taken back before."""
+        with self._lock:
+            version = self._lent(loan)
+            if version is None:
+                return False
+            version.parts.append(part)
+            version.missing -= 1
+            version.forget_params()
+            self._pass_on()
+            return True
+
+    def take_back(self, loan: tuple[int, int]) -> None:
+        """A part that was lent is to be done by somebody else, if it was not handed in."""
+        with self._lock:
+            version = self._lent(loan)
+            if version is not None:
+                version.left.appendleft(loan[1])
+
+    def _lent(self, loan: tuple[int, int]) -> _Version | None:
+        """The version that a part is lent of, which now it is not; the lock is held."""
+        number = loan[1]
+        for version in self._requests:
+            if version.version == loan[0] and number in version.lent:
+                version.lent.remove(number)
+                return version
+        return None
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Versions of which parts are missing."""
+        with self._lock:
+            return tuple(v.version for v in self._requests)
 
     def merge(self) -> None:
         """Make figures of what is complete, on the calling thread."""

@@ -102,6 +102,19 @@ class CheckpointReader:
         self.delivery_s = self._clock() - start
         return True
 
+    def at(self, version: int) -> list[Any]:
+        """A version that may not be the newest, for each reader.
+
+        Raises:
+            PublicationError: it cannot be read.
+        """
+        if found := self._versions.damage(version):
+            raise PublicationError(f"{self._versions.path(version)}: {found[0]}")
+        mailbox = Mailbox(self._shardings)
+        mailbox.put(version, self._layout(self._versions.read(version, self._abstract)))
+        found_here = [mailbox.latest(i) for i in range(len(self._shardings))]
+        return [published.params for published in found_here if published is not None]
+
     def publish(self, version: int, params: Any) -> None:
         """Never: this process does not train."""
         raise AssertionError("who only reads publishes nothing")

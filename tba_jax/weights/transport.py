@@ -9,7 +9,7 @@ reader sees a complete version or the one before.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -297,6 +297,7 @@ class CheckpointTransport:
         self.delivery_s = 0.0
         self._versions = Versions(workdir)
         self._keep = keep
+        self._wanted: Callable[[], Collection[int]] = tuple
         self._program = program
         self._layout: Layout = (lambda params: params) if layout is None else layout
         self._mailbox = Mailbox(shardings)
@@ -308,6 +309,10 @@ class CheckpointTransport:
         )
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None
+
+    def keep_also(self, wanted: Callable[[], Collection[int]]) -> None:
+        """Keep these versions on disk beyond the newest ones; it is asked at every publication."""
+        self._wanted = wanted
 
     def publish(self, version: int, params: Any) -> None:
         """Launch copy and cast; the device does them before a later step that is donated."""
@@ -344,7 +349,7 @@ class CheckpointTransport:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
             self._writer.wait_until_finished()
-            self._versions.add(version, self._keep)
+            self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
             raise PublicationError(
                 f"publishing weights {self._versions.path(version)} failed: "

@@ -7,7 +7,7 @@ never given to a reader; an older one is, and that is said.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import orbax.checkpoint as ocp
@@ -35,18 +35,21 @@ class Versions:
         """Its folder."""
         return self._folder / str(version)
 
-    def add(self, version: int, keep: int) -> None:
+    def add(self, version: int, keep: int, wanted: Collection[int] = ()) -> None:
         """Name a version that is written; drop all but so many, and what kills have left.
 
         Args:
             version: nobody writes to it any more, nor to another.
             keep: versions that stay; later ones than this are of steps that are made again.
+            wanted: older ones that stay, too.
 
         Raises:
             OSError: storage refuses.
         """
         digests.write(self.path(version))
-        kept = [*(v for v in self.named() if v < version), version][-keep:]
+        older = [v for v in self.named() if v < version]
+        newest = [*older, version][-keep:]
+        kept = sorted({*newest, *(v for v in older if v in wanted)})
         sealed.write(self._marker, {"versions": kept, "time": time.time()})
         for path in self._folder.iterdir():
             if path.name not in map(str, kept):

@@ -202,8 +202,8 @@ def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(t
     deliver(transport, 1, tree(1.0))
     add, left = transport._versions.add, [times]
 
-    def add_and_spoil(version, keep):
-        add(version, keep)
+    def add_and_spoil(version, keep, wanted):
+        add(version, keep, wanted)
         if left[0]:
             left[0] -= 1
             flip(tmp_path / "weights" / str(version))
@@ -279,3 +279,15 @@ def test_a_publisher_does_not_wait_for_storage(tmp_path):
     assert transport.poll() and transport.latest(0).version == 5
     transport.close()
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["1", "5"]
+
+
+def test_a_version_that_is_wanted_stays_beside_the_newest(tmp_path):
+    transport, wanted = checkpoints(tmp_path), [1]
+    transport.keep_also(lambda: wanted)
+    for version in range(5):
+        deliver(transport, version, {"w": jnp.full(4, float(version))})
+        if version == 3:
+            assert Versions(tmp_path).named() == [1, 2, 3]
+            wanted.clear()
+    assert Versions(tmp_path).named() == [3, 4]
+    transport.close()

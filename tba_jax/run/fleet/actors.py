@@ -17,9 +17,18 @@ from ml_collections import ConfigDict
 
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.run.fleet.link import Unreachable
-from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, encode
+from tba_jax.run.fleet.messages import (
+    Answer,
+    Caller,
+    Hello,
+    Vitals,
+    Welcome,
+    encode,
+    encode_part,
+)
 
 _TRAINER = "trainer-"
 
@@ -75,6 +84,11 @@ class TrainerProcess:
         """`TrainerHost.put`."""
         return self._host.put(caller, data)
 
+    @ray.method(concurrency_group="searchers")
+    def hand_in(self, caller: Caller, loan: tuple[int, int], data: bytes) -> Answer:
+        """`TrainerHost.hand_in`."""
+        return self._host.hand_in(caller, loan, data)
+
     @ray.method(concurrency_group="driver")
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
         """`TrainerHost.news`."""
@@ -110,6 +124,10 @@ class RayLine:
     def put(self, caller: Caller, commits: Sequence[RoundCommit]) -> Answer:
         """Bring what is finished."""
         return self._call("put", caller, encode(commits))
+
+    def hand_in(self, caller: Caller, loan: tuple[int, int], part: Part | None) -> Answer:
+        """Bring a part of an evaluation."""
+        return self._call("hand_in", caller, loan, b"" if part is None else encode_part(part))
 
     def _call(self, method: str, *arguments: Any) -> Any:
         try:

@@ -14,62 +14,22 @@ have under way is what admission counts.
 """
 
 import collections
-import dataclasses
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import RoundCommit, check_commit
 from tba_jax.replay.admission import Admission
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.fleet.messages import RUN_ENDED, Answer, Caller, Hello, Seat, Vitals, Welcome
+from tba_jax.run.fleet.seats import Parts, PatientTime, Slot, Terms
 
 # Questions a second that searchers with nothing to do may ask in all, and how often one asks.
 _QUESTIONS_PER_S = 400.0
 _RETRY_S = 0.02
 _NO_VITALS = Vitals()
 _KEPT = 2048  # put latencies that are remembered
-
-
-class Terms(NamedTuple):
-    """What a desk holds searchers to.
-
-    Attributes:
-        epoch: name of this trainer, unlike that of any before.
-        identity: what searchers must be made of, by name.
-        samples_per_prompt: responses of a ticket.
-        silence_s: a searcher that says nothing for so long is lost.
-        num_tickets_ahead: most that one answer gives out.
-    """
-
-    epoch: str
-    identity: Mapping[str, str]
-    samples_per_prompt: int
-    silence_s: float
-    num_tickets_ahead: int
-
-
-@dataclasses.dataclass
-class _Slot:
-    """One searcher: who fills it, and what it has under way."""
-
-    outbox: Outbox
-    incarnation: int = 0  # nobody has come yet
-    host: str = ""
-    heard_s: float = 0.0
-    is_lost: bool = False
-    next: int = 0  # lowest ticket that was not given out to this incarnation
-    begun: dict[int, float] = dataclasses.field(default_factory=dict)  # ticket -> when
-    num_joins: int = 0
-    num_groups: int = 0
-    staleness: int = 0  # summed over its groups
-    idle_s: float = 0.0  # of this incarnation
-    idle_before_s: float = 0.0
-    tokens: int = 0
-
-    @property
-    def is_there(self) -> bool:
-        return self.incarnation > 0 and not self.is_lost
 
 
 class Desk:
@@ -79,6 +39,7 @@ class Desk:
         terms: what searchers are held to.
         outboxes: of each slot; the trainer merges them.
         admission: how many tickets may be under way.
+        parts: evaluations, of which searchers do parts.
         clock: monotonic seconds; time that it jumps over counts little.
         tell: told what became of searchers, a line each.
     """
@@ -88,16 +49,19 @@ class Desk:
         terms: Terms,
         outboxes: Mapping[int, Outbox],
         admission: Admission,
+        parts: Parts,
         *,
         clock: Callable[[], float],
         tell: Callable[[str], None],
     ) -> None:
         self._terms = terms
-        self._slots = {slot: _Slot(outbox) for slot, outbox in outboxes.items()}
+        self._slots = {slot: Slot(outbox) for slot, outbox in outboxes.items()}
         self._admission = admission
+        self._parts = parts
+        self._lends = True
         self._tell = tell
         self._lock = threading.Lock()
-        self._time = _PatientTime(clock, longest_s=terms.silence_s / 4)
+        self._time = PatientTime(clock, longest_s=terms.silence_s / 4)
         self._version = -1
         self._step = 0
         self._is_closed = False
@@ -162,7 +126,10 @@ class Desk:
                 slot.begun[slot.next] = self._time()
                 tickets.append(slot.next)
                 slot.next += 1
-            return self._answer(slot, tuple(tickets))
+            if slot.loan is None and vitals.can_evaluate and self._lends:
+                slot.loan = self._parts.lend()
+            loan = slot.loan if vitals.can_evaluate else None
+            return self._answer(slot, tuple(tickets))._replace(loan=loan)
 
     def put(self, caller: Caller, commits: Sequence[RoundCommit], num_bytes: int = 0) -> Answer:
         """Take in finished tickets: all of them, or none.
@@ -193,6 +160,34 @@ class Desk:
             self._num_duplicates += len(commits) - len(new)
             answer = self._answer(slot)
             return answer if new else answer._replace(verdict="duplicate")
+
+    def hand_in(self, caller: Caller, loan: tuple[int, int], part: Part | None) -> Answer:
+        """Take in a part of an evaluation; None: the searcher could not do it."""
+        with self._lock:
+            if (refused := self._heard(caller)) is not None:
+                return refused
+            slot = self._slots[caller.slot]
+            if slot.loan != loan:
+                return self._answer(slot)._replace(verdict="duplicate")
+            slot.loan = None
+            if part is None:
+                self._parts.take_back(loan)
+            else:
+                self._parts.hand_in(loan, part)
+            return self._answer(slot)
+
+    @property
+    def lends(self) -> bool:
+        """Whether there is a searcher that would do parts of evaluations."""
+        with self._lock:
+            return self._lends and any(slot.is_there for slot in self._slots.values())
+
+    def stop_lending(self) -> None:
+        """What is left of evaluations is done here; what is lent is, too."""
+        with self._lock:
+            self._lends = False
+            for slot in self._slots.values():
+                self._recall(slot)
 
     def ring(self, version: int) -> None:
         """This version of the weights is complete; every answer says so."""
@@ -313,7 +308,7 @@ class Desk:
         return None
 
     def _checked(
-        self, caller: Caller, slot: _Slot, commits: Sequence[RoundCommit]
+        self, caller: Caller, slot: Slot, commits: Sequence[RoundCommit]
     ) -> list[RoundCommit]:
         """Those that are new; raises ValueError where one is not this searcher's to bring."""
         new: list[RoundCommit] = []
@@ -335,14 +330,21 @@ class Desk:
             new.append(commit)
         return new
 
-    def _lose(self, number: int, slot: _Slot) -> None:
+    def _lose(self, number: int, slot: Slot) -> None:
         """Nobody works on what this slot has begun."""
         if slot.is_there:
             slot.outbox.lose(len(slot.begun) * self._terms.samples_per_prompt)
             self._num_lost += len(slot.begun)
             self._admission.set_open(number, 0)
+            self._recall(slot)
 
-    def _find(self, number: int, slot: _Slot, silent_s: float) -> None:
+    def _recall(self, slot: Slot) -> None:
+        """Somebody else does the part of an evaluation that this searcher has."""
+        if slot.loan is not None:
+            self._parts.take_back(slot.loan)
+            slot.loan = None
+
+    def _find(self, number: int, slot: Slot, silent_s: float) -> None:
         """A searcher that was taken for lost is there, and goes on with what it had begun."""
         slot.outbox.lose(-len(slot.begun) * self._terms.samples_per_prompt)
         self._num_lost -= len(slot.begun)
@@ -350,29 +352,10 @@ class Desk:
         slot.is_lost = False
         self._tell(f"searcher {number} on {slot.host} is heard of again, after {silent_s:.0f} s")
 
-    def _answer(self, slot: _Slot, tickets: tuple[int, ...] = ()) -> Answer:
+    def _answer(self, slot: Slot, tickets: tuple[int, ...] = ()) -> Answer:
         num_there = sum(s.is_there for s in self._slots.values())
         retry_s = max(_RETRY_S, num_there / _QUESTIONS_PER_S)
         return Answer("ok", tickets, self._version, slot.outbox.has_room(), retry_s)
-
-
-class _PatientTime:
-    """Seconds that go on by no more than `longest_s` from one look to the next, and never back.
-
-    A machine that slept, or a clock that was set, would else make every searcher silent at once.
-    """
-
-    def __init__(self, clock: Callable[[], float], longest_s: float) -> None:
-        self._clock = clock
-        self._longest_s = longest_s
-        self._last = clock()
-        self._elapsed = 0.0
-
-    def __call__(self) -> float:
-        now = self._clock()
-        self._elapsed += min(max(0.0, now - self._last), self._longest_s)
-        self._last = now
-        return self._elapsed
 
 
 def _name(slots: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.fleet.messages import Answer, Caller, Seat, Vitals
@@ -46,6 +47,10 @@ class Line(Protocol):
         """As `Desk.put`; raises Unreachable."""
         ...
 
+    def hand_in(self, caller: Caller, loan: tuple[int, int], part: Part | None) -> Answer:
+        """As `Desk.hand_in`; raises Unreachable."""
+        ...
+
 
 class Grants:
     """Admission as a searcher of a fleet sees it: tickets that the trainer gave it to begin."""
@@ -78,6 +83,51 @@ class Grants:
             return len(self._tickets)
 
 
+class Loan:
+    """The part of an evaluation that a searcher was given to do, one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: tuple[int, int] | None = None
+        self._is_begun = False
+        self._done: tuple[tuple[int, int], Part | None] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can be given one."""
+        with self._lock:
+            return self._asked is None
+
+    def give(self, loan: tuple[int, int]) -> None:
+        """This one is to be done."""
+        with self._lock:
+            self._asked, self._is_begun = loan, False
+
+    def begin(self) -> tuple[int, int] | None:
+        """What is to be done, once."""
+        with self._lock:
+            if self._asked is None or self._is_begun:
+                return None
+            self._is_begun = True
+            return self._asked
+
+    def end(self, loan: tuple[int, int], part: Part | None) -> None:
+        """It is done; None: it could not be."""
+        with self._lock:
+            self._done = loan, part
+
+    @property
+    def done(self) -> tuple[tuple[int, int], Part | None] | None:
+        """What is done and not handed in."""
+        with self._lock:
+            return self._done
+
+    def clear(self) -> None:
+        """What was done is handed in."""
+        with self._lock:
+            self._asked = self._done = None
+
+
 class Link:
     """One searcher's messages; `step` is what a worker does.
 
@@ -86,8 +136,9 @@ class Link:
         line: how messages travel.
         outbox: where the searcher commits.
         grants: where tickets go.
+        loan: where a part of an evaluation goes, and comes back from.
         room: tickets that the searcher could begin now.
-        vitals: (put latencies) -> what it tells about itself.
+        vitals: (put latencies) -> what it tells about itself, whether it can evaluate aside.
         on_version: told the newest complete version of the weights.
         clock: monotonic seconds.
         patience_s: a trainer that is unreachable for so long is gone for good.
@@ -99,6 +150,7 @@ class Link:
         line: Line,
         outbox: Outbox,
         grants: Grants,
+        loan: Loan,
         *,
         room: Callable[[], int],
         vitals: Callable[[tuple[float, ...]], Vitals],
@@ -110,6 +162,7 @@ class Link:
         self._line = line
         self._outbox = outbox
         self._grants = grants
+        self._loan = loan
         self._room = room
         self._vitals = vitals
         self._on_version = on_version
@@ -127,7 +180,8 @@ class Link:
             Rewind, Dismissed: the trainer said so. TimeoutError: it is gone for good.
         """
         did_put = self._put()
-        return self._ask() or did_put
+        did_hand_in = self._hand_in()
+        return self._ask() or did_put or did_hand_in
 
     def _put(self) -> bool:
         if not self._unsent:
@@ -142,17 +196,30 @@ class Link:
         self._put_s.append(self._clock() - start)
         return True
 
+    def _hand_in(self) -> bool:
+        done = self._loan.done
+        if done is None:
+            return False
+        if self._said(lambda: self._line.hand_in(self._caller, *done)) is None:
+            return False
+        self._loan.clear()
+        self._sign_at = self._clock()  # there may be another part to do
+        return True
+
     def _ask(self) -> bool:
         now = self._clock()
         wanted = max(0, self._room() - self._grants.num_left)
         if now < (self._retry_at if wanted else self._sign_at):
             return False
-        vitals = self._vitals(tuple(self._put_s))
+        can_evaluate = self._loan.is_free
+        vitals = self._vitals(tuple(self._put_s))._replace(can_evaluate=can_evaluate)
         answer = self._said(lambda: self._line.assign(self._caller, wanted, self._seen, vitals))
         if answer is None:
             return False
         self._put_s.clear()
         self._grants.give(answer.tickets)
+        if answer.loan is not None and can_evaluate:
+            self._loan.give(answer.loan)
         self._seen = max([self._seen, *(ticket + 1 for ticket in answer.tickets)])
         self._retry_at = self._clock() + answer.retry_s
         self._sign_at = self._clock() + _SIGN_OF_LIFE_S

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
 
 _META_KEY = "__meta__"
@@ -93,6 +94,7 @@ class Answer(NamedTuple):
         has_room: whether the trainer takes more.
         retry_s: time after which asking again may bring more.
         why: for a person.
+        loan: (version, number) of a part of an evaluation to do next and hand in; None for none.
     """
 
     verdict: Verdict
@@ -101,6 +103,7 @@ class Answer(NamedTuple):
     has_room: bool = True
     retry_s: float = 0.0
     why: str = ""
+    loan: tuple[int, int] | None = None
 
 
 class Vitals(NamedTuple):
@@ -110,11 +113,13 @@ class Vitals(NamedTuple):
         idle_s: seconds without anything to do.
         put_s: seconds from sending until the acknowledgement of each put since the last question.
         slot_use: tokens drawn and slot-steps made since the last question.
+        can_evaluate: it would do a part of an evaluation.
     """
 
     idle_s: float = 0.0
     put_s: tuple[float, ...] = ()
     slot_use: tuple[int, int] = (0, 0)
+    can_evaluate: bool = False
 
 
 def encode(commits: Sequence[RoundCommit]) -> bytes:
@@ -125,6 +130,26 @@ def encode(commits: Sequence[RoundCommit]) -> bytes:
     entries: dict[str, Any] = {**arrays, _META_KEY: text}
     np.savez(out, **entries)
     return out.getvalue()
+
+
+def encode_part(part: Part) -> bytes:
+    """A part of an evaluation as JSON."""
+    return json.dumps(part._asdict()).encode()
+
+
+def decode_part(data: bytes) -> Part:
+    """Inverse of `encode_part`.
+
+    Raises:
+        ValueError: the bytes are damaged, or another version wrote them.
+    """
+    try:
+        return Part(**json.loads(data))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{len(data):,} bytes of an evaluation cannot be read ({error}); they were damaged on "
+            "the way, or sent by another version of tba_jax"
+        ) from error
 
 
 def decode(data: bytes) -> list[RoundCommit]:

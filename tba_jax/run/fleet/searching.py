@@ -25,12 +25,14 @@ from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import turns_for
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.evaluation.evaluator import Evaluator, Part
 from tba_jax.flow.state import PartState
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.beside import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.clock import RunClock
+from tba_jax.run.evaluating import build_evaluator
 from tba_jax.run.fleet.identity import identity_of
-from tba_jax.run.fleet.link import Dismissed, Grants, Line, Link, Rewind, Unreachable
+from tba_jax.run.fleet.link import Dismissed, Grants, Line, Link, Loan, Rewind, Unreachable
 from tba_jax.run.fleet.messages import RUN_ENDED, Hello, Seat, Vitals, Welcome
 from tba_jax.run.placing import Sites
 from tba_jax.run.searching import (
@@ -45,6 +47,7 @@ from tba_jax.run.shared import Shared, open_shared
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import CheckpointReader
+from tba_jax.weights.versions import PublicationError
 
 # The search ends up here once in a while, to see whether a worker has failed.
 _LOOK_S = 0.1
@@ -67,6 +70,7 @@ class Party:
     Attributes:
         slots: which of the run's.
         reader: the weights.
+        evaluator: does parts of evaluations, with a station for each searcher.
         first_positions: of each stream before any prompt.
         clock: the run's, as the trainer says.
     """
@@ -75,6 +79,7 @@ class Party:
     search: Search
     slots: tuple[int, ...]
     reader: CheckpointReader
+    evaluator: Evaluator
     first_positions: tuple[Mapping[str, Any], ...]
     clock: RunClock
 
@@ -112,8 +117,10 @@ def open_party(
     search = build_searchers(
         shared, transport=transport, references=references, wants_given=False, note=note
     )
+    graders = [searcher.parts.grader for searcher in search.searchers]
+    evaluator = build_evaluator(shared, search.decoders, graders, references, note)
     positions = tuple(stream.state() for stream in search.streams)
-    return Party(shared, search, tuple(slots), reader, positions, clock)
+    return Party(shared, search, tuple(slots), reader, evaluator, positions, clock)
 
 
 def _sites(config: Config) -> Sites:
@@ -209,6 +216,23 @@ def _search_once(party: Party, door: Door, welcome: Welcome, patience_s: float) 
             worker.join(max(0.0, deadline - time.monotonic()))
 
 
+def _evaluate(party: Party, i: int, version: int, number: int) -> Part | None:
+    """A part of the evaluation of a version; None where its weights are gone."""
+    transport = party.search.transport
+    latest = transport.latest(i)
+    if latest is not None and latest.version == version:
+        params = latest.params
+    else:
+        try:
+            found = party.reader.at(version)
+        except PublicationError:
+            return None  # the trainer has them, and does it
+        if isinstance(transport, MergingTransport):
+            found = transport.merged(found)
+        params = found[i]
+    return party.evaluator.part(params, number, i)
+
+
 def _workers(
     party: Party, i: int, seat: Seat, door: Door, stop: StopFlag, patience_s: float
 ) -> list[Worker]:
@@ -219,19 +243,28 @@ def _workers(
         position["prompt_state"] = party.first_positions[i]
     outbox.start_from(position)
     searcher.restore(PartState({}, {"decoded_tokens": 0, "idle_s": 0.0, "num_chunks": 0}))
-    grants = Grants()
+    grants, loan = Grants(), Loan()
     continuous = ContinuousSearch(
         searcher,
         grants,
         swaps_in_flight=swaps_in_flight(party.shared.config),
         log_event=lambda event: None,
     )
-    decoding = Worker(f"searcher-{searcher.index}", continuous.step, stop, idle_s=POLL_S)
+
+    def step() -> bool:
+        """A part of an evaluation comes before the next chunk."""
+        if (asked := loan.begin()) is not None:
+            loan.end(asked, _evaluate(party, i, *asked))
+            return True
+        return continuous.step()
+
+    decoding = Worker(f"searcher-{searcher.index}", step, stop, idle_s=POLL_S)
     link = Link(
         seat,
         door,
         outbox,
         grants,
+        loan,
         room=lambda: continuous.room,
         vitals=lambda put_s: Vitals(decoding.idle_total_s, put_s, continuous.slot_use()),
         on_version=party.reader.ring,

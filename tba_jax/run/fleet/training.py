@@ -20,13 +20,24 @@ from tba_jax.flow.rounds import RoundCommit
 from tba_jax.report.relay import Relay
 from tba_jax.run.beside import DELIVERY_S, POLL_S, Beside, drive_beside
 from tba_jax.run.drivers import make_admission
-from tba_jax.run.fleet.desk import Desk, Terms
+from tba_jax.run.fleet.desk import Desk
 from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.fleet.link import Unreachable
-from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, decode
+from tba_jax.run.fleet.messages import (
+    Answer,
+    Caller,
+    Hello,
+    Vitals,
+    Welcome,
+    decode,
+    decode_part,
+)
+from tba_jax.run.fleet.seats import Terms
 from tba_jax.run.run import Run
 from tba_jax.run.searching import Search
 from tba_jax.run.workdir import Outcome
+from tba_jax.weights.merging import MergingTransport
+from tba_jax.weights.transport import CheckpointTransport
 from tba_jax.weights.versions import Versions
 
 
@@ -87,6 +98,15 @@ class TrainerHost:
             return Answer("refused", why=str(error))
         return desk.put(caller, commits, len(data))
 
+    def hand_in(self, caller: Caller, loan: tuple[int, int], data: bytes) -> Answer:
+        """`Desk.hand_in` of an encoded part; no bytes: it could not be done."""
+        desk = self._ready()
+        try:
+            part = decode_part(data) if data else None
+        except ValueError as error:
+            return Answer("refused", why=str(error))
+        return desk.hand_in(caller, loan, part)
+
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
         """What is to be shown, as `Relay.since`."""
         return self._relay.since(since)
@@ -131,6 +151,7 @@ def drive_fleet(
         ),
         {searcher.index: searcher.parts.outbox for searcher in searchers},
         admission,
+        run.evaluations,
         clock=time.monotonic,
         tell=run.logs.progress.note,
     )
@@ -144,9 +165,20 @@ def drive_fleet(
         desk.ring(versions.named()[-1])
         return True
 
+    def evaluate() -> bool:
+        """Searchers do the parts, where there are any: training need not wait for them."""
+        if desk.lends:
+            run.evaluations.merge()
+            return False
+        return run.evaluations.step(0)
+
+    files = run.search.transport
+    files = files.source if isinstance(files, MergingTransport) else files
+    assert isinstance(files, CheckpointTransport), "validated: searchers read files"
+    files.keep_also(lambda: run.evaluations.wanted)
     workers = [
         Worker("weight-poller", deliver, stop),
-        Worker("evaluator", functools.partial(run.evaluations.step, 0), stop, idle_s=POLL_S),
+        Worker("evaluator", evaluate, stop, idle_s=POLL_S),
         Worker("fleet-sweep", desk.sweep, stop, idle_s=config.fleet.silence_s / 8),
     ]
     before = [(searcher.idle_s, searcher.decoded_tokens) for searcher in searchers]
@@ -173,6 +205,7 @@ def drive_fleet(
         beside = Beside(admission, stop, workers, count, desk.take_slot_use, figures)
         drive_beside(run, interrupted, beside)
     finally:
+        desk.stop_lending()
         desk.close()
 
 

@@ -11,12 +11,15 @@ from fake_rounds import make_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tba_jax.evaluation.evaluator import Part
+from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.state import PartState
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.fleet.desk import Desk, Terms
-from tba_jax.run.fleet.link import Dismissed, Grants, Link, Rewind, Unreachable
-from tba_jax.run.fleet.messages import Hello, Vitals, decode, encode
+from tba_jax.run.fleet.desk import Desk
+from tba_jax.run.fleet.link import Dismissed, Grants, Link, Loan, Rewind, Unreachable
+from tba_jax.run.fleet.messages import Hello, Vitals, decode, decode_part, encode, encode_part
+from tba_jax.run.fleet.seats import Terms
 
 IDENTITY = {"code": "1", "model": "m"}
 S = 2  # responses of a ticket
@@ -26,6 +29,22 @@ def ticket(slot, number, version=0):
     return make_commit(
         {number: [[5, number + 1], [6]]}, round=number, searcher=slot, version=version
     )
+
+
+class Figures:
+    """An evaluator of five parts, whose figures are their numbers and who did them."""
+
+    num_parts = 5
+
+    def part(self, params, number, station=0):
+        return part_of(number, params)
+
+    def merge(self, parts):
+        return sorted((part.first, part.texts[0][0]) for part in parts)
+
+
+def part_of(number, who):
+    return Part(number, [[[1]]], [[True]], [[who]], [[1.0]], {}, [[False]], {})
 
 
 class House:
@@ -44,10 +63,12 @@ class House:
         self.epoch += 1
         unmerged = sum(outbox.num_groups for outbox in self.outboxes.values())
         self.admission = Admission(self.demand, list(self.outboxes), unmerged)
+        self.service = EvaluationService(Figures(), lambda: self.now)
         self.desk = Desk(
             Terms(str(self.epoch), IDENTITY, S, silence_s=10.0, num_tickets_ahead=4),
             self.outboxes,
             self.admission,
+            self.service,
             clock=lambda: self.now,
             tell=self.lines.append,
         )
@@ -196,6 +217,36 @@ def test_a_silent_searcher_is_lost_until_it_is_heard_of_again():
     house.check()
 
 
+def test_searchers_do_the_parts_of_an_evaluation_and_those_of_a_lost_one_come_back():
+    house = House()
+    house.service.request(3, ["trainer"])
+    first, second = (seat.caller for seat in house.sit(0, 1).seats)
+    free = Vitals(can_evaluate=True)
+    assert house.desk.lends and house.desk.assign(first, 0, 0).loan is None
+    assert house.desk.assign(first, 0, 0, free).loan == (3, 0)
+    assert house.desk.assign(first, 0, 0, free).loan == (3, 0)  # the answer was lost
+    assert house.desk.assign(second, 0, 0, free).loan == (3, 1)
+    part = decode_part(encode_part(part_of(1, "second")))
+    assert house.desk.hand_in(second, (3, 1), part).verdict == "ok"
+    assert house.desk.hand_in(second, (3, 1), part).verdict == "duplicate"
+    for _ in range(6):
+        house.now += 2.0
+        house.desk.assign(second, 0, 0)
+        house.desk.sweep()
+    assert house.desk.assign(second, 0, 0, free).loan == (3, 0)  # the first one is silent
+    assert house.desk.hand_in(first, (3, 0), part_of(0, "first")).verdict == "duplicate"
+    assert house.desk.hand_in(second, (3, 0), None).verdict == "ok"  # its weights are gone
+    house.desk.stop_lending()
+    assert not house.desk.lends and house.desk.assign(second, 0, 0, free).loan is None
+    while house.service.step(0):
+        pass
+    (finished,) = house.service.poll()
+    who = ["trainer", "second", "trainer", "trainer", "trainer"]
+    assert finished.evaluation == list(enumerate(who)) and house.service.wanted == ()
+    with pytest.raises(ValueError, match="12 bytes of an evaluation cannot be read"):
+        decode_part(encode_part(part)[:12])
+
+
 @pytest.mark.parametrize("jump", [3600.0, -3600.0])
 def test_a_clock_that_jumps_loses_nobody(jump):
     house = House()
@@ -264,6 +315,9 @@ class Wire:
     def put(self, *message):
         return self._said(lambda: self.house.desk.put(*message))
 
+    def hand_in(self, *message):
+        return self._said(lambda: self.house.desk.hand_in(*message))
+
 
 class Process:
     """A process that is a searcher: it begins what it is granted, ends it in some order."""
@@ -277,6 +331,7 @@ class Process:
     def sit(self):
         (seat,) = self.house.desk.join(Hello((self.slot,), "a", IDENTITY)).seats
         self.outbox, self.grants, self.begun = Outbox(2**20), Grants(), []
+        self.loan = Loan()
         self.outbox.start_from(seat.position)
         self.next = seat.position["next_round"]
         self.link = Link(
@@ -284,6 +339,7 @@ class Process:
             self.wire,
             self.outbox,
             self.grants,
+            self.loan,
             room=lambda: 3 - len(self.begun),
             vitals=lambda put_s: Vitals(),
             on_version=lambda version: None,
@@ -300,6 +356,9 @@ class Process:
         if self.begun and choice % 3:
             number = self.begun.pop(choice // 3 % len(self.begun))
             self.outbox.put(ticket(self.slot, number))
+        if choice % 2 and (asked := self.loan.begin()) is not None:
+            could = choice % 5 > 0
+            self.loan.end(asked, part_of(asked[1], f"searcher {self.slot}") if could else None)
         try:
             self.link.step()
         except Rewind:
@@ -340,6 +399,7 @@ def test_each_response_once_whatever_happens(events):
             house.merge()
         elif kind == "save":
             house.save()
+            house.service.request(choice, ["trainer"])
         elif kind == "restore":
             house.restore()
         elif kind == "silence":
@@ -360,3 +420,12 @@ def test_each_response_once_whatever_happens(events):
         assert not last.is_dismissed
         committed = sorted(number for owner, number in house.taken if owner == slot)
         assert committed[:10] == list(range(10))
+    # Every evaluation that this trainer asked for is made of every part once.
+    wanted = house.service.wanted
+    house.desk.stop_lending()
+    while house.service.step(0):
+        pass
+    assert house.service.is_idle
+    finished = house.service.poll()
+    assert {f.version for f in finished} >= set(wanted)
+    assert all([number for number, _ in f.evaluation] == list(range(5)) for f in finished)
