@@ -17,6 +17,7 @@ from typing import Any
 from tba_jax.config.schema import Config
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundCommit
+from tba_jax.replay.admission import Admission
 from tba_jax.report.relay import Relay
 from tba_jax.run.beside import DELIVERY_S, POLL_S, Beside, drive_beside
 from tba_jax.run.drivers import make_admission
@@ -135,52 +136,12 @@ def drive_fleet(
         open_desk: is given the desk when searchers may come.
     """
     assert isinstance(run.search, Search), "its searchers are built here, to keep count"
-    config, searchers, streams = run.config, run.search.searchers, run.search.streams
+    searchers, streams = run.search.searchers, run.search.streams
     _do_given_rounds(run, interrupted)
     admission = make_admission(run)
-    size = config.search.samples_per_prompt
-    desk = Desk(
-        Terms(
-            epoch=uuid.uuid4().hex,
-            identity=identity_of(run.shared),
-            samples_per_prompt=size,
-            silence_s=config.fleet.silence_s,
-            num_tickets_ahead=max(1, -(-config.search.num_slots // size))
-            if config.search.num_slots
-            else config.search.prompts_per_round,
-        ),
-        {searcher.index: searcher.parts.outbox for searcher in searchers},
-        admission,
-        run.evaluations,
-        clock=time.monotonic,
-        tell=run.logs.progress.note,
-    )
+    desk = _make_desk(run, admission)
     stop = StopFlag()
-    versions = Versions(run.shared.workdir)
-
-    def deliver() -> bool:
-        """Publications, and word of them."""
-        if not run.search.transport.poll(DELIVERY_S):
-            return False
-        desk.ring(versions.named()[-1])
-        return True
-
-    def evaluate() -> bool:
-        """Searchers do the parts, where there are any: training need not wait for them."""
-        if desk.lends:
-            run.evaluations.merge()
-            return False
-        return run.evaluations.step(0)
-
-    files = run.search.transport
-    files = files.source if isinstance(files, MergingTransport) else files
-    assert isinstance(files, CheckpointTransport), "validated: searchers read files"
-    files.keep_also(lambda: run.evaluations.wanted)
-    workers = [
-        Worker("weight-poller", deliver, stop),
-        Worker("evaluator", evaluate, stop, idle_s=POLL_S),
-        Worker("fleet-sweep", desk.sweep, stop, idle_s=config.fleet.silence_s / 8),
-    ]
+    workers = _workers(run, desk, stop)
     before = [(searcher.idle_s, searcher.decoded_tokens) for searcher in searchers]
 
     def count() -> None:
@@ -207,6 +168,58 @@ def drive_fleet(
     finally:
         desk.stop_lending()
         desk.close()
+
+
+def _make_desk(run: Run, admission: Admission) -> Desk:
+    """The desk of a run, with what its searchers must be made of."""
+    assert isinstance(run.search, Search), "its searchers are built here, to keep count"
+    config = run.config
+    size = config.search.samples_per_prompt
+    return Desk(
+        Terms(
+            epoch=uuid.uuid4().hex,
+            identity=identity_of(run.shared),
+            samples_per_prompt=size,
+            silence_s=config.fleet.silence_s,
+            num_tickets_ahead=max(1, -(-config.search.num_slots // size))
+            if config.search.num_slots
+            else config.search.prompts_per_round,
+        ),
+        {searcher.index: searcher.parts.outbox for searcher in run.search.searchers},
+        admission,
+        run.evaluations,
+        clock=time.monotonic,
+        tell=run.logs.progress.note,
+    )
+
+
+def _workers(run: Run, desk: Desk, stop: StopFlag) -> list[Worker]:
+    """Who writes weights and says so, who sees to evaluations, and who misses silent searchers."""
+    versions = Versions(run.shared.workdir)
+
+    def deliver() -> bool:
+        """Publications, and word of them."""
+        if not run.search.transport.poll(DELIVERY_S):
+            return False
+        desk.ring(versions.named()[-1])
+        return True
+
+    def evaluate() -> bool:
+        """Searchers do the parts, where there are any: training need not wait for them."""
+        if desk.lends:
+            run.evaluations.merge()
+            return False
+        return run.evaluations.step(0)
+
+    files = run.search.transport
+    files = files.source if isinstance(files, MergingTransport) else files
+    assert isinstance(files, CheckpointTransport), "validated: searchers read files"
+    files.keep_also(lambda: run.evaluations.wanted)
+    return [
+        Worker("weight-poller", deliver, stop),
+        Worker("evaluator", evaluate, stop, idle_s=POLL_S),
+        Worker("fleet-sweep", desk.sweep, stop, idle_s=run.config.fleet.silence_s / 8),
+    ]
 
 
 def _do_given_rounds(run: Run, interrupted: Callable[[], bool]) -> None:
