@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables and figures of the studies on enumerable problems.
+
+The rate of an objective in a case is chosen by the first half of the seeds, and what is shown is of
+the others. Invariant: every figure is of runs, none is fitted but the slopes, which say so.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from tba_jax.report.plots import LIGHT, SERIES, new_figure, style_axes, to_png
+from tba_jax.studies.enumerated import Look
+from tba_jax.studies.sweeps import Study
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# A run has collapsed that ends below so much of its own best.
+COLLAPSED = 0.5
+CONFIDENCE = 0.9
+# Of a distance to the target, where theory says that there is none.
+AT_TARGET = 1e-3
+
+
+class Row(NamedTuple):
+    """An objective in one case: arrays [rates, seeds, looks]."""
+
+    objective: str
+    case: str
+    looks: Look
+    wall_s: float
+
+
+class End(NamedTuple):
+    """How an objective ends in one case, at its own rate: arrays over the seeds of the test.
+
+    Attributes:
+        rate: which.
+        success, entropy, modes, target_kl: as in `Look`.
+        collapsed: share of runs, at that rate.
+        collapsed_any: the same over all rates.
+    """
+
+    rate: float
+    success: np.ndarray
+    entropy: np.ndarray
+    modes: np.ndarray
+    target_kl: np.ndarray
+    collapsed: float
+    collapsed_any: float
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Mean, and the half width of its Student interval; nan of one value."""
+    from scipy import stats
+
+    n = len(values)
+    if n < 2:
+        return float(np.mean(values)), float("nan")
+    half = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * np.std(values, ddof=1) / np.sqrt(n)
+    return float(np.mean(values)), float(half)
+
+
+def end_of(row: Row, rates: Sequence[float], by: str = "success") -> End:
+    """At the rate whose first half of the seeds ends best.
+
+    Args:
+        row: of the study.
+        rates: its rates.
+        by: success: the highest; target_kl: the lowest.
+    """
+    success = np.nan_to_num(row.looks.success)
+    half = success.shape[1] // 2
+    score = success if by == "success" else -np.nan_to_num(row.looks.target_kl, nan=np.inf)
+    at = int(np.argmax(score[:, :half, -1].mean(1)))
+    collapsed = success[:, :, -1] < COLLAPSED * success.max(-1)
+    ends = {
+        name: getattr(row.looks, name)[at, half:, -1] for name in ("entropy", "modes", "target_kl")
+    }
+    return End(
+        rates[at],
+        success[at, half:, -1],
+        **ends,
+        collapsed=float(collapsed[at, half:].mean()),
+        collapsed_any=float(collapsed.mean()),
+    )
+
+
+def slopes(ends: Sequence[End], lags: Sequence[float]) -> np.ndarray:
+    """Of success by ten steps of lag, a least-squares line for each seed."""
+    return np.polyfit(np.array(lags) / 10, np.stack([end.success for end in ends]), 1)[0]
+
+
+def _of(rows: Sequence[Row], name: str, study: Study) -> list[Row]:
+    """The rows of an objective, in the order of the cases."""
+    by_case = {row.case: row for row in rows if row.objective == name}
+    return [by_case[label] for label in study.cases if label in by_case]
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(row.objective for row in rows))
+
+
+def table(name: str, study: Study, rows: Sequence[Row]) -> str:
+    """Of a study, as Markdown."""
+    if name == "optimum":
+        return optimum_table(study, rows)
+    text = sweep_table(study, rows)
+    return f"{staleness_table(study, rows)}\n\n{text}" if name == "staleness" else text
+
+
+def optimum_table(study: Study, rows: Sequence[Row]) -> str:
+    """Distance to the target at the better rate, and what the policy became."""
+    lines = [
+        "| objective | data | KL(target, policy) at the end, mean | worst seed | expected reward | "
+        "entropy | at rate |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        end = end_of(row, study.rates, "target_kl")
+        lines.append(
+            f"| {row.objective} | {row.case} | {end.target_kl.mean():.2g} | "
+            f"{end.target_kl.max():.2g} | {end.success.mean():.3f} | {end.entropy.mean():.2f} | "
+            f"{end.rate:g} |"
+        )
+    return "\n".join(lines)
+
+
+def staleness_table(study: Study, rows: Sequence[Row]) -> str:
+    """Success by lag, its slope, and how many runs collapsed."""
+    columns = " | ".join(f"success at lag {lag} (rate)" for lag in study.cases)
+    lines = [
+        f"| objective | {columns} | slope per 10 steps of lag, 90 % interval | collapsed at the "
+        "longest lag | collapsed, any rate and lag |",
+        "|---|" + "---|" * (len(study.cases) + 3),
+    ]
+    for name in _names(rows):
+        mine = _of(rows, name, study)
+        if len(mine) < len(study.cases):
+            continue
+        ends = [end_of(row, study.rates) for row in mine]
+        cells = [f"{_spread(end.success)} ({end.rate:g})" for end in ends]
+        lines.append(
+            f"| {name} | {' | '.join(cells)} | "
+            f"{_spread(slopes(ends, [float(row.case) for row in mine]), '+')} | "
+            f"{ends[-1].collapsed:.0%} | {np.mean([end.collapsed_any for end in ends]):.0%} |"
+        )
+    return "\n".join(lines)
+
+
+def _spread(values: np.ndarray, sign: str = "") -> str:
+    mean, half = interval(values)
+    return f"{mean:{sign}.3f} ± {half:.3f}"
+
+
+def sweep_table(study: Study, rows: Sequence[Row]) -> str:
+    """Every case of every objective: success and its deviation, entropy, modes, collapses."""
+    lines = [
+        f"| objective | {study.axis} | success, 90 % interval | deviation over seeds | entropy | "
+        "modes of what is right | collapsed, any rate | at rate | s |",
+        "|---|" + "---|" * 8,
+    ]
+    for row in rows:
+        end = end_of(row, study.rates)
+        lines.append(
+            f"| {row.objective} | {row.case} | {_spread(end.success)} | "
+            f"{np.std(end.success, ddof=1) if len(end.success) > 1 else np.nan:.3f} | "
+            f"{end.entropy.mean():.2f} | {end.modes.mean():.2f} | {end.collapsed_any:.0%} | "
+            f"{end.rate:g} | {row.wall_s:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(name: str, study: Study, rows: Sequence[Row]) -> bytes:
+    """Of a study, as PNG."""
+    if name == "optimum":
+        return _optimum_figure(study, rows)
+    return (_staleness_figure if name == "staleness" else _sweep_figure)(study, rows)
+
+
+def _dots(axes: "Axes", names: Sequence[str], *, named: bool = True) -> None:
+    """Objectives down the side, the first on top."""
+    style_axes(axes, LIGHT, grid=False)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_yticks(range(len(names)), names if named else [""] * len(names))
+    axes.grid(axis="x", color=LIGHT.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _optimum_figure(study: Study, rows: Sequence[Row]) -> bytes:
+    names = _names(rows)
+    picture = new_figure(7.0, 0.27 * len(names) + 1.0, LIGHT)
+    axes = picture.subplots()
+    _dots(axes, names)
+    for i, label in enumerate(study.cases):
+        shown = [
+            (end_of(row, study.rates, "target_kl").target_kl.max(), names.index(row.objective))
+            for row in rows
+            if row.case == label
+        ]
+        if shown:
+            x, y = zip(*shown, strict=True)
+            axes.plot(
+                np.maximum(x, 1e-6), np.array(y) + 0.16 * (i - 1.5), "o", color=SERIES[i],
+                markersize=5, label=label,
+            )  # fmt: skip
+    axes.axvline(AT_TARGET, color=LIGHT.muted, linewidth=0.8, linestyle="--")
+    axes.set_xscale("log")
+    axes.set_xlabel("KL(target || policy) at the end, worst seed, nats")
+    picture.legend(loc="outside upper center", ncols=4, frameon=False, fontsize=9)
+    return to_png(picture, dpi=130)
+
+
+def _staleness_figure(study: Study, rows: Sequence[Row]) -> bytes:
+    """Success at each lag, and its slope, objectives in the order of their slopes."""
+    lags = [float(label) for label in study.cases]
+    found = {
+        name: [end_of(row, study.rates) for row in _of(rows, name, study)] for name in _names(rows)
+    }
+    found = {name: ends for name, ends in found.items() if len(ends) == len(lags)}
+    names = sorted(found, key=lambda name: -slopes(found[name], lags).mean())
+    picture = new_figure(8.0, 0.27 * len(names) + 1.0, LIGHT)
+    left, right = picture.subplots(1, 2, sharey=True)
+    for axes in (left, right):
+        _dots(axes, names)
+    for i, label in enumerate(study.cases):
+        means = [interval(found[name][i].success)[0] for name in names]
+        left.plot(means, range(len(names)), "o", color=SERIES[i], markersize=5, label=label)
+    for y, name in enumerate(names):
+        mean, half = interval(slopes(found[name], lags))
+        color = LIGHT.second if name.startswith("tb") else LIGHT.main
+        right.errorbar(mean, y, xerr=half, fmt="o", color=color, markersize=5, capsize=2)
+    right.axvline(0, color=LIGHT.muted, linewidth=0.8)
+    left.set_xlabel("success at the end")
+    right.set_xlabel("its slope per 10 steps of lag, 90 %")
+    left.set_xlim(0, 1.02)
+    picture.legend(
+        loc="outside upper center", ncols=4, frameon=False, fontsize=9, title=study.axis,
+        title_fontsize=9,
+    )  # fmt: skip
+    return to_png(picture, dpi=130)
+
+
+def _sweep_figure(study: Study, rows: Sequence[Row]) -> bytes:
+    """Success by case, 90 % intervals, a line for each objective."""
+    picture = new_figure(max(5.0, 0.45 * len(study.cases)), 3.2, LIGHT)
+    axes = picture.subplots()
+    style_axes(axes, LIGHT)
+    labels = list(study.cases)
+    for i, name in enumerate(_names(rows)):
+        mine = _of(rows, name, study)
+        spread = np.array([interval(end_of(row, study.rates).success) for row in mine])
+        x = np.array([labels.index(row.case) for row in mine]) + 0.06 * i
+        axes.errorbar(
+            x, spread[:, 0], yerr=spread[:, 1], fmt="o", color=SERIES[i], capsize=2, label=name
+        )
+    is_long = max(map(len, labels)) > 6
+    axes.set_xticks(
+        range(len(labels)),
+        labels,
+        rotation=60 if is_long else 0,
+        ha="right" if is_long else "center",
+    )
+    axes.set_xlabel(study.axis)
+    axes.set_ylabel("success at the end")
+    axes.legend(frameon=False, fontsize=9)
+    return to_png(picture, dpi=130)

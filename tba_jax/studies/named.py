@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The objectives that studies compare, by name, as settings below `objective`.
+
+A name is one of `train.objectives`, or a preset of `config.methods`, with what it is given beside.
+Nothing is known here of how they are run.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tba_jax.config.methods import fields_of
+from tba_jax.config.schema import make_config
+from tba_jax.train.config import ObjectiveSettings
+
+OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
+    "tb": {"preset": "tba"},
+    "tb, learned log Z": {"preset": "tba", "log_z": "learned"},
+    "tb, leave one out": {"preset": "tba", "log_z": "leave_one_out"},
+    "tb, centred by the sampler": {"preset": "tba", "kl_center": "behavior"},
+    "tb, not centred": {"preset": "tba", "kl_center": "none"},
+    "tb, EMA surrogate": {"preset": "tba", "anchor": "ema_surrogate"},
+    "tba_prime": {"preset": "tba_prime"},
+    "tba_prime_live": {"preset": "tba_prime_live"},
+    "oapl": {"preset": "oapl"},
+    "kimi_pmd": {"preset": "kimi_pmd"},
+    "flowrl": {"preset": "flowrl"},
+    "topr": {"preset": "topr"},
+    "asymre": {"preset": "asymre"},
+    "gflownet_sync": {"preset": "gflownet_sync"},
+    "reinforce": {"name": "reinforce"},
+    "rloo": {"name": "rloo"},
+    "rloo, beta 0": {"name": "rloo", "beta": 0.0},
+    "proximal_rloo": {"name": "proximal_rloo"},
+    "grpo": {"preset": "grpo"},
+    "grpo, beta 0": {"name": "grpo", "beta": 0.0},
+    "dr_grpo": {"name": "dr_grpo"},
+    "dapo": {"preset": "dapo"},
+    "gspo": {"name": "gspo"},
+    "cispo": {"name": "cispo"},
+    "ppo": {"name": "ppo"},
+    "online_dpo": {"name": "online_dpo"},
+}
+
+
+def overrides_of(name: str) -> list[str]:
+    """Arguments of the main command, without their `--config.`; beta is held where it is given."""
+    given = dict(OBJECTIVES[name])
+    if "beta" in given:
+        given["beta_final"] = given["beta"]
+    return [f"objective.{field}={value}" for field, value in given.items()]
+
+
+def settings_of(name: str, beta: float) -> ObjectiveSettings:
+    """Of the objective alone, at a constant `beta` unless the name has its own."""
+    given = dict(OBJECTIVES[name])
+    preset = given.pop("preset", None)
+    fields = {"objective.beta": beta} if preset is None else {}
+    if preset is not None:
+        of_preset = fields_of(preset)
+        fields = {k: v for k, v in of_preset.items() if k.startswith("objective.")}
+        fields.setdefault("objective.beta", beta)
+    fields |= {f"objective.{field}": value for field, value in given.items()}
+    fields |= {
+        "objective.beta_final": fields["objective.beta"],
+        "objective.beta_schedule": "constant",
+        "objective.beta_steps": 0,
+    }
+    return make_config(fields).objective

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the studies on enumerable problems vary: data, not code.
+
+A study is objectives times cases; cases that share their settings share a program. Nothing is known
+here of how they are run or shown. docs/results/claims.md has the protocol of each.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tba_jax.studies.enumerated import Problem, few_modes, sums
+from tba_jax.studies.enumerated_runs import SAMPLERS, Condition, Settings
+from tba_jax.studies.named import OBJECTIVES
+
+LAGS = (0, 8, 32)
+
+
+class Case(NamedTuple):
+    """Differences from what a study has.
+
+    Attributes:
+        condition: fields of `Condition`.
+        settings: fields of `Settings`.
+    """
+
+    condition: Mapping[str, Any] = {}
+    settings: Mapping[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """What is compared.
+
+    Attributes:
+        names: of objectives.
+        cases: by label.
+        problem: makes it.
+        rates: of learning, of which the best is taken for each objective and case.
+        beta: of the objectives that have none of their own, and of the target.
+        num_steps: of each run.
+        settings_of: further fields of `Settings`, by name of an objective.
+        axis: what the cases are, for figures.
+    """
+
+    names: tuple[str, ...]
+    cases: Mapping[str, Case]
+    problem: Callable[[], Problem] = sums
+    rates: tuple[float, ...] = (3e-3, 1e-2, 3e-2)
+    beta: float = 0.05
+    num_steps: int = 400
+    settings_of: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    axis: str = ""
+
+    def condition(self, label: str) -> Condition:
+        """Of a case."""
+        return Condition(self.beta, self.beta)._replace(**self.cases[label].condition)
+
+    def settings(self, name: str, label: str) -> Settings:
+        """Of an objective in a case."""
+        first = Settings(num_steps=self.num_steps, target_beta=self.beta)
+        own = self.settings_of.get(name, {})
+        return dataclasses.replace(first, **{**own, **self.cases[label].settings})
+
+
+# Points of the loss that one of these studies alone is about.
+_OF_CENTRING = ("tb", "tb, centred by the sampler", "tb, not centred", "tb, EMA surrogate")
+_ALL = tuple(
+    name
+    for name in OBJECTIVES
+    # Another driver is no other objective here; dynamic sampling is left out.
+    if name not in (*_OF_CENTRING[1:], "tb, leave one out", "gflownet_sync", "reinforce")
+)
+_FEW = ("tb", "grpo, beta 0", "proximal_rloo")
+_PRIME = {name: {"reset_period": 50} for name in ("tba_prime", "tba_prime_live")}
+_BETAS = (0.0, 0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
+_ANNEALED = ((0.2, 0.005), (0.5, 0.02))
+
+
+def _betas(lag: int) -> dict[str, Case]:
+    held = {f"{b:g}, lag {lag}": {"beta": b, "beta_final": b} for b in _BETAS}
+    moved = {f"{b:g} to {c:g}, lag {lag}": {"beta": b, "beta_final": c} for b, c in _ANNEALED}
+    return {label: Case({**fields, "lag": lag}) for label, fields in (held | moved).items()}
+
+
+STUDIES: Mapping[str, Study] = {
+    # Who ends at pi_ref exp(r / beta)?
+    "optimum": Study(
+        _ALL,
+        {
+            "uniform": Case({"sampler": SAMPLERS.index("uniform")}),
+            "reference": Case({"sampler": SAMPLERS.index("reference")}),
+            "16 steps old": Case({"lag": 16}),
+            "policy": Case(),
+        },
+        few_modes,
+        (0.03, 0.1),
+        0.1,
+        1000,
+        axis="data drawn by",
+    ),
+    # Whose success falls with the age of the data, and whose run collapses?
+    "staleness": Study(
+        _ALL,
+        {str(lag): Case({"lag": lag}) for lag in LAGS},
+        rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        settings_of=_PRIME,
+        axis="steps of lag",
+    ),
+    # K responses to each of 128 / K prompts.
+    "group": Study(
+        _FEW,
+        {str(k): Case({"lag": 4}, {"group": k, "prompts": 128 // k}) for k in (4, 8, 16, 32)},
+        axis="K, responses to a prompt",
+    ),
+    # m: the share of what is new.
+    "recency": Study(
+        _FEW,
+        {
+            f"{m:g}": Case({"lag": 2, "recency": m}, {"is_replayed": True})
+            for m in (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
+        },
+        axis="m, share of new groups",
+    ),
+    # k: steps between two policies that draw.
+    "sync": Study(
+        _FEW,
+        {str(k): Case({"sync_period": k}) for k in (1, 2, 4, 8, 16, 32)},
+        axis="k, steps between publications",
+    ),
+    # rloo is TB times K / (K - 1) where beta is above 0, and knows what 0 is.
+    "beta": Study(("rloo",), _betas(0) | _betas(32), axis="beta"),
+    # Whose mean a group's log-ratio is centred by, and what reference it is to.
+    "centring": Study(
+        _OF_CENTRING,
+        {
+            "frozen": Case({"lag": 10}),
+            "reset every 50": Case({"lag": 10}, {"reset_period": 50}),
+            "EMA 0.9": Case({"lag": 10}, {"ema_decay": 0.9}),
+        },
+        num_steps=800,
+        axis="reference",
+    ),
+    # The long run.
+    "reset": Study(
+        ("tb",),
+        {
+            "never": Case({"lag": 4}),
+            **{str(n): Case({"lag": 4}, {"reset_period": n}) for n in (200, 100, 50, 25)},
+        },
+        num_steps=800,
+        axis="steps between resets of the reference",
+    ),
+}
