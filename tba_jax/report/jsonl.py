@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 _BLOCK = 2**16
+_LINES = 2**22  # bytes of lines that are read at once
 
 
 class LogError(RuntimeError):
@@ -41,10 +42,10 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of every complete line; of none where there is no file.
+def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:
+    """(number of the first line, from 1; lines) of a few megabytes at a time.
 
-    A last line without newline was torn by a kill and is left out.
+    A last line without newline was torn by a kill and is left out. Nothing where there is no file.
 
     Args:
         path: of the log, or of one that was compressed (NAME.gz).
@@ -59,11 +60,20 @@ def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[i
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             file.seek(start)
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield number, line
+            number = 1
+            while lines := file.readlines(_LINES):
+                if not lines[-1].endswith(b"\n"):
+                    lines.pop()
+                yield number, lines
+                number += len(lines)
     except (OSError, EOFError, zlib.error) as error:  # the latter two: damaged where compressed
         raise ValueError(f"{path} cannot be read ({error})") from error
+
+
+def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(number from 1, line) of every complete line, as `read_blocks` reads them."""
+    for first, lines in read_blocks(path, start):
+        yield from enumerate(lines, first)
 
 
 Wrong = Callable[[Mapping[str, Any]], str]

@@ -7,14 +7,15 @@ long run has millions. Invariant: a log is read once, as a stream, and of a line
 
 import array
 import collections
+import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.report.jsonl import parse_line, read_lines
+from tba_jax.report.jsonl import parse_line, read_blocks
 from tba_jax.report.lines import wrong_times
 
 Intervals = np.ndarray  # float64 [n, 2]: begin and end, seconds
@@ -28,11 +29,13 @@ _FIELDS = {
     "sync": ("start_s", "end_s"),
     "eval": ("start_s", "end_s"),
 }
-# How a run writes a round, the most frequent event by far; another spelling is parsed as JSON.
-_SEARCHER = re.compile(rb'\{"event": "round", "searcher": (\d+), "round": \d+, ')
-_ROUND = re.compile(
-    b"".join(rb', "%s": (-?\d+\.\d+(?:e[-+]?\d+)?)' % x.encode() for x in _FIELDS["round"])
-    + b"[,}]"
+# How a run writes rounds, the most frequent events by far; another spelling is parsed as JSON.
+_ROUND = b'{"event": "round"'
+_ROUNDS = re.compile(
+    rb'^\{"event": "round", "searcher": (\d+), "round": \d+, .*?'
+    + b"".join(rb', "%s": %s' % (x.encode(), rb"([^,}]+)") for x in _FIELDS["round"])
+    + b"[,}]",
+    re.MULTILINE,
 )
 # Where the times of a line end, as a run writes it: what follows is most of its length.
 _LONG_TAILS = {b'{"event": "step"': b', "trajectory_ids"'}
@@ -60,39 +63,64 @@ def read_times(path: Path) -> Times:
     Raises:
         ValueError: a line that is no JSON object, with file and line number.
     """
-    return times_of(_timed_events(path))
+    rows = _Rows()
+    for first, lines in read_blocks(path):
+        parsed = (_WITHOUT_TIMES, _ROUND)
+        if not _add_rounds(rows, [line for line in lines if line.startswith(_ROUND)]):
+            parsed = (_WITHOUT_TIMES,)
+        for number, line in enumerate(lines, first):
+            if not line.startswith(parsed):
+                _add_event(rows, _timed_event(f"{path}, line {number}", line))
+    return _as_times(rows)
 
 
-def _timed_events(path: Path) -> Iterator[Mapping[str, Any]]:
-    for number, line in read_lines(path):
-        if line.startswith(_WITHOUT_TIMES):
-            continue
-        start = line.find(b', "start_s"')
-        found = _ROUND.match(line, start) if start > 0 else None
-        searcher = _SEARCHER.match(line) if found is not None else None
-        if found is not None and searcher is not None:
-            numbers = dict(zip(_FIELDS["round"], map(float, found.groups()), strict=True))
-            yield {"event": "round", "searcher": int(searcher[1]), **numbers}
-            continue
-        where = f"{path}, line {number}"
-        tail = line.find(_LONG_TAILS.get(line[: line.find(b",")], b"\r\n"))
-        event: Mapping[str, Any] = {}
-        if tail >= 0:
-            event = parse_line(where, line[:tail] + b"}", wrong_times)
-        yield event if "end_s" in event else parse_line(where, line, wrong_times)
+class _Rows(collections.defaultdict[tuple[str, int], "array.array[float]"]):
+    """(event, searcher or 0) -> its times, one event after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: array.array("d"))
+
+
+def _add_rounds(rows: _Rows, lines: list[bytes]) -> bool:
+    """Whether all of these lines are written as a run writes rounds; else nothing is added."""
+    found = _ROUNDS.findall(b"".join(lines))
+    if len(found) < len(lines):
+        return False
+    try:
+        numbers = [*map(float, itertools.chain.from_iterable(found))]
+    except ValueError:
+        return False
+    table = np.array(numbers).reshape(-1, 1 + len(_FIELDS["round"]))
+    for searcher in np.unique(table[:, 0]):
+        own = table[table[:, 0] == searcher, 1:]
+        rows["round", int(searcher)].frombytes(own.tobytes())
+    return True
+
+
+def _timed_event(where: str, line: bytes) -> Mapping[str, Any]:
+    tail = line.find(_LONG_TAILS.get(line[: line.find(b",")], b"\r\n"))
+    event: Mapping[str, Any] = {}
+    if tail >= 0:
+        event = parse_line(where, line[:tail] + b"}", wrong_times)
+    return event if "end_s" in event else parse_line(where, line, wrong_times)
 
 
 def times_of(events: Iterable[Mapping[str, Any]]) -> Times:
     """Times of events; those without times, and kinds that are not known, are left out."""
-    rows: dict[tuple[str, int], array.array[float]] = collections.defaultdict(
-        lambda: array.array("d")
-    )
+    rows = _Rows()
     for event in events:
-        kind = event.get("event", "")
-        if kind in _FIELDS and "start_s" in event and "end_s" in event:
-            key = kind, event["searcher"] if kind == "round" else 0
-            rows[key].extend([event.get(name) or 0.0 for name in _FIELDS[kind]])
+        _add_event(rows, event)
+    return _as_times(rows)
 
+
+def _add_event(rows: _Rows, event: Mapping[str, Any]) -> None:
+    kind = event.get("event", "")
+    if kind in _FIELDS and "start_s" in event and "end_s" in event:
+        key = kind, event["searcher"] if kind == "round" else 0
+        rows[key].extend([event.get(name) or 0.0 for name in _FIELDS[kind]])
+
+
+def _as_times(rows: _Rows) -> Times:
     def table(kind: str, searcher: int = 0) -> np.ndarray:
         values = rows.get((kind, searcher), array.array("d"))
         return np.array(values, np.float64).reshape(-1, len(_FIELDS[kind]))

@@ -4,10 +4,13 @@
 A line that was damaged is often JSON still. Fields that nobody reads by name may be anything.
 """
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 _NUMBERS = (int, float, type(None))
+_NUMBERS_OF_JSON = {int, float, bool, type(None)}
 
 # Fields of events, wherever they occur; all that end in _s are times.
 _EVENT_FIELDS: dict[str, type] = {
@@ -31,6 +34,9 @@ _REQUIRED = {
 
 def wrong_metrics(record: Mapping[str, Any]) -> str:
     """What is wrong with a line of metrics.jsonl; "" for nothing."""
+    pick, others = _layout(tuple(record))
+    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # as nearly every line
+        record = {name: record[name] for name in others}
     for name, value in {"step": None, **record}.items():
         if name.endswith("_histogram"):
             is_right = isinstance(value, list) and all(
@@ -45,6 +51,14 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
         if not is_right:
             return f"{name!r} is {value!r:.40}"
     return ""
+
+
+@functools.lru_cache(maxsize=256)  # a run writes a few kinds of lines
+def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
+    """What takes the values that are numbers out of a line of these names, and the other names."""
+    others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
+    numbers = [x for x in names if x not in others]
+    return (operator.itemgetter(*numbers) if len(numbers) > 1 else tuple), tuple(others)
 
 
 def wrong_event(record: Mapping[str, Any]) -> str:

@@ -2,7 +2,7 @@
 """The numbers of metrics.jsonl as columns: what figures are drawn from.
 
 It does not know what the metrics mean. Invariant: a log is read once, as a stream; what stays is
-a float of every number, the evaluations, and counts.
+a float of every value, the evaluations, and counts.
 """
 
 import array
@@ -14,6 +14,33 @@ from typing import Any
 import numpy as np
 
 Record = Mapping[str, Any]
+
+
+class _Table:
+    """The lines that have the same names in the same order: a run writes a few kinds of them.
+
+    Attributes:
+        names: place of each name in a row.
+        has_evaluation: some of them are figures of an evaluation.
+        values: float64, a row for each line: nan for what is no number.
+        lines: index of each line in the log.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = {name: i for i, name in enumerate(names)}
+        self.has_evaluation = any(name.startswith("eval/") for name in names)
+        self.values = array.array("d")
+        self.lines = array.array("q")
+
+    def add(self, record: Record, line: int) -> None:
+        self.values.extend(
+            [v if isinstance(v, (int, float)) else math.nan for v in record.values()]
+        )
+        self.lines.append(line)
+
+    def column(self, name: str) -> np.ndarray:
+        """Of the table's lines."""
+        return np.array(self.values).reshape(-1, len(self.names))[:, self.names[name]]
 
 
 class Metrics:
@@ -31,7 +58,7 @@ class Metrics:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self.evaluations: list[Record] = []
         uses: collections.Counter[int] = collections.Counter()
-        self._columns: dict[str, array.array[float]] = {}
+        self._tables: dict[tuple[str, ...], _Table] = {}
         self._num_lines = 0
         for record in records:
             self._add(record)
@@ -42,31 +69,26 @@ class Metrics:
         self.last_step = int(np.nanmax(steps)) if np.isfinite(steps).any() else 0
 
     def _add(self, record: Record) -> None:
-        columns, num_lines, is_evaluation = self._columns, self._num_lines, False
-        for name, value in record.items():
-            column = columns.get(name)
-            if column is None:
-                column = columns[name] = array.array("d")
-            if isinstance(value, int | float):
-                if len(column) < num_lines:
-                    column.extend([math.nan] * (num_lines - len(column)))
-                column.append(value)
-            if name.startswith("eval/"):
-                is_evaluation = True
-        if is_evaluation:
+        names = tuple(record)
+        table = self._tables.get(names)
+        if table is None:
+            table = self._tables[names] = _Table(names)
+        table.add(record, self._num_lines)
+        if table.has_evaluation:
             self.evaluations.append(record)
         self._num_lines += 1
 
     @property
     def names(self) -> Sequence[str]:
         """Everything that a line has, sorted."""
-        return sorted(self._columns)
+        return sorted({name for names in self._tables for name in names})
 
     def _values(self, name: str) -> np.ndarray:
         """float64 [lines], nan where a line has no number of this name."""
         values = np.full(self._num_lines, math.nan)
-        column = self._columns.get(name, ())
-        values[: len(column)] = column
+        for table in self._tables.values():
+            if name in table.names:
+                values[np.array(table.lines)] = table.column(name)
         return values
 
     def column(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
