@@ -6,7 +6,7 @@ A line that was damaged is often JSON still. Fields that nobody reads by name ma
 
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 _NUMBERS = (int, float, type(None))
@@ -57,8 +57,22 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
 def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
     """What takes the values that are numbers out of a line of these names, and the other names."""
     others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
-    numbers = [x for x in names if x not in others]
-    return (operator.itemgetter(*numbers) if len(numbers) > 1 else tuple), tuple(others)
+    return _picker([x for x in names if x not in others]), tuple(others)
+
+
+@functools.lru_cache(maxsize=256)
+def _event_layout(
+    names: tuple[str, ...],
+) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
+    """What takes the times out of an event of these names, and the other names that are judged."""
+    others = tuple(x for x in names if x in _EVENT_FIELDS)
+    return _picker([x for x in names if x.endswith("_s")]), others
+
+
+def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    return lambda record: [record[name] for name in names]  # itemgetter of one gives no tuple
 
 
 def wrong_event(record: Mapping[str, Any]) -> str:
@@ -69,6 +83,9 @@ def wrong_event(record: Mapping[str, Any]) -> str:
     for name in _REQUIRED[event]:
         if name not in record:
             return f"has no {name!r}"
+    pick, others = _event_layout(tuple(record))
+    if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # as nearly every line
+        record = {name: record[name] for name in others}
     for name, value in record.items():
         if name.endswith("_s"):
             is_right = isinstance(value, _NUMBERS)

@@ -7,10 +7,10 @@ follows from its config, so the same order gives the same losses: bit-equal on C
 device layout. What an asynchronous run did once can be looked at again as often as it takes.
 Rewards are computed anew; where one times out differently the replay says so instead of going on.
 A log is streamed, once for each searcher and twice besides: that of a long run fits into no memory.
+The first time, before anything is done, every line of it is judged; what stays are counts.
 """
 
 import collections
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,15 +35,55 @@ class ReplayError(ValueError):
 Event = Mapping[str, Any]
 
 
+class Admissions:
+    """Before which chunk a searcher's tickets were admitted last.
+
+    A ticket that a process left uncommitted was admitted again by the next one; only what came of
+    its last admission was committed. Most are admitted once, in the order of their numbers, so only
+    the others are kept.
+    """
+
+    def __init__(self) -> None:
+        self._newest: int | None = None
+        self._others: dict[int, int] = {}
+
+    def add(self, chunk: int, tickets: Sequence[int]) -> None:
+        """The next event of the log."""
+        for ticket in tickets:
+            if self._newest is None or ticket > self._newest:
+                self._newest = ticket
+            else:
+                self._others[ticket] = chunk
+
+    def is_last(self, ticket: int, chunk: int) -> bool:
+        """Whether a ticket that was admitted before this chunk was not admitted again."""
+        return self._others.get(ticket, chunk) == chunk
+
+
 class Schedule:
     """A schedule log: the events that decide what is computed, in order, as often as wanted.
 
     Args:
         path: of the log, which may be compressed (NAME.gz).
+
+    Attributes:
+        uses: of each searcher, how many events need each version.
+        admissions: of each searcher that has chunks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
+        self.uses: dict[int, collections.Counter[int]] = {}
+        self.admissions: dict[int, Admissions] = {}
+
+    def note(self, event: Event) -> None:
+        """Count what an event needs; each is noted once, in order."""
+        if event["event"] == "chunk":
+            admissions = self.admissions.setdefault(event["searcher"], Admissions())
+            admissions.add(event["chunk"], event["tickets"])
+        if event["event"] in ("chunk", "round"):
+            uses = self.uses.setdefault(event["searcher"], collections.Counter())
+            uses[event["version"]] += 1
 
     def events(self, *kinds: str) -> Iterator[Event]:
         """Those of these kinds.
@@ -60,7 +100,18 @@ class Schedule:
 
     def chunks(self, searcher: int) -> Iterator[Event]:
         """Decode chunks of a searcher."""
-        return (event for event in self.events("chunk") if event["searcher"] == searcher)
+        # As a run writes them: those of other searchers are not parsed.
+        others = (
+            b'{"event": "chunk", "searcher": ',
+            b'{"event": "chunk", "searcher": %d,' % searcher,
+        )
+        for number, line in read_lines(self._path):
+            if b'"chunk"' in line and (
+                line.startswith(others[1]) or not line.startswith(others[0])
+            ):
+                event = parse_line(f"{self._path}, line {number}", line)
+                if event.get("event") == "chunk" and event["searcher"] == searcher:
+                    yield event
 
 
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:
@@ -73,8 +124,10 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
     if not Path(path).is_file():
         raise ReplayError(f"no schedule log {str(path)!r}; give the schedule.jsonl of a run")
     has_steps = False
+    schedule = Schedule(path)
     for event in stream_jsonl(path, wrong_event):  # all of it: a line that is no event is damaged
         has_steps = has_steps or event["event"] == "step"
+        schedule.note(event)
         if event["event"] == "lost" and event["log"] == "schedule.jsonl":
             raise ReplayError(
                 f"{path} is not whole: before the run was resumed at step {event['step']} it had "
@@ -83,7 +136,7 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
             )
     if not has_steps:
         raise ReplayError(f"{path} holds no step; there is nothing to replay")
-    return Schedule(path)
+    return schedule
 
 
 def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]) -> None:
@@ -96,7 +149,12 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
     weights = _Weights(run, schedule)
     searches = searches_of(run, make_admission(run))
     again = [
-        SearcherReplay(s, weights.use, functools.partial(schedule.chunks, s.searcher.index))
+        SearcherReplay(
+            s,
+            weights.use,
+            schedule.chunks(s.searcher.index),
+            schedule.admissions.get(s.searcher.index),
+        )
         for s in searches
     ]
     reports: list[RoundReport] = []
@@ -123,8 +181,7 @@ class _Weights:
 
     def __init__(self, run: Run, schedule: Schedule) -> None:
         self._run = run
-        uses = schedule.events("chunk", "round")
-        self._left = collections.Counter((e["version"], e["searcher"]) for e in uses)
+        self._left = {searcher: dict(uses) for searcher, uses in schedule.uses.items()}
         self._known: dict[tuple[int, int], Published] = {}
 
     def publish(self) -> None:
@@ -138,7 +195,7 @@ class _Weights:
             assert published is not None
             if run.evaluated.before is None:
                 run.evaluate(published.version, published.params)
-            if self._left[published.version, searcher.index]:
+            if published.version in self._left.get(searcher.index, {}):
                 self._known[published.version, searcher.index] = published
 
     def use(self, version: int, searcher: int) -> Published:
@@ -152,8 +209,12 @@ class _Weights:
             raise ReplayError(
                 f"searcher {searcher} uses version {version}, which no sync of the log published"
             )
-        self._left[key] -= 1
-        return self._known[key] if self._left[key] else self._known.pop(key)
+        left = self._left[searcher]
+        left[version] -= 1
+        if left[version]:
+            return self._known[key]
+        del left[version]
+        return self._known.pop(key)
 
 
 class SearcherReplay:
@@ -162,21 +223,21 @@ class SearcherReplay:
     Args:
         search: of the searcher, at the beginning of the run.
         use: (version, searcher) -> the weights of one of its events.
-        chunks: begins to give its chunks, in order.
+        chunks: its chunks, in order.
+        admissions: of all of them; None for a searcher that works in rounds.
     """
 
     def __init__(
         self,
         search: ContinuousSearch,
         use: Callable[[int, int], Published],
-        chunks: Callable[[], Iterator[Event]],
+        chunks: Iterator[Event],
+        admissions: Admissions | None,
     ) -> None:
         self._search = search
         self._use = use
-        # A ticket that a process left uncommitted was admitted again by the next one; only what
-        # came of its last admission was committed.
-        self._last_admission = {n: e["chunk"] for e in chunks() for n in e["tickets"]}
-        self._chunks = chunks()
+        self._admissions = admissions
+        self._chunks = chunks
         self._next_chunk = next(self._chunks, None)
         self._admission: dict[int, int] = {}
         self._tickets: dict[int, Ticket] = {}
@@ -186,7 +247,7 @@ class SearcherReplay:
         """The round or ticket of this event, committed to the outbox."""
         searcher, number = self._search.searcher, event["round"]
         published = self._use(event["version"], searcher.index)
-        if searcher.num_given_rounds_left or not self._last_admission:
+        if searcher.num_given_rounds_left or self._admissions is None:
             searcher.do_round(published)
             return
         while number not in self._finished:
@@ -197,6 +258,7 @@ class SearcherReplay:
     def _advance(self, wanted: int) -> None:
         """One chunk more, with what the log says before it."""
         searcher = self._search.searcher
+        assert self._admissions is not None
         published: Published | None = None
         tickets: list[Ticket] = []
         event = self._next_chunk
@@ -212,7 +274,7 @@ class SearcherReplay:
         self._search.advance(published, tickets)
         for finished in self._search.take_finished(sys.maxsize):
             number = finished.ticket.number
-            if self._admission[number] == self._last_admission[number]:
+            if self._admissions.is_last(number, self._admission.pop(number)):
                 self._finished[number] = finished
 
     def _ticket(self, number: int) -> Ticket:

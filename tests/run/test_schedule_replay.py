@@ -8,7 +8,7 @@ import pytest
 from fake_search import World
 
 from tba_jax.flow.state import PartState
-from tba_jax.run.schedule_replay import ReplayError, SearcherReplay, read_schedule
+from tba_jax.run.schedule_replay import Admissions, ReplayError, SearcherReplay, read_schedule
 from tba_jax.weights.transport import Published
 
 
@@ -22,8 +22,11 @@ def commits_of(world):
 def replay(events, rounds):
     world = World()
     chunks = [event for event in events if event["event"] == "chunk"]
+    admissions = Admissions()
+    for event in chunks:
+        admissions.add(event["chunk"], event["tickets"])
     again = SearcherReplay(
-        world.search, lambda version, _: Published(version, None), lambda: iter(chunks)
+        world.search, lambda version, _: Published(version, None), iter(chunks), admissions
     )
     for number, version, *_ in rounds:
         again.do({"searcher": 3, "round": number, "version": version})
@@ -75,6 +78,16 @@ def test_a_log_is_streamed_compressed_or_not(tmp_path, name):
     schedule = read_schedule(tmp_path / name)
     assert [*schedule.events("sync", "round", "step")] == [EVENTS[0], EVENTS[3], EVENTS[4]]
     assert [*schedule.chunks(0)] == [*schedule.chunks(0)] == [EVENTS[2]]
+    assert schedule.uses == {1: {0: 2}, 0: {0: 1}}
+
+
+def test_a_ticket_that_is_admitted_again_is_committed_by_its_last_admission():
+    admissions = Admissions()
+    for chunk, tickets in enumerate(([0, 1], [2, 3], [1, 3, 4], [3])):
+        admissions.add(chunk, tickets)
+    last = {n: [c for c in range(4) if admissions.is_last(n, c)] for n in (1, 3)}
+    assert last == {1: [2], 3: [3]}
+    assert admissions.is_last(0, 0) and admissions.is_last(2, 1) and admissions.is_last(4, 2)
 
 
 def test_a_log_that_lost_lines_is_refused(tmp_path):
