@@ -312,6 +312,22 @@ def test_overlap_of_unions():
     assert overlap(spans(), spans((0, 1))) == 0
 
 
+def test_columns_of_lines_with_other_names():
+    """Lines of a kind are a table; a name of several kinds is one column, in the log's order."""
+    metrics = Metrics(
+        [
+            {"step": 1, "train/a": 2.0},
+            {"step": 2, "eval/b": 3, "eval/metric": "b"},
+            {"train/a": None, "step": 3},
+            {"step": 4, "train/a": 5.0},
+        ]
+    )
+    assert [column.tolist() for column in metrics.column("step", "train/a")] == [[1, 4], [2, 5]]
+    assert [column.tolist() for column in metrics.column("step", "eval/b")] == [[2], [3]]
+    assert metrics.names == ["eval/b", "eval/metric", "step", "train/a"]
+    assert metrics.last_step == 4 and [r["step"] for r in metrics.evaluations] == [2]
+
+
 def test_times_are_read_from_the_lines_that_a_run_writes_and_from_any_other(tmp_path):
     """Long tails are not parsed; a line with another order of fields is read whole."""
     path = tmp_path / "schedule.jsonl"
@@ -327,6 +343,13 @@ def test_times_are_read_from_the_lines_that_a_run_writes_and_from_any_other(tmp_
     times = {"start_s": -0.25, "end_s": 1e-05, "decode_s": 0.5, "reward_s": 1.5e16}
     path.write_text(json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5}) + "\n")
     assert read_times(path).rounds[3].tolist() == [[-0.25, 1e-05, 0.5, 1.5e16, 3.0]]
+    as_written = json.dumps({**head, **times, "reference_s": 3.0, "tokens": 5})
+    other = json.dumps({"event": "round", "round": 8, "searcher": 3, **times, "reference_s": 4.0})
+    path.write_text(f"{as_written}\n{other}\n")  # one that is written otherwise: all are parsed
+    assert read_times(path).rounds[3][:, 4].tolist() == [3.0, 4.0]
+    path.write_text(f"{as_written}\n{as_written.replace('1e-05', '1e-0x')}\n")
+    with pytest.raises(ValueError, match=r"schedule\.jsonl, line 2: not JSON"):
+        read_times(path)
     path.write_text('{"event": "step", "step": 1, "start_s": x, "end_s"\n')
     with pytest.raises(ValueError, match=r"schedule\.jsonl, line 1: not JSON"):
         read_times(path)
