@@ -183,7 +183,7 @@ def test_modules_stay_readable():
 
 # One thing each, which reads worse in pieces: the steps of a decode chunk, traced as one scan; the
 # other decoder of a benchmark, in a process of its own.
-LONG = {"run_chunk": 99, "_tunix": 92}
+LONG = {"run_chunk": 92, "_tunix": 92}
 # What a program takes, not the parts of an object.
 WIDE = {"run_chunk": 12}
 

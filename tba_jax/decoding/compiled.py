@@ -19,7 +19,8 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, transformer
-from tba_jax.models.attention import Implementation, KVCache
+from tba_jax.models.attention import Implementation
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 CHUNK_STEPS = 8
@@ -39,7 +40,7 @@ class Compiled:
         pad_id: token written after the end.
         prompt_buckets: ascending prompt lengths to pad to.
         max_length: longest prompt and response together.
-        cache_dtype: dtype of cached keys and values; None: compute_dtype.
+        cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
         chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
             on average; each chunk costs one round trip to the device.
         implementation: who computes attention; None: as the architecture says.
@@ -135,8 +136,8 @@ class Compiled:
             if self.cache_sharding is None:
                 return out
             return jax.tree.map(
-                lambda x: (
-                    x if x.ndim != 4 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
+                lambda x: (  # tokens and log-probs have two axes
+                    x if x.ndim < 3 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
                 ),
                 out,
             )
@@ -179,7 +180,7 @@ def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Sharding of a cache [n g c e]: over key/value heads.
+    """Sharding of a cache [n g c e], and of scales [n g c]: over key/value heads.
 
     With fewer of them than devices, neighbours that share a head keep a copy of it each: the mesh
     axis is split in two. (Kept whole, the compiler would cut out each device's head at every chunk:
@@ -187,7 +188,7 @@ def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
     """
     axis = AXIS_RULES["kv_heads"].mesh_axis
     if axis not in mesh.shape:
-        return NamedSharding(mesh, PartitionSpec(None, None, None, None))
+        return NamedSharding(mesh, PartitionSpec())
     divided = math.gcd(mesh.shape[axis], config.num_kv_heads)
     copies = mesh.shape[axis] // divided
     if copies > 1:
@@ -195,4 +196,4 @@ def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
         before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
         names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
         mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
-    return NamedSharding(mesh, PartitionSpec(None, axis, None, None))
+    return NamedSharding(mesh, PartitionSpec(None, axis))

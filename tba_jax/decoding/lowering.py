@@ -6,6 +6,7 @@ Nothing is computed and no weights are needed, and the devices need not exist: t
 passes.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,8 +19,8 @@ from tba_jax.decoding.programs import Slots
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.devices.absent import traced_for
 from tba_jax.devices.sharding import tree_shardings
-from tba_jax.models import quantized, transformer
-from tba_jax.models.attention import KVCache
+from tba_jax.models import kv_cache, quantized, transformer
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -122,8 +123,9 @@ def lower_all(
 
     def caches(rows: int, columns: int) -> tuple[KVCache, ...]:
         shape = (rows, config.num_kv_heads, columns, config.head_dim)
-        part: Any = _abstract(shape, decoder.cache_dtype, where)
-        return (KVCache(part, part),) * config.num_layers
+        of_layer = kv_cache.abstract(shape, decoder.cache_dtype)
+        of_layer = jax.tree.map(lambda x: _abstract(x.shape, x.dtype, where), of_layer)
+        return (of_layer,) * config.num_layers
 
     def ints(*shape: int, dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -168,12 +170,11 @@ def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
     """Bytes of the cache on each device, without the padding of the device's own layout."""
     config = decoder.config
     shape = (num_slots, config.num_kv_heads, cache_length, config.head_dim)
-    if decoder.cache_sharding is not None:
-        shape = decoder.cache_sharding.shard_shape(shape)
-    size = decoder.cache_dtype.itemsize
-    for axis in shape:
-        size *= axis
-    return 2 * config.num_layers * size
+    sharding, size = decoder.cache_sharding, 0
+    for x in jax.tree.leaves(kv_cache.abstract(shape, decoder.cache_dtype)):
+        part = x.shape if sharding is None else sharding.shard_shape(x.shape)
+        size += math.prod(part) * x.dtype.itemsize
+    return config.num_layers * size
 
 
 def _weight_shapes(config: TransformerConfig, dtype: Any, quantization: Quantization) -> Params:

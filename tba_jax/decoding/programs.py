@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
-from tba_jax.models import attention, transformer
-from tba_jax.models.attention import KVCache
+from tba_jax.models import attention, kv_cache, transformer
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -61,9 +61,7 @@ def init_history(
 ) -> tuple[KVCache, ...]:
     """Zeroed caches, one per layer [n g c e]."""
     shape = (num_slots, config.num_kv_heads, length, config.head_dim)
-    return tuple(
-        KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
-    )
+    return tuple(kv_cache.empty(shape, dtype) for _ in range(config.num_layers))
 
 
 def prefill(
@@ -95,9 +93,7 @@ def prefill(
     visible = attention.causal(mask, is_right_padded=True)
 
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, KVCache]:
-        kept = KVCache(
-            jnp.swapaxes(k, 1, 2).astype(cache_dtype), jnp.swapaxes(v, 1, 2).astype(cache_dtype)
-        )
+        kept = kv_cache.keep(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), cache_dtype)
         out = attention.attend_causal(
             q, k, v, visible, implementation=implementation, sharding=cache_sharding
         )
@@ -139,7 +135,9 @@ def _write_at_once(
     # A window of each slot. Indexed as `into.at[slots, :, :s]`, columns are scattered like slots,
     # and XLA for GPUs transposes the whole cache to bring the two side by side, and back.
     windows = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(1, 2, 3), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+        update_window_dims=tuple(range(1, into.ndim)),
+        inserted_window_dims=(0,),
+        scatter_dims_to_operand_dims=(0,),
     )
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return jax.lax.scatter(into, slots[:, None], source[rows], windows, mode=mode)
@@ -156,7 +154,7 @@ def _write_in_turn(
         prompt = jax.lax.dynamic_slice_in_dim(source, row, 1)
 
         def write(i: Array, into: Array) -> Array:
-            return jax.lax.dynamic_update_slice(into, prompt, (slots[i], 0, 0, 0))
+            return jax.lax.dynamic_update_slice(into, prompt, (slots[i], *[0] * (into.ndim - 1)))
 
         first, end = jnp.sum(is_slot & (rows < row)), jnp.sum(is_slot & (rows <= row))
         return jax.lax.fori_loop(first, end, write, into)
@@ -170,14 +168,15 @@ def resize(cache: KVCache, *, length: int) -> KVCache:
     def to_length(x: Array) -> Array:
         if length <= x.shape[2]:
             return x[:, :, :length]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0)))
+        more = ((0, 0), (0, 0), (0, length - x.shape[2]), (0, 0))
+        return jnp.pad(x, more[: x.ndim])
 
-    return KVCache(to_length(cache.keys), to_length(cache.values))
+    return jax.tree.map(to_length, cache)
 
 
 def take(cache: KVCache, rows: Int[Array, " a"]) -> KVCache:
     """The cache of some of the slots."""
-    return KVCache(cache.keys[rows], cache.values[rows])
+    return jax.tree.map(lambda x: x[rows], cache)
 
 
 def run_chunk(
@@ -267,18 +266,36 @@ def run_chunk(
             is_live=jnp.asarray(slots.is_live),
             tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
             logprobs=jnp.zeros((num_steps, n), jnp.float32),
-            recent=init_history(config, n, num_steps, history[0].keys.dtype),
+            recent=_init_recent(history, config, num_steps, compute_dtype),
         ),
     )
 
-    @jax.vmap
-    def keep(old: Array, new: Array, at: Array) -> Array:
-        # Finished slots are written too; nobody reads them again.
-        return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
+    return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
 
+
+def _init_recent(
+    history: tuple[KVCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
+) -> tuple[KVCache, ...]:
+    """Caches of a chunk; beside a history in eight bits as they are, until the chunk is over."""
+    keys = history[0].keys
+    dtype = compute_dtype if isinstance(keys, kv_cache.Rounded) else keys.dtype
+    return init_history(config, keys.shape[0], num_steps, dtype)
+
+
+def _kept(
+    history: tuple[KVCache, ...], recent: tuple[KVCache, ...], slots: Slots
+) -> tuple[KVCache, ...]:
+    """The history with the columns of a chunk behind what each slot held."""
+
+    @jax.vmap
+    def write(old: Array, new: Array, at: Array) -> Array:
+        # Finished slots are written too; nobody reads them again.
+        return jax.lax.dynamic_update_slice(old, new, (0, at, 0)[: old.ndim])
+
+    if isinstance(history[0].keys, kv_cache.Rounded):
+        recent = tuple(kv_cache.keep(*of_layer, jnp.int8) for of_layer in recent)
     lengths = jnp.asarray(slots.length)
-    history = jax.tree.map(lambda old, new: keep(old, new, lengths), history, carry.recent)
-    return carry.tokens, carry.logprobs, history
+    return jax.tree.map(lambda old, new: write(old, new, lengths), history, recent)
 
 
 def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:

@@ -21,7 +21,7 @@ from tba_jax.decoding.compiled import Compiled
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.sampling import RowSettings
 from tba_jax.flow.padding import bucket_length
-from tba_jax.models.attention import KVCache
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 

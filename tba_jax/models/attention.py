@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
+from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
 from tba_jax.models.partial_softmax import Partial, merge
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
@@ -274,13 +275,6 @@ def _wide(x: Array) -> Any:
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
-class KVCache(NamedTuple):
-    """Keys (after rotation) and values of one layer, [n g c e] for n slots of c positions."""
-
-    keys: Array
-    values: Array
-
-
 def attend_cached(
     q: Float[Array, "n g r e"],
     k: Float[Array, "n g e"],
@@ -300,13 +294,21 @@ def attend_cached(
 
     Args:
         q, k, v: of the new token; k rotated.
-        history: keys and values of earlier chunks.
+        history: keys and values of earlier chunks, as they were or in eight bits.
         history_length: how many positions of it a slot holds.
-        recent: of this chunk, [n g m e].
+        recent: of this chunk, [n g m e], as they were.
         index: the column of this token; those up to it are visible.
         implementation: who computes it.
         sharding: of the caches on a mesh; kernels alone need it.
+
+    Raises:
+        ValueError: eight bits for tpu_kernel.
     """
+    if implementation == "tpu_kernel" and isinstance(history.keys, Rounded):
+        raise ValueError(
+            "attention implementation 'tpu_kernel' got a cache in eight bits; it knows none. Use "
+            "'xla', or a cache_dtype of bfloat16"
+        )
     if implementation == "cudnn":
         from tba_jax.models import decode_kernel
 
@@ -316,8 +318,9 @@ def attend_cached(
         return out, KVCache(*written)
     at = (0, 0, index, 0)
 
-    def write(cache: Array, new: Array) -> Array:
-        return jax.lax.dynamic_update_slice(cache, new[:, :, None].astype(cache.dtype), at)
+    def write(part: Part, new: Array) -> Array:
+        kept, _ = open_part(part, new.dtype)
+        return jax.lax.dynamic_update_slice(kept, new[:, :, None].astype(kept.dtype), at)
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
     scaled = q * q.shape[-1] ** -0.5
@@ -334,15 +337,18 @@ def attend_cached(
 def _partial(scaled: Float[Array, "n g r e"], cache: KVCache, length: Int[Array, " n"]) -> Partial:
     """The softmax over the first `length` positions of each slot, by einsum."""
     f32 = jnp.float32
-    seen = jnp.arange(cache.keys.shape[2])[None] < length[:, None]
-    scores = jnp.einsum("ngre,ngce->ngrc", scaled, cache.keys, preferred_element_type=f32)
+    (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)
+    seen = jnp.arange(keys.shape[2])[None] < length[:, None]
+    scores = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=f32)
+    if of_keys is not None:
+        scores = scores * of_keys[:, :, None]
     scores = scores + jnp.where(seen, 0.0, MASKED)[:, None, None]
     most = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    if of_values is not None:
+        weights = weights * of_values[:, :, None]
     out = jnp.einsum(
-        "ngrc,ngce->ngre",
-        weights.astype(cache.values.dtype),
-        cache.values,
-        preferred_element_type=f32,
+        "ngrc,ngce->ngre", weights.astype(values.dtype), values, preferred_element_type=f32
     )
-    return Partial(out, most, jnp.sum(weights, axis=-1, keepdims=True))
+    return Partial(out, most, total)

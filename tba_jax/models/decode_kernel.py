@@ -23,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from tba_jax.models.kv_cache import KVCache, Part, Rounded
 from tba_jax.models.per_shard import cache_axes, per_shard
 
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
@@ -35,9 +36,9 @@ def attend_step(
     q: Float[Array, "n g r e"],
     k: Float[Array, "n g e"],
     v: Float[Array, "n g e"],
-    history: tuple[Float[Array, "n g c e"], Float[Array, "n g c e"]],
+    history: KVCache,
     length: Int[Array, " n"],
-    recent: tuple[Float[Array, "n g m e"], Float[Array, "n g m e"]],
+    recent: KVCache,
     index: Int[Array, ""],
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], tuple[Array, Array]]:
@@ -45,15 +46,16 @@ def attend_step(
 
     Args:
         q, k, v: of the new token; q and k rotated.
-        history: keys and values; what lies behind `length` is not used.
+        history: keys and values [n g c e], as they were or in eight bits, which are widened where
+            they are read; what lies behind `length` is not used.
         length: valid columns of each slot, possibly 0.
-        recent: keys and values of this chunk; those before `index` are used. Written in place where
-            nobody else holds them.
+        recent: keys and values of this chunk [n g m e], as they were; those before `index` are
+            used. Written in place where nobody else holds them.
         index: column of the new token.
         sharding: of the caches on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
-    cache = PartitionSpec(rows, heads, None, None)
+    cache = PartitionSpec(rows, heads)
     slot = PartitionSpec(rows)
     # One array: its rotations, biases and casts are then one launch instead of one for each part.
     token = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
@@ -68,8 +70,8 @@ def attend_step(
 
 def _attend_step(
     token: Array,
-    keys: Array,
-    values: Array,
+    keys: Part,
+    values: Part,
     length: Array,
     recent_keys: Array,
     recent_values: Array,
@@ -84,11 +86,15 @@ def _attend_step(
     def block(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda i, j: (i, j, *[0] * len(shape)))
 
-    dtype = keys.dtype
+    dtype = recent_keys.dtype
+    scales: tuple[Array, ...] = ()
+    if isinstance(keys, Rounded) and isinstance(values, Rounded):
+        scales = keys.scale, values.scale
+    of_columns = pl.BlockSpec((None, None, columns), lambda i, j: (i, j, 0))
 
     def run(*args: Array, interpret: bool) -> list[Array]:
         return pl.pallas_call(
-            functools.partial(_kernel, sizes=(r, e, m)),
+            functools.partial(_kernel, sizes=(r, e, m), num_scales=len(scales)),
             grid=(n, g),
             in_specs=[
                 block(max(rows, pl.next_power_of_2(r + 2)), width),
@@ -98,6 +104,7 @@ def _attend_step(
                 block(recent_rows, width),
                 block(recent_rows, width),
                 pl.BlockSpec((), lambda i, j: ()),
+                *[of_columns for _ in scales],
             ],
             out_specs=[block(rows, width), block(recent_rows, width), block(recent_rows, width)],
             out_shape=[
@@ -111,7 +118,8 @@ def _attend_step(
             name="decode_step",
         )(*args)
 
-    args = (token, keys, values, length.astype(jnp.int32), recent_keys, recent_values, index)
+    stored = (x.values if isinstance(x, Rounded) else x for x in (keys, values))
+    args = (token, *stored, length.astype(jnp.int32), recent_keys, recent_values, index, *scales)
     out, new_keys, new_values = jax.lax.platform_dependent(
         *args,
         cuda=functools.partial(run, interpret=False),
@@ -128,12 +136,17 @@ def _kernel(
     recent_keys_ref: Any,
     recent_values_ref: Any,
     index_ref: Any,
-    out_ref: Any,
-    *new_refs: Any,
+    *refs: Any,
     sizes: tuple[int, int, int],
+    num_scales: int,
 ) -> None:
-    """One slot and key/value head; `sizes` are r, e, m of the arrays, blocks are powers of two."""
+    """One slot and key/value head; `sizes` are r, e, m of the arrays, blocks are powers of two.
+
+    `refs`: what columns of keys and of values are times, where there is such; the outputs.
+    """
     r, e, m = sizes
+    scale_refs, (out_ref, *new_refs) = refs[:num_scales], refs[num_scales:]
+    dtype = recent_keys_ref.dtype
     rows, width = out_ref.shape
     recent_rows = recent_keys_ref.shape[0]
     length, index = length_ref[...], index_ref[...]
@@ -143,21 +156,25 @@ def _kernel(
         """[num width], zero from row `limit` of the array on: weight 0 does not undo a nan."""
         seen = start + jnp.arange(num) < limit
         at = ref.at[pl.ds(start, num), pl.ds(0, width)]
-        return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0.0)
+        return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0).astype(dtype)
 
-    def add(carry: Any, k: Array, v: Array, seen: Array) -> Any:
-        """The softmax so far with more columns."""
+    def add(carry: Any, k: Array, v: Array, seen: Array, *scales: Array) -> Any:
+        """The softmax so far with more columns, of keys and values that are times `scales`."""
         out, before, total = carry
-        scores = jnp.where(seen[None], plgpu.dot(q, k.T), _MASKED)
+        scores = plgpu.dot(q, k.T)
+        if scales:
+            scores = scores * scales[0][None]
+        scores = jnp.where(seen[None], scores, _MASKED)
         most = jnp.maximum(before, jnp.max(scores, axis=1))
         shrink, weights = jnp.exp(before - most), jnp.exp(scores - most[:, None])
-        new = plgpu.dot(weights.astype(v.dtype), v)
+        seen_values = weights * scales[1][None] if scales else weights
+        new = plgpu.dot(seen_values.astype(v.dtype), v)
         return out * shrink[:, None] + new, most, total * shrink + jnp.sum(weights, axis=1)
 
-    q = (load(token_ref, 0, rows, r) * e**-0.5).astype(keys_ref.dtype)
+    q = (load(token_ref, 0, rows, r) * e**-0.5).astype(dtype)
 
     # The new token is visible to itself, so the sums start above zero.
-    k, v = (load(token_ref, row, 1, r + 2).astype(keys_ref.dtype) for row in (r, r + 1))
+    k, v = (load(token_ref, row, 1, r + 2) for row in (r, r + 1))
     place = jnp.arange(recent_rows)
     is_own = (place == index)[:, None]
     recent_keys = jnp.where(is_own, k, load(recent_keys_ref, 0, recent_rows, index))
@@ -173,7 +190,10 @@ def _kernel(
         first = i * _COLUMNS
         seen = first + jnp.arange(_COLUMNS) < length
         k = load(keys_ref, first, _COLUMNS, length)
-        return add(carry, k, load(values_ref, first, _COLUMNS, length), seen)
+        v = load(values_ref, first, _COLUMNS, length)
+        columns = pl.ds(first, _COLUMNS)
+        scales = (plgpu.load(ref.at[columns], mask=seen, other=0) for ref in scale_refs)
+        return add(carry, k, v, seen, *scales)
 
     out, _, total = jax.lax.fori_loop(0, pl.cdiv(length, _COLUMNS), more, carry)
     out = (out / total[:, None]).astype(out_ref.dtype)

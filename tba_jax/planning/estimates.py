@@ -19,7 +19,7 @@ from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
-from tba_jax.models import attention, lora
+from tba_jax.models import attention, kv_cache, lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
 from tba_jax.run import modeling
 from tba_jax.train.state import HOST_MEMORY, TrainState
@@ -93,16 +93,9 @@ def searcher_bytes(
             / jnp.dtype(config.model.rollout_dtype).itemsize
         )
     columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
-    cache_dtype = jnp.dtype(config.search.cache_dtype or config.model.rollout_dtype)
-    cache = (
-        2
-        * model_config.num_layers
-        * model_config.num_kv_heads
-        * model_config.head_dim
-        * columns
-        * num_slots(config)
-        * cache_dtype.itemsize
-    )
+    shape = (num_slots(config), model_config.num_kv_heads, columns, model_config.head_dim)
+    of_layer = kv_cache.abstract(shape, config.search.cache_dtype or config.model.rollout_dtype)
+    cache = model_config.num_layers * shard_bytes(of_layer)
 
     def bytes_of(g: int) -> float:
         return (

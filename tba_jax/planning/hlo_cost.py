@@ -244,7 +244,7 @@ def _fusion_traffic(
 
     def origin(name: str) -> Instruction:
         i = inside[name]
-        return origin(i.operands[0]) if i.opcode in _VIEWS else i
+        return origin(i.operands[0]) if _is_view(i) else i
 
     root = next(i for i in inside.values() if i.is_root)
     outputs = root.operands if root.opcode == "tuple" else (root.name,)
@@ -256,6 +256,15 @@ def _fusion_traffic(
         else:
             written += array.num_bytes
     return read + written
+
+
+def _is_view(x: Instruction) -> bool:
+    """Whether an instruction of a fused computation is its operand, under another shape or layout.
+
+    Inside a fusion another one that lies on its operand names tiles anew (eight bits on TPU).
+    """
+    retiles = x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.attributes
+    return x.opcode in _VIEWS or retiles
 
 
 def _read_of(
@@ -270,7 +279,7 @@ def _read_of(
         for index, name in enumerate(user.operands):
             if name != x.name:
                 continue
-            if user.opcode in _VIEWS and not user.is_root:
+            if _is_view(user) and not user.is_root:
                 parts += _read_of(user, whole, inside, computations)
             elif user.opcode in _SLICES and index == 0:
                 parts += sum(map(_logical, user.arrays))

@@ -65,7 +65,7 @@ NOT_LAUNCHED = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"
 
 
 @functools.cache
-def compiled(name, num_devices):
+def compiled(name, num_devices, cache_dtype=None):
     """(text, memory analysis, bytes of the cache on a device)."""
     devices = topologies.get_topology_desc(
         platform="cuda", topology_name="", target_config=H100, topology=f"1x1x{num_devices}"
@@ -78,6 +78,7 @@ def compiled(name, num_devices):
         pad_id=1,
         prompt_buckets=(128,),
         max_length=1016,
+        cache_dtype=cache_dtype,
         site=Site(mesh),
     )
     weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
@@ -98,9 +99,17 @@ def launches(text, computation):
     return [name for name in found if name not in NOT_LAUNCHED]
 
 
-@pytest.mark.parametrize("num_devices", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_step_attends_in_one_kernel_and_copies_no_cache(num_devices):
-    text, memory, cache = compiled("chunk_greedy", num_devices)
+@pytest.mark.parametrize(
+    ("num_devices", "cache_dtype"),
+    [
+        (1, None),
+        pytest.param(4, None, marks=pytest.mark.slow),
+        pytest.param(1, "int8", marks=pytest.mark.slow),
+        pytest.param(4, "int8", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_attends_in_one_kernel_and_copies_no_cache(num_devices, cache_dtype):
+    text, memory, cache = compiled("chunk_greedy", num_devices, cache_dtype)
     body = max(
         re.findall(r" while\(.*body=%?([\w.\-]+)", text), key=lambda x: len(launches(text, x))
     )

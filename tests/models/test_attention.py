@@ -13,7 +13,7 @@ from fake_models import tiny_config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.site import any_device
 from tba_jax.models import attention, attention_kernels, transformer
-from tba_jax.models.attention import KVCache
+from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.shardings import ComputeSharding
 
 B, S, G, R, E = 4, 12, 2, 3, 16

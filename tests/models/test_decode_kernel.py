@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.models import attention
-from tba_jax.models.attention import KVCache
+from tba_jax.models import attention, kv_cache
+from tba_jax.models.kv_cache import KVCache, Rounded
 
 SLOTS, COLUMNS = 3, 72  # one block of columns and a part of a second
 
@@ -47,3 +47,43 @@ def test_a_step_in_one_kernel_equals_two_parts_merged(group, width, steps, index
     )
     for x, y in zip(written, kept, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        ("xla", jnp.bfloat16),
+        ("cudnn", jnp.float32),
+        pytest.param("xla", jnp.float32, marks=pytest.mark.slow),
+        pytest.param("cudnn", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_over_a_cache_in_eight_bits_is_that_of_the_rounded_numbers(implementation, dtype):
+    q, k, v, history, recent = inputs(2, 6, 64, 8, dtype)
+    lengths = jnp.array([0, COLUMNS, 65], jnp.int32)
+    kept = kv_cache.keep(*history, jnp.int8)
+    widened = []
+    for part, exact in zip(kept, history, strict=True):
+        assert isinstance(part, Rounded) and part.values.dtype == jnp.int8
+        wide = part.values * part.scale[..., None]
+        # Half a step of the column's largest.
+        error = jnp.abs(wide - exact.astype(jnp.float32))
+        assert (error <= 0.5001 * part.scale[..., None]).all() and error.max() > 0
+        widened.append(wide)
+    wanted, _ = attention.attend_cached(
+        *(x.astype(jnp.float32) for x in (q, k, v)),
+        KVCache(*widened),
+        lengths,
+        KVCache(*(x.astype(jnp.float32) for x in recent)),
+        jnp.int32(5),
+    )
+    # What a slot has not filled may hold anything; for the einsum, anything that was cached.
+    is_filled = (jnp.arange(COLUMNS)[None] < lengths[:, None])[:, None]
+    other = 3.0 if implementation == "xla" else jnp.nan
+    dirty = KVCache(*(Rounded(x.values, jnp.where(is_filled, x.scale, other)) for x in kept))
+    got, written = attention.attend_cached(
+        q, k, v, dirty, lengths, recent, jnp.int32(5), implementation=implementation
+    )
+    atol = 2e-6 if dtype == jnp.float32 else 2**-6  # two roundings of bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), wanted, rtol=0, atol=atol)
+    assert written.keys.dtype == dtype and (written.keys[:, :, 5] == k).all()
