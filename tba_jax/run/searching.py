@@ -56,6 +56,7 @@ from tba_jax.weights.transport import (
     Transport,
     make_publish_program,
 )
+from tba_jax.weights.versions import Versions
 
 
 def make_references(
@@ -187,7 +188,7 @@ def make_transport(
     if publish is None:
         files = published_files(config, policy, sites.publication.mesh)
         transport = CheckpointReader(
-            str(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
+            Versions(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
     elif config.sync.transport == "memory":
         program = sites.trainer.in_turn(publish)

@@ -19,7 +19,7 @@ class CheckpointReader:
     """A transport that publishes nothing.
 
     Args:
-        workdir: of the run.
+        versions: of the run.
         abstract: tree of jax.ShapeDtypeStruct, as files have it, with shardings of this process.
         shardings: as in `MemoryTransport`.
         timeout_s: a version that is named and cannot be read for so long is damaged.
@@ -31,7 +31,7 @@ class CheckpointReader:
 
     def __init__(
         self,
-        workdir: str,
+        versions: Versions,
         abstract: Any,
         shardings: Sequence[Any],
         *,
@@ -40,7 +40,7 @@ class CheckpointReader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.delivery_s = 0.0
-        self._versions = Versions(workdir)
+        self._versions = versions
         self._abstract = abstract
         self._shardings = shardings
         self._timeout_s = timeout_s
@@ -90,8 +90,8 @@ class CheckpointReader:
                 raise PublicationError(
                     f"version {version} of the weights has not been readable for "
                     f"{start - self._failing_since:.0f} s (config.checkpoint.timeout_s): {error}. "
-                    "Does this machine see the work directory? Mend the storage; the run goes on "
-                    "with the searchers that can read"
+                    "Does this machine see the work directory? Mend the storage; the same command "
+                    "goes on"
                 ) from error
             return False
         mailbox.put(version, self._layout(restored))
@@ -109,7 +109,10 @@ class CheckpointReader:
             PublicationError: it cannot be read.
         """
         if found := self._versions.damage(version):
-            raise PublicationError(f"{self._versions.path(version)}: {found[0]}")
+            raise PublicationError(
+                f"published weights {self._versions.path(version)} are gone, or not as they were "
+                f"written ({found[0]}); the same command goes on from the newest checkpoint"
+            )
         mailbox = Mailbox(self._shardings)
         mailbox.put(version, self._layout(self._versions.read(version, self._abstract)))
         found_here = [mailbox.latest(i) for i in range(len(self._shardings))]

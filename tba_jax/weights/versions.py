@@ -2,8 +2,9 @@
 """The versions of weights that lie in a work directory: complete, listed, as they were written.
 
 `weights/<version>` is a folder of Orbax's with the digests of its files; `versions.json` names the
-complete ones. It does not know what weights are. Invariant: a version that is named and damaged is
-never given to a reader; an older one is, and that is said.
+complete ones, and where processes on other hosts read them the start of the run that wrote them. It
+does not know what weights are. Invariant: a version that is named and damaged is never given to a
+reader; an older one is, and that is said.
 """
 
 import time
@@ -25,11 +26,21 @@ class Versions:
 
     Args:
         workdir: of the run; nothing is made in it before `add`.
+        session: the start of the run whose versions count; empty: any.
+        readers: which processes read together, as Orbax wants it; None: all of this run.
     """
 
-    def __init__(self, workdir: epath.PathLike) -> None:
+    def __init__(
+        self,
+        workdir: epath.PathLike,
+        *,
+        session: str = "",
+        readers: ocp.options.MultiprocessingOptions | None = None,
+    ) -> None:
         self._folder = epath.Path(workdir) / "weights"
         self._marker = epath.Path(workdir) / "versions.json"
+        self._session = session
+        self._readers = readers or ocp.options.MultiprocessingOptions()
 
     def path(self, version: int) -> epath.Path:
         """Its folder."""
@@ -50,16 +61,28 @@ class Versions:
         older = [v for v in self.named() if v < version]
         newest = [*older, version][-keep:]
         kept = sorted({*newest, *(v for v in older if v in wanted)})
-        sealed.write(self._marker, {"versions": kept, "time": time.time()})
+        content = {"session": self._session, "versions": kept, "time": time.time()}
+        sealed.write(self._marker, content)
         for path in self._folder.iterdir():
             if path.name not in map(str, kept):
                 path.rmtree(missing_ok=True)
 
+    def clear(self) -> None:
+        """Drop what an earlier start of the run has left."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for path in self._folder.iterdir():
+            path.rmtree()
+
     def named(self) -> list[int]:
         """Versions in `versions.json`; those that have digests where it is lost or damaged."""
         try:
-            return sorted(int(version) for version in sealed.read(self._marker)["versions"])
+            content = sealed.read(self._marker)
+            if self._session and content["session"] != self._session:
+                return []
+            return sorted(int(version) for version in content["versions"])
         except (OSError, ValueError, KeyError, TypeError):
+            if self._session:
+                return []  # files do not say whose they are
             found = self._folder.iterdir() if self._folder.is_dir() else ()
             return sorted(
                 int(path.name)
@@ -82,7 +105,8 @@ class Versions:
             PublicationError: they cannot be read.
         """
         try:
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+            handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._readers)
+            with ocp.Checkpointer(handler, multiprocessing_options=self._readers) as reader:
                 args = ocp.args.StandardRestore(abstract)
                 return reader.restore(self.path(version), args=args)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:

@@ -8,7 +8,7 @@ import pytest
 
 from tba_jax.weights.reading import CheckpointReader
 from tba_jax.weights.transport import CheckpointTransport, make_publish_program
-from tba_jax.weights.versions import PublicationError
+from tba_jax.weights.versions import PublicationError, Versions
 
 
 def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp_path):
@@ -18,7 +18,7 @@ def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp
     )
     now = [0.0]
     reader = CheckpointReader(
-        str(tmp_path),
+        Versions(tmp_path),
         {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=where)},
         [where, where],
         timeout_s=10.0,

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights.remote import MARKER, Members, VersionReader, VersionWriter
-from tba_jax.weights.transport import PublicationError
+from tba_jax.weights.reading import CheckpointReader
+from tba_jax.weights.remote import Members, VersionWriter
+from tba_jax.weights.versions import PublicationError, Versions
 
 
 def writer(tmp_path, session, **changes):
@@ -23,16 +24,26 @@ def writer(tmp_path, session, **changes):
     )
 
 
-def reader(tmp_path, session, devices):
-    here = jax.sharding.SingleDeviceSharding(devices[0])
-    return VersionReader(
-        str(tmp_path),
-        session=session,
-        number=0,
-        abstract={"w": jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=here)},
-        layout=lambda tree: {"kernel": tree["w"].T},
-        shardings=[jax.sharding.SingleDeviceSharding(d) for d in devices],
-    )
+class Reader:
+    """A host that searches: it looks at what is named, and reads that."""
+
+    def __init__(self, tmp_path, session, devices):
+        here = jax.sharding.SingleDeviceSharding(devices[0])
+        options = Members(0, (0,)).options
+        self.versions = Versions(tmp_path, session=session, readers=options)
+        self.reader = CheckpointReader(
+            self.versions,
+            {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=here)},
+            [jax.sharding.SingleDeviceSharding(d) for d in devices],
+            timeout_s=10.0,
+            layout=lambda tree: {"kernel": tree["w"].T},
+        )
+        self.latest, self.at = self.reader.latest, self.reader.at
+
+    def poll(self):
+        for version in self.versions.named()[-1:]:
+            self.reader.ring(version)
+        return self.reader.poll()
 
 
 def weights(value):
@@ -48,7 +59,7 @@ def test_every_reader_gets_the_newest_whole_version_in_its_layout(tmp_path):
     devices = jax.local_devices()[:2]
     kept: list[int] = []
     to = writer(tmp_path, "now", kept=lambda: kept)
-    at = reader(tmp_path, "now", devices)
+    at = Reader(tmp_path, "now", devices)
     assert not at.poll() and at.latest(0) is None and to.latest(0) is None
     to.publish(0, weights(0))
     assert to.is_publishing and not at.poll()  # not named yet
@@ -68,26 +79,24 @@ def test_every_reader_gets_the_newest_whole_version_in_its_layout(tmp_path):
     old = at.at(0)
     np.testing.assert_array_equal(old[1]["kernel"], np.asarray(weights(0)["w"]).T)
     assert at.latest(1).version == 3
-    with pytest.raises(PublicationError, match="weights/1 are gone"):
+    with pytest.raises(PublicationError, match="weights/1 are gone, or not"):
         at.at(1)
     (damaged,) = (tmp_path / "weights" / "2").glob("_METADATA")
     damaged.write_text(damaged.read_text() + " ")
-    with pytest.raises(PublicationError, match="weights/2 cannot be read as they were written"):
+    with pytest.raises(PublicationError, match="weights/2 are gone, or not as they were written"):
         at.at(2)
     to.close()
-    at.close()
 
 
 def test_versions_of_an_earlier_start_are_not_seen(tmp_path):
     before = writer(tmp_path, "before")
     publish(before, 8)
     before.close()
-    at = reader(tmp_path, "now", jax.local_devices()[:1])
+    at = Reader(tmp_path, "now", jax.local_devices()[:1])
     assert not at.poll()
     to = writer(tmp_path, "now")
     assert not at.poll() and list((tmp_path / "weights").iterdir()) == []
     publish(to, 4)  # the run was resumed before 8
     assert at.poll() and at.latest(0).version == 4
-    assert json.loads((tmp_path / MARKER).read_text())["versions"] == [4]
+    assert json.loads((tmp_path / "versions.json").read_text())["versions"] == [4]
     to.close()
-    at.close()

@@ -9,7 +9,7 @@ ticket is done with the weights, and from the prompts, that it would have in a r
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ from tba_jax.run.whole_hosts.notice import BEAT_S, KEEPER, Silence
 from tba_jax.run.whole_hosts.team import Roles, Team
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.weights.merging import MergingTransport
-from tba_jax.weights.remote import VersionReader
+from tba_jax.weights.reading import CheckpointReader
+from tba_jax.weights.remote import Members
 from tba_jax.weights.transport import Transport
+from tba_jax.weights.versions import Versions
 
 POLL_S = 0.02
 IDLE_S = 0.002
@@ -74,7 +76,15 @@ class SearchingHost:
         number = shared.cluster.number
         base, references = _frozen(shared)
         self._arrival = make_arrival(config, shared.policy, shared.sites, base)
-        self._reader = _make_reader(shared, team, self._arrival.layout, self._arrival.shardings)
+        alone = Members(number, (number,)).options
+        self._versions = Versions(shared.workdir, session=team.session, readers=alone)
+        self._reader = CheckpointReader(
+            self._versions,
+            published_files(config, shared.policy, shared.sites.trainer.mesh),
+            self._arrival.shardings,
+            timeout_s=config.checkpoint.timeout_s,
+            layout=self._arrival.layout,
+        )
         transport: Transport = self._reader
         if self._arrival.merges:
             transport = MergingTransport(self._reader, self._arrival.merges)
@@ -181,6 +191,8 @@ class SearchingHost:
 
     def _take_weights(self) -> bool:
         """The newest weights, and evaluations that were asked for."""
+        for version in self._versions.named()[-1:]:
+            self._reader.ring(version)
         came = self.search.transport.poll(POLL_S)
         notice = self.courier.notice
         for version, is_start in () if notice is None else notice.evaluations:
@@ -240,21 +252,6 @@ def _frozen(shared: Shared) -> tuple[Any, dict[Any, Any]]:
         eos_ids = shared.tokenizer.eos_ids
         references = make_references(config, policy, eos_ids, sites, params)
     return (params if policy.adapters is not None else None), references
-
-
-def _make_reader(
-    shared: Shared, team: Team, layout: Callable[[Any], Any] | None, shardings: Sequence[Any]
-) -> VersionReader:
-    """Reads what the trainer publishes, on the devices of the first searcher."""
-    mesh = shared.sites.trainer.mesh
-    return VersionReader(
-        str(shared.workdir),
-        session=team.session,
-        number=shared.cluster.number,
-        abstract=published_files(shared.config, shared.policy, mesh),
-        layout=(lambda params: params) if layout is None else layout,
-        shardings=shardings,
-    )
 
 
 def serve(
