@@ -23,7 +23,9 @@ def entry(workdir, number):
 def held_elsewhere(workdir, number=4, **changes):
     (workdir / "lock").mkdir(parents=True, exist_ok=True)
     file = workdir / "lock" / f"{number:08d}.json"
-    file.write_text(json.dumps(ELSEWHERE | {"released": False} | changes))
+    # Whole at once, as the lock itself writes: a heartbeat may look at any moment.
+    (workdir / "elsewhere").write_text(json.dumps(ELSEWHERE | {"released": False} | changes))
+    (workdir / "elsewhere").replace(file)
 
 
 class Clock:
