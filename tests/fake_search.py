@@ -9,6 +9,7 @@ from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.exact_lag import ExactLag
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
@@ -126,7 +127,7 @@ class World:
             clock=lambda: 0.0,
         )
         self.searcher = Searcher(parts)
-        self.admission = Admission(Demand(2, 1.0, max_staleness, 1), [3])
+        self.admission: Admission | ExactLag = Admission(Demand(2, 1.0, max_staleness, 1), [3])
         self.in_flight = in_flight
         self.search = self.begin()
 

@@ -100,12 +100,16 @@ def _quantization(config: Config) -> None:
 
 def _driver(config: Config) -> None:
     """What the two drivers can do, and how long the trainer may have to wait."""
+    mode = MODES[config.placement]
     need(
-        not config.search.exact_lag or config.driver == "sync",
+        not config.search.exact_lag
+        or config.driver == "sync"
+        or not (mode.spans_hosts or mode.searches_elsewhere),
         "search.exact_lag",
         config.search.exact_lag,
-        "an exact lag exists only in the synchronous driver",
-        "Set --config.driver=sync.",
+        "beside a trainer it is kept for searchers of the trainer's own process, and "
+        f"placement={config.placement} has others",
+        "Set --config.placement=auto or --config.driver=sync.",
     )
     if config.search.swap == "in_flight":
         need(
@@ -127,6 +131,13 @@ def _driver(config: Config) -> None:
             "Lower sync_period or raise it.",
         )
     if config.search.exact_lag:
+        need(
+            config.search.swap != "in_flight",
+            "search.swap",
+            config.search.swap,
+            "with search.exact_lag a response is of one version",
+            "Set --config.search.swap=auto.",
+        )
         need(
             config.search.initial_fill == 0,
             "search.initial_fill",

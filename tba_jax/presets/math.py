@@ -21,8 +21,8 @@ math
     reset: nothing is bounded, and a group is centred by the live policy. Not run by us.
 tba_prime_2, tba_prime_10
     The same on data exactly 2 and 10 steps old, as its code of November 2025: centred by the
-    sampler, ratios of tokens up to 8, log-ratios of tokens up to 10. In one thread, without
-    overlap. Not run by us.
+    sampler, ratios of tokens up to 8, log-ratios of tokens up to 10. Searchers draw for later steps
+    meanwhile. Not run by us.
 
 The models of all are asked in plain text: an SFT model in the form it was tuned on, and a base
 model. An instruction-tuned one (--config.model.path=Qwen/Qwen2.5-7B-Instruct) is
@@ -163,7 +163,6 @@ PRESETS["gsm8k_official"] = {
 for _lag in (2, 10):
     PRESETS[f"tba_prime_{_lag}"] = {
         **_MATH,
-        "driver": "sync",
         "objective": {
             **_MATH["objective"],
             "kl_center": "behavior",

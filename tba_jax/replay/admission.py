@@ -86,8 +86,14 @@ class Admission:
         self._steps: collections.deque[float] = collections.deque(maxlen=_KEPT_STEPS)
         self._step_s = 0.0
 
-    def admit(self, searcher: int) -> bool:
-        """Whether this searcher may begin one more prompt; if so, it is under way."""
+    def admit(self, searcher: int, version: int = 0) -> bool:
+        """Whether this searcher may begin one more prompt; if so, it is under way.
+
+        Args:
+            searcher: who asks.
+            version: of the weights it would begin with, whatever they are.
+        """
+        del version
         with self._lock:
             room = self._limit() - self._under_way()
             ahead = [s for s in self._hungry if self._turn[s] < self._turn[searcher]]

@@ -9,7 +9,7 @@ may be finished in another order than they were begun in; each number is committ
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from tba_jax.flow.rounds import RoundCommit, check_commit, pack_commits, unpack_commits
@@ -102,9 +102,21 @@ class Outbox:
             if max_rounds is not None:
                 count = min(count, max_rounds)
             commits = [self._pending.popleft() for _ in range(count)]
-            self._num_bytes -= sum(c.num_bytes for c in commits)
-            self._num_pending -= sum(c.generated for c in commits)
+            self._count_out(commits)
             return commits
+
+    def take_below(self, number: int) -> list[RoundCommit]:
+        """Remove and return the pending commits of lower numbers, in the order of these."""
+        with self._lock:
+            taken = sorted((c for c in self._pending if c.round < number), key=lambda c: c.round)
+            self._pending = deque(c for c in self._pending if c.round >= number)
+            self._count_out(taken)
+            return taken
+
+    def _count_out(self, commits: Iterable[RoundCommit]) -> None:
+        for commit in commits:
+            self._num_bytes -= commit.num_bytes
+            self._num_pending -= commit.generated
 
     @property
     def committed(self) -> tuple[int, Mapping[str, Any] | None]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.replay.admission import Latency
+from tba_jax.replay.exact_lag import ExactLag
 from tba_jax.run import evaluations
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
@@ -125,6 +126,7 @@ class Beside(NamedTuple):
         count: brings the counters of the run's searchers up to date.
         slot_use: tokens drawn and slot-steps made since it was asked last.
         figures: more metrics of a step.
+        lag: keeps data equally old; None: they are as old as it happens, within the bound.
     """
 
     admission: Pacing
@@ -133,6 +135,7 @@ class Beside(NamedTuple):
     count: Callable[[], None]
     slot_use: Callable[[], tuple[int, int]]
     figures: Callable[[], Mapping[str, float]] = dict
+    lag: ExactLag | None = None
 
 
 def drive_beside(run: Run, interrupted: Callable[[], bool], beside: Beside) -> None:
@@ -178,6 +181,9 @@ class _Loop:
         self._run = run
         self._beside = beside
         self._admission = beside.admission
+        self._lag = beside.lag
+        self._merged_below = 0  # of an exact lag: tickets with lower numbers
+        self._committed = 0
         self._num_merged = 0
         self._merged_before = 0  # groups, at the last step
         self._warn_at: float = run.trainer.step_index + WARN_AFTER
@@ -199,6 +205,9 @@ class _Loop:
             self._check()
             step = trainer.step_index
             if sync:
+                if publishes and not self._has_begun():
+                    self._wait()
+                    continue
                 sync = False
                 if publishes:
                     extra["sync/publish_s"] = trainer.publish()
@@ -208,6 +217,10 @@ class _Loop:
                 reports += self._merge()
                 extra["sync/merge_s"] = run.clock() - merge_start
                 self._request_evaluation(step)
+            if self._lag is not None and self._merged_below < self._lag.due(step):
+                self._wait()
+                reports += self._merge()
+                continue
             values = trainer.step(run.is_interrupted(interrupted), run.evaluations.newest_share)
             if trainer.plan.collect >= 0:
                 evaluations.collect(run, trainer.plan.collect)
@@ -235,6 +248,22 @@ class _Loop:
                 extra["sync/turn_wait_s"] = turns.wait_s
             if after_step(run, values, extra):
                 extra, reports = {}, []
+            self._watchdog.kick()
+
+    def _has_begun(self) -> bool:
+        """Whether the newest weights may be followed by newer ones."""
+        return self._lag is None or self._lag.has_begun(self._run.trainer.version)
+
+    def _wait(self) -> None:
+        """A moment, for searchers that have fallen behind an exact lag; what they commit is a sign
+        of life, and without one for long the watchdog speaks."""
+        assert self._lag is not None
+        run, start = self._run, self._run.clock()
+        self._stop.wait(POLL_S)
+        run.trainer.counters.wait_s += run.clock() - start
+        self._drain()
+        if (committed := self._lag.num_committed) > self._committed:
+            self._committed = committed
             self._watchdog.kick()
 
     def _request_evaluation(self, step: int) -> None:
@@ -301,7 +330,14 @@ class _Loop:
 
     def _merge(self) -> list[RoundReport]:
         """Merge; finished rounds are a sign of life."""
-        reports = self._run.trainer.merge()
+        lag, step = self._lag, self._run.trainer.step_index
+        if lag is None:
+            reports = self._run.trainer.merge()
+        elif lag.is_due(step):
+            self._merged_below = lag.due(step)
+            reports = self._run.trainer.merge(below=self._merged_below)
+        else:
+            reports = []
         self._report_progress()
         if reports:
             self._watchdog.kick()

@@ -16,6 +16,7 @@ from typing import Any
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import summarise_rounds
 from tba_jax.replay.admission import Admission
+from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.run import evaluations
 from tba_jax.run.beside import (
     DELIVERY_S,
@@ -29,7 +30,7 @@ from tba_jax.run.beside import (
 from tba_jax.run.run import Run
 from tba_jax.run.searching import make_demand, make_searches
 from tba_jax.run.whole_hosts.remote_search import RemoteAdmission, RemoteSearch
-from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 
 
 def rounds_per_sync(run: Run) -> int:
@@ -91,11 +92,15 @@ def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Searcher threads beside the trainer loop until the last step or an interruption.
 
+    With `search.exact_lag` D a step waits for what the weights of D publications ago were to draw,
+    and a publication until the weights before it have begun all of theirs.
+
     Raises:
         WorkerError: a searcher (or the weight poller) failed; its cause has the traceback.
     """
     stop = StopFlag()
-    admission = make_admission(run)
+    lag = make_exact_lag(run) if run.config.search.exact_lag else None
+    admission = lag or make_admission(run)
     searches = searches_of(run, admission)
     searchers = [
         Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
@@ -116,7 +121,7 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
         return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
 
     pacing = RemoteAdmission(run.search.home) if isinstance(run.search, RemoteSearch) else admission
-    beside = Beside(pacing, stop, [*searchers, *others], count, slot_use)
+    beside = Beside(pacing, stop, [*searchers, *others], count, slot_use, lag=lag)
     drive_beside(run, interrupted, beside)
 
 
@@ -127,7 +132,18 @@ def make_admission(run: Run) -> Admission:
     return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
 
 
-def searches_of(run: Run, admission: Admission) -> list[ContinuousSearch]:
+def make_exact_lag(run: Run) -> ExactLag:
+    """What keeps the data of all this process's searchers, which are the run's, equally old."""
+    config, outboxes = run.config, {s.index: s.outbox for s in run.search.searchers}
+    return ExactLag(
+        config.search.exact_lag,
+        sync_period=config.sync_period,
+        quota=quota_of(config.batch.num_prompts, config.sync_period, list(outboxes)),
+        outboxes=outboxes,
+    )
+
+
+def searches_of(run: Run, admission: TicketOffice) -> list[ContinuousSearch]:
     """This process's searchers as they run beside a trainer."""
     if isinstance(run.search, RemoteSearch):
         return []

@@ -25,7 +25,7 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
-from tba_jax.replay.admission import Admission, Demand
+from tba_jax.replay.admission import Demand
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.modeling import (
     adapter_shardings,
@@ -40,7 +40,7 @@ from tba_jax.run.modeling import (
 from tba_jax.run.placing import Sites
 from tba_jax.run.rewarding import make_grader
 from tba_jax.run.shared import Shared
-from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.rollout import Sampler
@@ -319,7 +319,9 @@ def build_searchers(
     config, sites, task = shared.config, shared.sites, shared.task
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
     # The synchronous driver itself decides how far searchers run ahead.
-    outbox_bytes = config.search.outbox_bytes if config.driver == "async" else sys.maxsize
+    # So does an exact lag; a full outbox would keep back what the trainer waits for.
+    is_bounded = config.driver == "async" and not config.search.exact_lag
+    outbox_bytes = config.search.outbox_bytes if is_bounded else sys.maxsize
     outboxes = tuple(Outbox(outbox_bytes) for _ in sites.searchers)
     streams = tuple(_stream(shared, i) for i in range(len(sites.searchers)))
     given = None
@@ -387,7 +389,9 @@ def part_of(total: int, share: int, num_shares: int) -> int:
 
 
 def swaps_in_flight(config: Config) -> bool:
-    """Whether newer weights are taken between chunks."""
+    """Whether newer weights are taken between chunks: never where each has its own quota."""
+    if config.search.exact_lag:
+        return False
     needs_behavior = make_objective(config.objective).needs_behavior
     swap = config.search.swap
     return swap == "in_flight" or (swap == "auto" and not needs_behavior)
@@ -396,7 +400,7 @@ def swaps_in_flight(config: Config) -> bool:
 def make_searches(
     config: Config,
     searchers: Sequence[Searcher],
-    admission: Admission,
+    admission: TicketOffice,
     log_event: Callable[[Mapping[str, Any]], None],
 ) -> list[ContinuousSearch]:
     """Searchers of this process as they run beside a trainer."""

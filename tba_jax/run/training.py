@@ -198,8 +198,10 @@ def make_buffer(shared: Shared) -> ReplayBuffer:
 
 
 def _pace(config: Config) -> Literal["off", "trainer"]:
-    """One thread cannot wait for itself: in the synchronous driver what is missing is replay."""
-    return config.replay.pace if config.driver == "async" else "off"
+    """What is missing is replay where the trainer cannot wait for more: in one thread it would
+    wait for itself, and with an exact lag it has merged all that this step may have."""
+    waits = config.driver == "async" and not config.search.exact_lag
+    return config.replay.pace if waits else "off"
 
 
 class StepProgram(NamedTuple):

@@ -71,7 +71,12 @@ class SearchSettings(Section):
         64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1
     )
     initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
-    exact_lag: int = field(0, "driver=sync: train on data this many publications old", at_least=0)
+    exact_lag: int = field(
+        0,
+        "train on data exactly this many publications old; driver=async: with overlap; 0: as old "
+        "as it happens",
+        at_least=0,
+    )
 
     def check(self) -> None:
         need(

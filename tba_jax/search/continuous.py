@@ -72,8 +72,9 @@ class Finished(NamedTuple):
 class TicketOffice(Protocol):
     """What a searcher needs of admission."""
 
-    def admit(self, searcher: int) -> bool:
-        """Whether this searcher may begin one more prompt; if so, it is under way."""
+    def admit(self, searcher: int, version: int) -> bool:
+        """Whether this searcher may begin one more prompt with weights of this version; if so, it
+        is under way."""
         ...
 
     def commit(self, searcher: int, latency_s: float) -> None:
@@ -122,7 +123,7 @@ class ContinuousSearch:
         session = self._opened(published)
         is_newer = published.version > session.version
         is_draining = is_newer and not (self._swaps_in_flight or session.is_idle)
-        tickets = [] if is_draining else self._admit(session)
+        tickets = [] if is_draining else self._admit(session, published.version)
         if session.is_idle and not tickets:
             return False
         self.advance(None if is_draining else published, tickets)
@@ -217,8 +218,8 @@ class ContinuousSearch:
             self._session = self._parts.sampler.open(published)
         return self._session
 
-    def _admit(self, session: Session) -> list[Ticket]:
-        """Prompts for the free slots."""
+    def _admit(self, session: Session, version: int) -> list[Ticket]:
+        """Prompts for the free slots, to begin with weights of this version."""
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
         # No more than a session's worth waits for its grades, however slow these are.
@@ -227,7 +228,7 @@ class ContinuousSearch:
             session.room > len(tickets) * size
             and self._finished.qsize() < most
             and self._parts.outbox.has_room()
-            and self._admission.admit(self.searcher.index)
+            and self._admission.admit(self.searcher.index, version)
         ):
             tickets.append(self.take())
         return tickets

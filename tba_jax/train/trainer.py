@@ -148,16 +148,23 @@ class Trainer:
         self.counters.add_sync(end - start)
         return end - start
 
-    def merge(self, max_rounds: int | None = None) -> list[RoundReport]:
+    def merge(
+        self, max_rounds: int | None = None, *, below: int | None = None
+    ) -> list[RoundReport]:
         """Move finished rounds into the buffer and check the ledger.
 
         Args:
-            max_rounds: take at most this many per outbox (exact lag); None: all.
+            max_rounds: take at most this many per outbox (exact lag in turns); None: all.
+            below: those of lower numbers, in their order (exact lag beside searchers); None: all.
 
         Returns:
             The report of each merged round, for the search metrics.
         """
-        commits = [c for outbox in self._outboxes for c in outbox.take(max_rounds)]
+        commits = [
+            commit
+            for outbox in self._outboxes
+            for commit in (outbox.take(max_rounds) if below is None else outbox.take_below(below))
+        ]
         if commits:
             self._buffer.merge(commits, self.step_index)
             self.num_merged_groups += sum(len(c.groups) for c in commits)

@@ -170,7 +170,14 @@ def test_no_field_is_dead():
             {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
             "replay.capacity_per_prompt = 8: a prompt's store must hold a group of K",
         ),
-        ({"search.exact_lag": 2}, "search.exact_lag = 2: an exact lag exists only in the sync"),
+        (
+            {"search.exact_lag": 2, "placement": "pod"},
+            "search.exact_lag = 2: beside a trainer it is kept for searchers of the trainer's own",
+        ),
+        (
+            {"search.exact_lag": 2, "search.swap": "in_flight"},
+            "search.swap = 'in_flight': with search.exact_lag a response is of one version",
+        ),
         ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
         ({"replay.max_staleness": 1, "sync_period": 4}, "it would be late however fast"),
         ({"replay.late": "drop"}, "replay.late = 'drop': without a bound on staleness nothing"),

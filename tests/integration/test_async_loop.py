@@ -129,3 +129,18 @@ def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
     assert waits == sorted(waits) and waits[-1] > 0
     rounds = [e for e in lines(workdir / "schedule.jsonl") if e["event"] == "round"]
     assert {e["searcher"] for e in rounds} == {0, 1}
+
+
+@pytest.mark.slow
+def test_exact_lag_makes_every_staleness_the_lag_beside_a_trainer(cache, tmp_path):
+    overrides = ("search.exact_lag=2", "replay.recency_prob=1.0", "num_searchers=2")
+    found = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        done = run(folder, *overrides, cache=cache)
+        assert done.returncode == 0, done.stderr
+        records = lines(folder / "metrics.jsonl")
+        key = "buffer/staleness_histogram"
+        assert [r[key] for r in records if key in r] == [[[min(i, 2), 64]] for i in range(8)]
+        found.append(losses(folder))
+    # Nothing but time differs between two such runs.
+    assert found[0] == found[1]

@@ -64,9 +64,9 @@ class Grants:
         with self._lock:
             self._tickets.extend(tickets)
 
-    def admit(self, searcher: int) -> bool:
+    def admit(self, searcher: int, version: int = 0) -> bool:
         """Whether one more ticket may begin; it is the lowest that was given."""
-        del searcher
+        del searcher, version
         with self._lock:
             if self._tickets:
                 self._tickets.popleft()
