@@ -32,10 +32,19 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "tba_prime": {**_PRIME, "kl_center": "behavior"},
     # The same with the live policy's mean, as its code has it since: VarGrad but for the bounds.
     "tba_prime_live": {**_PRIME, "kl_center": "live"},
+    # Of its author's later report: exact log-ratios to a moving average, not centred (held .821).
+    "tba_ema": {
+        "kl_center": "none",
+        "reference.placement": "trainer",
+        "reference.ema_decay": 0.9,
+    },
+    # The same without a reference: what drew a response and its age say how far the average is.
+    "tba_ema_surrogate": {"anchor": "ema_surrogate", "log_z": "mean_reward"},
     # arXiv:2602.19362: the sampler is the anchor, so log mean exp r / beta is unbiased for its Z.
     "oapl": {"anchor": "behavior", "log_z": "softmean"},
-    # arXiv:2501.12599, section 2.3.2: policy mirror descent, the mean reward for the soft value.
-    "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward"},
+    # arXiv:2501.12599, section 2.3.2: policy mirror descent, the mean reward for the soft value,
+    # the optimiser begun anew with each iteration, of a length that is not published.
+    "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward", "optimizer.reset_period": 50},
     # arXiv:2509.15207 and its recipe in verl; its beta, 15, multiplies the reward.
     "flowrl": {
         "log_z": "learned",

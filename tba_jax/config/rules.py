@@ -35,6 +35,7 @@ def validate(config: Config) -> None:
     _rows(config)
     _packed_rows(config)
     _rounding(config)
+    _average(config)
     _quantization(config)
     _driver(config)
     if MODES[config.placement].spans_hosts and MODES[config.placement].shares_data:
@@ -322,6 +323,24 @@ def _rounding(config: Config) -> None:
         config.optimizer.rounding,
         f"only what is trained in bfloat16 is rounded, and {what}",
         "Set --config.optimizer.rounding=nearest.",
+    )
+
+
+def _average(config: Config) -> None:
+    """What a reference can be an average of."""
+    need(
+        not config.reference.ema_decay or not config.lora.rank,
+        "reference.ema_decay",
+        config.reference.ema_decay,
+        "adapters are factors, and the product of their averages is no average",
+        "Set --config.reference.reset_period or --config.lora.rank=0.",
+    )
+    need(
+        not config.reference.ema_decay or config.model.param_dtype == "float32",
+        "reference.ema_decay",
+        config.reference.ema_decay,
+        "in bfloat16 a step of an average is lost",
+        "Set --config.model.param_dtype=float32.",
     )
 
 

@@ -75,6 +75,8 @@ def make_step_settings(
         scoring=make_scoring(config, eos_ids),
         log_z_rate=o.log_z_rate,
         reference_reset_period=config.reference.reset_period,
+        reference_ema_decay=config.reference.ema_decay,
+        optimizer_reset_period=config.optimizer.reset_period,
         micro_batch_rows=micro_batch_rows(config),
         row_multiple=config.mesh.data * config.mesh.fsdp,
         is_whole=groups_stay_whole(config, num_hosts),

@@ -19,6 +19,8 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "tb, centred by the sampler": {"preset": "tba", "kl_center": "behavior"},
     "tb, not centred": {"preset": "tba", "kl_center": "none"},
     "tb, EMA surrogate": {"preset": "tba", "anchor": "ema_surrogate"},
+    "tba_ema": {"preset": "tba_ema"},
+    "tba_ema_surrogate": {"preset": "tba_ema_surrogate"},
     "tba_prime": {"preset": "tba_prime"},
     "tba_prime_live": {"preset": "tba_prime_live"},
     "oapl": {"preset": "oapl"},

@@ -65,11 +65,13 @@ class Study:
 
 # Points of the loss that one of these studies alone is about.
 _OF_CENTRING = ("tb", "tb, centred by the sampler", "tb, not centred", "tb, EMA surrogate")
+_AVERAGED = ("tba_ema", "tba_ema_surrogate")
 _ALL = tuple(
     name
     for name in OBJECTIVES
     # Another driver is no other objective here; dynamic sampling is left out.
-    if name not in (*_OF_CENTRING[1:], "tb, leave one out", "gflownet_sync", "reinforce")
+    if name
+    not in (*_OF_CENTRING[1:], *_AVERAGED, "tb, leave one out", "gflownet_sync", "reinforce")
 )
 _FEW = ("tb", "grpo, beta 0", "proximal_rloo")
 _PRIME = {name: {"reset_period": 50} for name in ("tba_prime", "tba_prime_live")}

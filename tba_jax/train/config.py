@@ -277,6 +277,12 @@ class OptimizerSettings(Section):
         "keep the optimizer's state in pinned host memory between steps: device memory for time on "
         "the way to the host and back, once a step",
     )
+    reset_period: int = field(
+        0,
+        "steps after which the moments begin anew, while the schedule goes on, as in policy mirror "
+        "descent where the reference is reset; 0: never",
+        at_least=0,
+    )
     max_nonfinite_steps: int = field(3, "skipped steps in a row that end the run", at_least=1)
 
     def check(self) -> None:
@@ -304,6 +310,9 @@ class ReferenceSettings(Section):
         "searcher", "where log pi_ref is scored: when drawn, or at use"
     )
     reset_period: int = field(0, "steps between reference := policy; 0: never", at_least=0)
+    ema_decay: float = share(
+        0.0, "per step, of a reference that is a moving average of the policy; 0: none is"
+    )
 
     def check(self) -> None:
         need(
@@ -312,4 +321,25 @@ class ReferenceSettings(Section):
             self.reset_period,
             "a reference that moves must be scored at use",
             "Set --config.reference.placement=trainer.",
+        )
+        need(
+            not self.ema_decay or self.placement == "trainer",
+            "reference.ema_decay",
+            self.ema_decay,
+            "a reference that moves must be scored at use",
+            "Set --config.reference.placement=trainer.",
+        )
+        need(
+            not (self.ema_decay and self.reset_period),
+            "reference.ema_decay",
+            self.ema_decay,
+            f"a reference that is reset every {self.reset_period} steps is no average",
+            "Set --config.reference.ema_decay=0 or --config.reference.reset_period=0.",
+        )
+        need(
+            self.ema_decay < 1,
+            "reference.ema_decay",
+            self.ema_decay,
+            "such an average never moves",
+            "Set --config.reference.ema_decay=0 for a frozen reference.",
         )

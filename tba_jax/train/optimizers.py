@@ -8,6 +8,7 @@ root mean square of a settled update; decay times learning rate, on matrices onl
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
@@ -83,6 +84,24 @@ def make_optimizer(
         ]
     clip = [optax.clip_by_global_norm(s.clip_norm)] if s.clip_norm else []
     return optax.chain(*clip, *steps) if clip or len(steps) > 1 else steps[0]
+
+
+def begun_anew(opt_state: Any, first: Any, begins: Array) -> Any:
+    """Moments, and the count that corrects their bias, as at first; where a schedule is, it stays.
+
+    Args:
+        opt_state: of `make_optimizer`.
+        first: what its `init` returns.
+        begins: bool, whether it does.
+    """
+
+    def is_schedule(x: Any) -> bool:
+        return isinstance(x, optax.ScaleByScheduleState)
+
+    def choose(now: Any, new: Any) -> Any:
+        return now if is_schedule(now) else jnp.where(begins, new, now)
+
+    return jax.tree.map(choose, opt_state, first, is_leaf=is_schedule)
 
 
 def is_matrix(params: Any) -> Any:

@@ -31,6 +31,7 @@ from tba_jax.train.off_policy import (
     off_policy_stats,
     stratified,
 )
+from tba_jax.train.optimizers import begun_anew
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens, make_rows, num_valid_tokens, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
@@ -47,6 +48,8 @@ class StepSettings:
         scoring: how policy and reference are scored.
         log_z_rate: learning rate of a learned log Z over the policy's.
         reference_reset_period: steps between reference := policy; 0: never.
+        reference_ema_decay: per step, of a reference that is an average of the policy; 0: none is.
+        optimizer_reset_period: steps after which moments begin anew; 0: never.
         micro_batch_rows: responses whose gradients are made at a time; 0: all.
         row_multiple: rows of a micro-batch are a multiple (devices that divide them).
         is_whole: all rows of a group are in one micro-batch.
@@ -60,6 +63,8 @@ class StepSettings:
     scoring: Scoring
     log_z_rate: float = 1.0
     reference_reset_period: int = 0
+    reference_ema_decay: float = 0.0
+    optimizer_reset_period: int = 0
     micro_batch_rows: int = 0
     row_multiple: int = 1
     is_whole: bool = False
@@ -249,10 +254,10 @@ def _updated(
     )
     params, head = (trained, None) if state.log_z_head is None else trained
     step = state.step + 1
-    reference = state.reference_params
-    if reference is not None and settings.reference_reset_period:
-        reset = step % settings.reference_reset_period == 0
-        reference = jax.tree.map(lambda r, p: jnp.where(reset, p, r), reference, params)
+    if settings.optimizer_reset_period:
+        begins = step % settings.optimizer_reset_period == 0
+        opt_state = begun_anew(opt_state, optimizer.init(trained), begins)
+    reference = _moved_reference(state.reference_params, params, step, settings)
     skipped = (~is_finite).astype(jnp.int32)
     new_state = TrainState(
         step,
@@ -264,6 +269,18 @@ def _updated(
         head,
     )
     return new_state, grad_norm
+
+
+def _moved_reference(reference: Any, params: Any, step: Array, settings: StepSettings) -> Any:
+    """The reference after a step that made these parameters."""
+    if reference is None:
+        return None
+    if settings.reference_ema_decay:
+        return optax.incremental_update(params, reference, 1 - settings.reference_ema_decay)
+    if settings.reference_reset_period:
+        reset = step % settings.reference_reset_period == 0
+        return jax.tree.map(lambda r, p: jnp.where(reset, p, r), reference, params)
+    return reference
 
 
 def _batch_metrics(

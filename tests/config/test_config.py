@@ -179,6 +179,28 @@ def test_no_field_is_dead():
             "search.swap = 'in_flight': with search.exact_lag a response is of one version",
         ),
         ({"reference.reset_period": 5}, "Set --config.reference.placement=trainer"),
+        ({"reference.ema_decay": 0.9}, "Set --config.reference.placement=trainer"),
+        (
+            {
+                "reference.placement": "trainer",
+                "reference.ema_decay": 0.9,
+                "reference.reset_period": 5,
+            },
+            "reference.ema_decay = 0.9: a reference that is reset every 5 steps is no average",
+        ),
+        ({"reference.placement": "trainer", "reference.ema_decay": 1.0}, "never moves"),
+        (
+            {
+                "reference.placement": "trainer",
+                "reference.ema_decay": 0.9,
+                "model.param_dtype": "bfloat16",
+            },
+            "in bfloat16 a step of an average is lost",
+        ),
+        (
+            {"reference.placement": "trainer", "reference.ema_decay": 0.9, "lora.rank": 4},
+            "the product of their averages is no average",
+        ),
         ({"replay.max_staleness": 1, "sync_period": 4}, "it would be late however fast"),
         ({"replay.late": "drop"}, "replay.late = 'drop': without a bound on staleness nothing"),
         (

@@ -32,7 +32,7 @@ from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import init_state, make_init_state, step_shardings
-from tba_jax.train.step import make_train_step
+from tba_jax.train.step import _moved_reference, make_train_step
 from tba_jax.train.target import Target
 
 
@@ -178,6 +178,17 @@ def test_reference_at_the_trainer_starts_as_the_policy_and_is_reset():
     assert abs(float(metrics["train/kl_reference"])) > 1e-4
     reference, policy = jax.device_get((state.reference_params, state.params))
     jax.tree.map(np.testing.assert_array_equal, reference, policy)
+
+
+def test_a_reference_that_follows_is_an_average_of_the_policies():
+    settings = replace(SETTINGS, reference_ema_decay=0.75)
+    policies, reference = [1.0, 3.0, -2.0], jnp.float32(1.0)
+    for step, policy in enumerate(policies[1:], start=1):
+        reference = _moved_reference(reference, jnp.float32(policy), jnp.int32(step), settings)
+    # 0.75 (0.75 * 1 + 0.25 * 3) + 0.25 * -2
+    assert float(reference) == 0.625
+    assert _moved_reference(None, jnp.float32(0), jnp.int32(1), settings) is None
+    assert float(_moved_reference(reference, jnp.float32(9), jnp.int32(1), SETTINGS)) == 0.625
 
 
 def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():
