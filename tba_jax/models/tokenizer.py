@@ -159,6 +159,15 @@ class Tokenizer:
     def _longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
 
+    def knows(self, character: str) -> bool:
+        """Whether a text does not lose this character: no unknown token, and some token, is it.
+
+        White space may be none: tokenizers that put words apart leave it out.
+        """
+        ids = self._tokenizer.encode(character, add_special_tokens=False, verbose=False)
+        unknown = self._tokenizer.unk_token_id
+        return (bool(ids) or character.isspace()) and (unknown is None or unknown not in ids)
+
     @property
     def has_chat_template(self) -> bool:
         """Whether `format_chat` can be used."""
@@ -276,12 +285,13 @@ class _Plain:
         self._library.no_truncation()
         ids = {
             name: self._library.token_to_id(settings[f"{name}_token"])
-            for name in ("bos", "eos", "pad")
+            for name in ("bos", "eos", "pad", "unk")
             if f"{name}_token" in settings
         }
         self.bos_token_id: int | None = ids.get("bos")
         self.eos_token_id: int | None = ids.get("eos")
         self.pad_token_id: int | None = ids.get("pad")
+        self.unk_token_id: int | None = ids.get("unk")
 
     def __len__(self) -> int:
         return self._library.get_vocab_size()

@@ -15,6 +15,7 @@ from tba_jax.devices.site import Site
 from tba_jax.models import lora
 from tba_jax.run import identity
 from tba_jax.run.host_state import CheckpointError, HostState
+from tba_jax.run.prompts import check_prompts
 from tba_jax.run.searching import make_references
 from tba_jax.run.shared import Shared
 from tba_jax.run.training import abstract_state, make_optimizer_from, make_step_shardings
@@ -56,7 +57,7 @@ def open_start(
         accepted: of `identity.KINDS`, what may have changed since the checkpoint was written.
 
     Raises:
-        ValueError: weights are not usable. UserError: what the run was made of changed.
+        ValueError: weights or prompts are not usable. UserError: what the run was made of changed.
         CheckpointError: no checkpoint is intact, the newest that is cannot be read, or it is
             another run's.
     """
@@ -65,6 +66,7 @@ def open_start(
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
     facts = shared.facts  # what the run is made of now, not when it is first saved
+    check_prompts(shared, facts.fingerprints, phase, note)
     newest = _newest_intact(shared, note)
     references: dict[Site, Reference] = {}
     params, base = None, None

@@ -5,8 +5,8 @@ Grain does the sharding, the shuffling and the position; this module turns a pro
 tokenized Prompt. Invariants: a stream restored from `state()` continues with exactly the prompts
 that would have come, and a prompt that does not fit is refused or skipped and counted, never cut.
 
-Prompts are tokenized when they are taken, so that starting costs nothing. Grain is imported when
-the first stream is made, for the sake of commands that need none.
+Prompts are tokenized when they are taken; what `prompt_survey` found out about them before is not
+kept. Grain is imported when the first stream is made, for the sake of commands that need none.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,25 +38,54 @@ class Encoder(Protocol):
         """int32 [s]."""
         ...
 
+    def knows(self, character: str) -> bool:
+        """Whether a text does not lose this character."""
+        ...
+
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Chat messages as text."""
         ...
 
 
+Split = Literal["train", "eval"]
+
+
+def text_of(
+    task: Task, tokenizer: Encoder, split: Split, index: int
+) -> tuple[str, Mapping[str, Any]]:
+    """The text of a prompt, chat messages formatted, and its columns.
+
+    Raises:
+        ValueError: chat messages that the template refuses.
+    """
+    problem = task.train_problem if split == "train" else task.eval_problem
+    content, columns = problem(index)
+    if isinstance(content, str):
+        return content, columns
+    return _formatted(content, tokenizer, _where(task, split, index)), columns
+
+
+def is_long_text(text: str, tokenizer: Encoder, max_prompt_tokens: int) -> bool:
+    """Whether a text is too long by its characters already, and should not be tokenized."""
+    return len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token
+
+
+def _where(task: Task, split: Split, index: int) -> str:
+    return f"{split} problem {index} of task {task.name}"
+
+
 def _prompt(
     task: Task,
     tokenizer: Encoder,
-    split: Literal["train", "eval"],
+    split: Split,
     index: int,
     max_prompt_tokens: int,
     long_prompts: LongPrompts,
 ) -> Prompt | None:
     """The prompt, or None for one that is skipped because it is too long."""
-    problem = task.train_problem if split == "train" else task.eval_problem
-    content, columns = problem(index)
-    where = f"{split} problem {index} of task {task.name}"
-    text = content if isinstance(content, str) else _formatted(content, tokenizer, where)
-    if len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token:
+    text, columns = text_of(task, tokenizer, split, index)
+    where = _where(task, split, index)
+    if is_long_text(text, tokenizer, max_prompt_tokens):
         if long_prompts == "skip":
             return None
         raise ValueError(

@@ -6,19 +6,59 @@ functions want. Invariant: all rows have the same columns and the same kind of p
 is both trained on and held out.
 """
 
+import array
 import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from tba_jax.tasks.chats import Problem, asked_by_user, chat
-from tba_jax.tasks.rows import has_split, read_rows
+from tba_jax.tasks.rows import Placed, has_split, open_rows
 
 # TRL does not pass these columns to reward functions either: they are its own arguments.
 DROPPED_COLUMNS = ("completion", "completion_ids")
 RESERVED_COLUMNS = ("prompts", "completions")
+
+
+class _Part(NamedTuple):
+    """Problems of a split: some rows of a source, by index."""
+
+    rows: Sequence[Placed]
+    chosen: Sequence[int]
+
+    def problem(self, index: int) -> Problem:
+        where, row = self.rows[self.chosen[index]]
+        return _problem(row, where)
+
+
+class _Judge:
+    """Refuses rows that are no problems, or of another form than the first.
+
+    Args:
+        notes_prompts: it keeps a digest of each prompt.
+    """
+
+    def __init__(self, *, notes_prompts: bool = False) -> None:
+        self._notes_prompts = notes_prompts
+        self.prompts: list[bytes] = []
+        self._first: tuple[Problem, str] | None = None
+
+    @property
+    def first(self) -> Problem:
+        """The first problem; there is one."""
+        assert self._first is not None
+        return self._first[0]
+
+    def __call__(self, where: str, row: dict[str, Any]) -> None:
+        problem = _problem(row, where)
+        if self._first is None:
+            self._first = problem, where
+        _same_form(problem, self._first[0], where, self._first[1])
+        if self._notes_prompts:
+            text = json.dumps(problem[0], sort_keys=True)
+            self.prompts.append(hashlib.sha256(text.encode()).digest())
 
 
 class Custom:
@@ -53,36 +93,40 @@ class Custom:
         self._chat = chat
 
     @functools.cached_property
-    def _splits(self) -> tuple[list[Problem], list[Problem]]:
-        train = _problems(read_rows(self._data_path, "train"))
-        if not has_split(self._data_path, "test"):
-            return _split_off(train, self._num_held_out, self._data_path)
-        test = _problems(read_rows(self._data_path, "test"))
+    def _splits(self) -> tuple[_Part, _Part]:
+        has_test = has_split(self._data_path, "test")
+        train, test = _Judge(notes_prompts=not has_test), _Judge()
+        rows = open_rows(self._data_path, "train", train)
+        if not has_test:
+            held_out = _split_off(train.prompts, self._num_held_out, self._data_path)
+            kept = array.array("q", (i for i in range(len(rows)) if i not in held_out))
+            return _Part(rows, kept), _Part(rows, array.array("q", sorted(held_out)))
+        test_rows = open_rows(self._data_path, "test", test)
         for what, of_train, of_test in zip(
-            ("columns", "prompts"), _form(train[0]), _form(test[0]), strict=True
+            ("columns", "prompts"), _form(train.first), _form(test.first), strict=True
         ):
             if of_train != of_test:
                 raise ValueError(
                     f"{self._data_path}: the {what} of the train split are {of_train}, those of "
                     f"the test split {of_test}; make them the same"
                 )
-        return train, test
+        return _Part(rows, range(len(rows))), _Part(test_rows, range(len(test_rows)))
 
     def train_size(self) -> int:
         """Number of training problems."""
-        return len(self._splits[0])
+        return len(self._splits[0].chosen)
 
     def eval_size(self) -> int:
         """Number of held-out problems."""
-        return len(self._splits[1])
+        return len(self._splits[1].chosen)
 
     def train_problem(self, index: int) -> Problem:
         """Prompt and columns of a training problem; chat messages are the column `prompt` too."""
-        return self._asked(self._splits[0][index])
+        return self._asked(self._splits[0].problem(index))
 
     def eval_problem(self, index: int) -> Problem:
         """Prompt and columns of a held-out problem."""
-        return self._asked(self._splits[1][index])
+        return self._asked(self._splits[1].problem(index))
 
     def _asked(self, problem: Problem) -> Problem:
         prompt, columns = problem
@@ -97,18 +141,6 @@ def _form(problem: Problem) -> tuple[list[str], str]:
     prompt, columns = problem
     names = sorted(name for name in columns if name != "prompt")
     return names, "texts" if isinstance(prompt, str) else "chat messages"
-
-
-def _problems(rows: Iterable[tuple[str, dict[str, Any]]]) -> list[Problem]:
-    problems: list[Problem] = []
-    first = ""
-    for where, row in rows:
-        problem = _problem(row, where)
-        if problems:
-            _same_form(problem, problems[0], where, first)
-        first = first or where
-        problems.append(problem)
-    return problems
 
 
 def _problem(row: dict[str, Any], where: str) -> Problem:
@@ -183,29 +215,24 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
                 )
 
 
-def _split_off(
-    problems: list[Problem], num_held_out: int, source: str
-) -> tuple[list[Problem], list[Problem]]:
+def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[int]:
+    """Which rows are held out, given a digest of the prompt of each."""
     if num_held_out < 1:
         raise ValueError(
             f"{source} has no test split, and task.num_eval_prompts = {num_held_out} asks for all "
             "of it; say how many rows to hold out"
         )
-    by_prompt: dict[str, list[int]] = {}
-    for index, (prompt, _) in enumerate(problems):
-        text = json.dumps(prompt, sort_keys=True)
-        by_prompt.setdefault(hashlib.sha256(text.encode()).hexdigest(), []).append(index)
-    held_out: list[int] = []
-    for digest in sorted(by_prompt):
-        if len(held_out) >= num_held_out:
+    held_out: set[int] = set()
+    last = b""
+    for digest, index in sorted(zip(prompts, range(len(prompts)), strict=True)):
+        if len(held_out) >= num_held_out and digest != last:
             break
-        held_out += by_prompt[digest]
-    if len(held_out) == len(problems):
+        held_out.add(index)
+        last = digest
+    if len(held_out) == len(prompts):
         raise ValueError(
-            f"{source} has {len(problems)} rows and no test split; holding out "
+            f"{source} has {len(prompts)} rows and no test split; holding out "
             f"task.num_eval_prompts = {num_held_out} of them leaves nothing to train on. Lower it, "
             "or give a folder with train.jsonl and test.jsonl"
         )
-    chosen = set(held_out)
-    train = [p for i, p in enumerate(problems) if i not in chosen]
-    return train, [p for i, p in enumerate(problems) if i in chosen]
+    return held_out

@@ -6,10 +6,11 @@ its row in the file; of the hub's rows those of MATH-500 are never trained on.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.rewards.boxed import last_boxed
-from tba_jax.tasks.rows import Row, RowTask
+from tba_jax.tasks.rows import Placed, Row, RowTask
 
 MESSAGE = "{problem}\n\nReason step by step, and put the final answer within \\boxed{{}}."
 PROMPT = f"Problem:\n{MESSAGE}\n\nSolution:"
@@ -34,13 +35,13 @@ class HendrycksMath(RowTask):
     hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "test": "hf://HuggingFaceH4/MATH-500"}
 
     @functools.cached_property
-    def _train(self) -> list[Row]:
+    def _train(self) -> Sequence[Placed]:
         rows = super()._train
         if self._data_path:
             return rows
         # Two data sets of two publishers: that they share no problem is not taken on trust.
-        held_out = {row["problem"] for row in self._eval}
-        return [row for row in rows if row["problem"] not in held_out]
+        held_out = {row["problem"] for _, row in self._eval}
+        return [placed for placed in rows if placed[1]["problem"] not in held_out]
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:

@@ -82,6 +82,7 @@ class Entry(NamedTuple):
         make: (data_path, num_held_out, chat) -> the task.
         has_chat: prompts may be a user's messages in the model's chat template.
         needs_data: task.data_path must be given.
+        makes_problems: there is no data, so that how long its prompts are is this package's affair.
         has_one_prompt: there is a single prompt, which every searcher must draw.
         metrics: metric functions of its evaluation beside those of every task, by the names that
             `evaluation` has for them.
@@ -91,6 +92,7 @@ class Entry(NamedTuple):
     make: Callable[[str, int, bool], Task]
     has_chat: bool = True
     needs_data: bool = False
+    makes_problems: bool = False
     has_one_prompt: bool = False
     metrics: tuple[str, ...] = ()
 
@@ -119,16 +121,21 @@ def _embedded(task: type[Task]) -> Callable[[str, int, bool], Task]:
 TASKS: dict[str, Entry] = {
     entry.task.name: entry
     for entry in (
-        Entry(Arithmetic, _embedded(Arithmetic), has_chat=False),
+        Entry(Arithmetic, _embedded(Arithmetic), has_chat=False, makes_problems=True),
         Entry(Custom, Custom, needs_data=True),
         Entry(GSM8K, _rows(GSM8K)),
         Entry(GSM8KOfficial, _rows(GSM8KOfficial)),
         Entry(HendrycksMath, _rows(HendrycksMath)),
         Entry(
-            RedTeam, _embedded(RedTeam), has_chat=False, has_one_prompt=True, metrics=("attacks",)
+            RedTeam,
+            _embedded(RedTeam),
+            has_chat=False,
+            makes_problems=True,
+            has_one_prompt=True,
+            metrics=("attacks",),
         ),
         Entry(TLDR, _rows(TLDR)),
-        Entry(TLDRToy, _embedded(TLDRToy), has_chat=False),
+        Entry(TLDRToy, _embedded(TLDRToy), has_chat=False, makes_problems=True),
     )
 }
 
@@ -141,7 +148,9 @@ def entry_of(name: str) -> Entry:
     """
     dataset = name.partition(REASONING_GYM_PREFIX)[2] if name not in TASKS else ""
     if dataset:
-        return Entry(ReasoningGym, _rows(functools.partial(ReasoningGym, dataset)))
+        return Entry(
+            ReasoningGym, _rows(functools.partial(ReasoningGym, dataset)), makes_problems=True
+        )
     if name not in TASKS:
         raise ValueError(f"task.name = {name!r}; want one of {NAMES}")
     return TASKS[name]

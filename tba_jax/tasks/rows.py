@@ -2,21 +2,26 @@
 """Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Invariant: every row comes with the
-place it is from (file and line), so that whoever refuses it can name that.
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Rows of JSON lines are judged in one
+pass when they are opened and then read one at a time, so a data set need not fit into memory; those
+of Parquet files and of the hub are kept whole. Invariant: every row comes with the place it is from
+(file and line), so that whoever refuses it can name that.
 """
 
+import array
 import functools
 import glob
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, overload
 
 from tba_jax.tasks.chats import Problem, asked_by_user
 
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
+Placed = tuple[str, dict[str, Any]]
+"""A row and where it is from, for messages."""
 
 HUB_PREFIX = "hf://"
 _MAX_DEPTH = 100  # of objects and lists in a row
@@ -37,7 +42,92 @@ def has_split(source: str, split: Split) -> bool:
     return os.path.isdir(source) and bool(_files(source, split))
 
 
-def read_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]:
+class Rows(Sequence[Placed]):
+    """Rows of JSON lines files, of which only the places are kept; safe to read from any thread.
+
+    A file that is replaced is read on as it was; one that is written to is refused.
+
+    Args:
+        files: which.
+
+    Attributes:
+        places: int64, of each row: index of its file, number of its line, first byte, length.
+    """
+
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = [*files]
+        self._open = [os.open(file, os.O_RDONLY) for file in files]
+        self._written = [_written(descriptor) for descriptor in self._open]
+        self.places = array.array("q")
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_open", ()):
+            os.close(descriptor)
+
+    def __len__(self) -> int:
+        return len(self.places) // 4
+
+    @overload
+    def __getitem__(self, index: int) -> Placed: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Placed]: ...
+
+    def __getitem__(self, index: int | slice) -> Placed | Sequence[Placed]:
+        """Raises ValueError for a file that was written to since."""
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        at = range(len(self))[index] * 4
+        file, number, start, length = self.places[at : at + 4]
+        where = f"{self._files[file]}, line {number}"
+        if _written(self._open[file]) != self._written[file]:
+            raise ValueError(
+                f"{self._files[file]} was written to while a run reads it; start the run "
+                "again, and leave the file alone, or put another in its place"
+            )
+        return where, _json_row(os.pread(self._open[file], length, start), number, where)
+
+
+def _written(descriptor: int) -> tuple[int, int]:
+    """Length of a file, and when it was last written to."""
+    status = os.fstat(descriptor)
+    return status.st_size, status.st_mtime_ns
+
+
+def open_rows(
+    source: str, split: Split, judge: Callable[[str, dict[str, Any]], Any]
+) -> Sequence[Placed]:
+    """The rows of a split, as a sequence, after one pass over all of them.
+
+    Args:
+        source: where they are.
+        split: which of the two.
+        judge: (place, row): called for each in order; raises ValueError for one that is not usable.
+
+    Raises:
+        ValueError: as `read_rows` and `judge`.
+    """
+    files = [] if source.startswith(HUB_PREFIX) else _files_of(source, split)
+    if not files or files[0].endswith(".parquet"):
+        kept = [*read_rows(source, split)]
+        for where, row in kept:
+            judge(where, row)
+        return kept
+    rows: Rows | None = None
+    for file, path in enumerate(files):
+        for number, start, line, row in _json_lines(path):
+            if rows is None:
+                rows = Rows(files)
+            where = f"{path}, line {number}"
+            _check_texts(row, where)
+            judge(where, row)
+            rows.places.extend((file, number, start, len(line)))
+    if rows is None:
+        raise _no_rows(files[0])
+    return rows
+
+
+def read_rows(source: str, split: Split) -> Iterator[Placed]:
     """(place, row) of every row of a split, in order; all rows where the source is one file.
 
     Raises:
@@ -46,13 +136,7 @@ def read_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]
     if source.startswith(HUB_PREFIX):
         yield from _hub_rows(source, split)
         return
-    files = _files(source, split) if os.path.isdir(source) else [source]
-    if not files:
-        raise ValueError(
-            f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory); "
-            "task.data_path wants a folder with train.jsonl and test.jsonl, or .parquet files of "
-            "these names"
-        )
+    files = _files_of(source, split)
     found = False
     for path in files:
         rows = _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
@@ -61,21 +145,23 @@ def read_rows(source: str, split: Split) -> Iterator[tuple[str, dict[str, Any]]]
             _check_texts(row, where)
             yield where, row
     if not found:
-        raise ValueError(f"{files[0]} holds no rows; want one JSON object per line")
+        raise _no_rows(files[0])
 
 
-def load_rows(source: str, split: Split, columns: Sequence[str]) -> list[Row]:
-    """The rows of a split, with the wanted columns.
+def _no_rows(path: str) -> ValueError:
+    return ValueError(f"{path} holds no rows; want one JSON object per line")
 
-    Args:
-        source: where they are.
-        split: which of the two.
-        columns: names that every row must have, as text.
 
-    Raises:
-        ValueError: no such data, or a row that is not usable: file, line and what was found.
-    """
-    return [_checked(row, columns, where) for where, row in read_rows(source, split)]
+def _files_of(source: str, split: Split) -> list[str]:
+    """Raises ValueError where there are none, or two kinds."""
+    files = _files(source, split) if os.path.isdir(source) else [source]
+    if not files:
+        raise ValueError(
+            f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory); "
+            "task.data_path wants a folder with train.jsonl and test.jsonl, or .parquet files of "
+            "these names"
+        )
+    return files
 
 
 def _files(folder: str, split: Split) -> list[str]:
@@ -95,27 +181,37 @@ def _files(folder: str, split: Split) -> list[str]:
     return kinds[0] if kinds else []
 
 
-def _json_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_rows(path: str) -> Iterator[Placed]:
+    for number, _, _, row in _json_lines(path):
+        yield f"{path}, line {number}", row
+
+
+def _json_lines(path: str) -> Iterator[tuple[int, int, bytes, dict[str, Any]]]:
+    """(number from 1, first byte, line, row) of every line that is not blank."""
     try:
         file = open(path, "rb")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    start = 0
     with file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                row = json.loads(text)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
-            except (ValueError, RecursionError) as error:  # numbers or nesting without end, too
-                got = text.strip()[:80]
-                raise ValueError(f"{where}: not JSON ({error}); got {got!r}") from None
-            if not isinstance(row, dict):
-                raise ValueError(f"{where}: want an object with named columns; got {row!r:.80}")
-            yield where, row
+            if line.strip():
+                yield number, start, line, _json_row(line, number, f"{path}, line {number}")
+            start += len(line)
+
+
+def _json_row(line: bytes, number: int, where: str) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        row = json.loads(text)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
+    except (ValueError, RecursionError) as error:  # numbers or nesting without end, too
+        got = text.strip()[:80]
+        raise ValueError(f"{where}: not JSON ({error}); got {got!r}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: want an object with named columns; got {row!r:.80}")
+    return row
 
 
 def _check_texts(value: Any, where: str, depth: int = 0) -> None:
@@ -237,15 +333,18 @@ class RowTask:
         """What the user of a chat says in place of the prompt text."""
         raise NotImplementedError
 
-    @functools.cached_property
-    def _train(self) -> list[Row]:
-        return load_rows(self._data_path or self.hub["train"], "train", self.columns)
+    def _rows(self, source: str, split: Split) -> Sequence[Placed]:
+        return open_rows(source, split, lambda where, row: _checked(row, self.columns, where))
 
     @functools.cached_property
-    def _eval(self) -> list[Row]:
+    def _train(self) -> Sequence[Placed]:
+        return self._rows(self._data_path or self.hub["train"], "train")
+
+    @functools.cached_property
+    def _eval(self) -> Sequence[Placed]:
         if self._data_path:
-            return load_rows(self._data_path, "test", self.columns)
-        return load_rows(self.hub["test"], self.hub_eval_split, self.columns)
+            return self._rows(self._data_path, "test")
+        return self._rows(self.hub["test"], self.hub_eval_split)
 
     def train_size(self) -> int:
         """Number of training problems."""
@@ -263,6 +362,8 @@ class RowTask:
         """Prompt and reward columns of a held-out problem."""
         return self._asked(self._eval[index])
 
-    def _asked(self, row: Row) -> Problem:
+    def _asked(self, placed: Placed) -> Problem:
+        where, found = placed
+        row = _checked(found, self.columns, where)
         text, columns = self.problem(row)
         return asked_by_user(self.message(row), columns) if self._chat else (text, columns)

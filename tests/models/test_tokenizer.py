@@ -428,6 +428,9 @@ def test_a_tokenizer_without_code_is_read_as_transformers_reads_it(name):
     for attribute in ("bos_id", "adds_bos", "eos_ids", "pad_id", "vocab_size", "has_chat_template"):
         assert getattr(ours, attribute) == getattr(theirs, attribute), attribute
     assert ours.has_vocabulary_of(theirs) and theirs.has_vocabulary_of(ours)
+    marks = "0123456789+-=:,.ab \n\u00e9\u4e2d"
+    known, known_to_theirs = ({c for c in marks if each.knows(c)} for each in (ours, theirs))
+    assert known == known_to_theirs and "=" in known and not known & {"\u00e9", "\u4e2d"}
     rng = np.random.default_rng(0)
     letters = [*"0123456789+-=:,.ab \n\u00e9\u4e2d", "<bos>", "<eos>", "<pad>", "<unk>", "<none>"]
     for _ in range(200):

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows from JSON lines, Parquet and the hub, and the place that each is from."""
 
+import json
 import sys
 import types
 
 import pytest
 
-from tba_jax.tasks.rows import has_split, load_rows, read_rows
+from tba_jax.tasks.rows import Rows, has_split, open_rows, read_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 
@@ -59,8 +60,37 @@ def test_parquet_files_and_shards_are_read_in_order(tmp_path):
         (f"{tmp_path}/train-00000-of-00002.parquet, row 0", ROWS[0]),
         (f"{tmp_path}/train-00001-of-00002.parquet, row 0", ROWS[1]),
     ]
-    with pytest.raises(ValueError, match=r"test\.parquet, row 0: want text under 'n'; got n = 1"):
-        load_rows(str(tmp_path), "test", ("prompt", "n"))
+    judged = []
+    rows = open_rows(str(tmp_path), "test", lambda where, row: judged.append((where, row)))
+    assert [*rows] == judged == [(f"{tmp_path}/test.parquet, row {i}", ROWS[i]) for i in (0, 1)]
+
+
+def test_json_lines_are_judged_once_and_then_read_one_at_a_time(tmp_path):
+    path = tmp_path / "train.jsonl"
+    text = "x" * 1000
+    lines = [json.dumps({"prompt": f"{text}{i}é"}, ensure_ascii=False) + "\n" for i in range(300)]
+    path.write_bytes("\n".join(["\ufeff" + lines[0], *lines[1:]]).encode())
+    judged = []
+    rows = open_rows(str(tmp_path), "train", lambda where, row: judged.append((where, row)))
+    assert isinstance(rows, Rows) and len(rows) == 300
+    assert [*rows] == judged == [*read_rows(str(tmp_path), "train")]
+    assert rows[-1] == judged[-1] and rows[3:5] == judged[3:5]
+    assert len(rows.places) * rows.places.itemsize == 300 * 32  # and not their 300 kB
+    with pytest.raises(IndexError):
+        rows[300]
+
+
+def test_a_file_that_is_written_to_is_refused_and_one_that_is_replaced_read_on(tmp_path):
+    path, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    other.write_text('{"prompt": "b"}\n')
+    rows = open_rows(str(path), "train", lambda where, row: None)
+    other.rename(path)
+    assert rows[0] == (f"{path}, line 1", {"prompt": "a"})
+    rows = open_rows(str(path), "train", lambda where, row: None)
+    path.write_text('{"prompt": "cc"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl was written to while a run reads it"):
+        rows[0]
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
