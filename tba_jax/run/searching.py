@@ -201,6 +201,7 @@ def make_transport(
             keep=config.sync.keep,
             timeout_s=timeout_s,
             layout=arrival.layout,
+            reads_back=config.placement != "fleet",
         )
     return MergingTransport(transport, merges) if merges else transport
 

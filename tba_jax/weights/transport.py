@@ -280,6 +280,8 @@ class CheckpointTransport:
         layout: makes restored params what the readers want; None: they are.
         shardings, timeout_s: as MemoryTransport.
         keep: versions kept on disk, at least 2.
+        reads_back: whether the mailbox has what was read from the files, for searchers of this
+            process; else what was published, as searchers elsewhere read and verify for themselves.
     """
 
     is_publishing = False
@@ -293,8 +295,10 @@ class CheckpointTransport:
         keep: int,
         timeout_s: int,
         layout: Layout | None = None,
+        reads_back: bool = True,
     ) -> None:
         self.delivery_s = 0.0
+        self._reads_back = reads_back
         self._versions = Versions(workdir)
         self._keep = keep
         self._wanted: Callable[[], Collection[int]] = tuple
@@ -327,11 +331,12 @@ class CheckpointTransport:
                 return False
             (version, params), since = taken
             self._write(version, params)
-            if self._versions.damage(version):
-                self._write(version, params)  # once more, while it is in memory
-            del taken, params  # the copy that was restored is another
-            restored = self._read(version)
-            self._mailbox.put(version, self._layout(restored))
+            if self._reads_back:
+                if self._versions.damage(version):
+                    self._write(version, params)  # once more, while it is in memory
+                del taken, params  # the copy that was restored is another
+                params = self._read(version)
+            self._mailbox.put(version, self._layout(params))
             self._undelivered.note_delivery()
             self.delivery_s = time.monotonic() - since
             return True

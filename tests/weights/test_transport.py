@@ -291,3 +291,15 @@ def test_a_version_that_is_wanted_stays_beside_the_newest(tmp_path):
             wanted.clear()
     assert Versions(tmp_path).named() == [3, 4]
     transport.close()
+
+
+def test_a_writer_without_searchers_of_its_own_does_not_read_what_it_wrote(tmp_path):
+    transport = checkpoints(tmp_path, reads_back=False, layout=lambda tree: {"w": tree["w"] + 1})
+    transport._reader.close()  # whoever reads with it fails
+    source = {"w": jnp.arange(4.0)}
+    deliver(transport, 3, source)
+    np.testing.assert_array_equal(transport.latest(0).params["w"], jnp.arange(4.0) + 1)
+    abstract = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=source["w"].sharding)}
+    assert not Versions(tmp_path).damage(3)
+    np.testing.assert_array_equal(Versions(tmp_path).read(3, abstract)["w"], jnp.arange(4.0))
+    transport.close()
