@@ -12,7 +12,6 @@ set -euo pipefail
 # The trainer has the GPUs of one node; searchers, eight to a process, have the other nodes.
 job=(python -m tba_jax.main --config=configs/math.py:gsm8k "--workdir=${WORKDIR:-$HOME/runs/gsm8k}"
   --config.placement=fleet --config.fleet.address=auto
-  --config.sync.transport=checkpoint --config.search.ownership=any
   --config.fleet.trainer=GPU=8 --config.mesh.fsdp=8 --config.batch.num_prompts=16
   --config.fleet.searcher=GPU=8 --config.num_searchers=8
   "--config.fleet.max_searchers=$((8 * (${SLURM_JOB_NUM_NODES:-5} - 1)))")

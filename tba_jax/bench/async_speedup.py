@@ -35,7 +35,7 @@ _POLL_S = 0.1
 # What a side has that the other has not.
 _SIDES = {
     "sync": {"driver": "sync", "placement": "shared"},
-    "async": {"placement": "whole_hosts", "sync.transport": "checkpoint"},
+    "async": {"placement": "whole_hosts"},
 }
 # Every sampled response is a row of its own, and steps have no other work beside them.
 _COMMON = {

@@ -4,6 +4,7 @@
 It reads a config and touches no device and no file of the run.
 """
 
+from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
@@ -43,12 +44,12 @@ def validate(config: Config) -> None:
     if MODES[config.placement].searches_elsewhere:
         _fleet(config)
     need(
-        MODES[config.placement].shares_data or config.sync.transport == "checkpoint",
+        MODES[config.placement].shares_data or transport_of(config) == "checkpoint",
         "sync.transport",
         config.sync.transport,
         f"with placement={config.placement} weights go to other hosts as files of the work "
         "directory",
-        "Set --config.sync.transport=checkpoint.",
+        "Set --config.sync.transport=auto.",
     )
     if config.task.start_path:
         _start_data(config)
@@ -158,11 +159,11 @@ def _driver(config: Config) -> None:
 def _pod(config: Config) -> None:
     """Runs of several hosts."""
     need(
-        config.sync.transport == "memory",
+        transport_of(config) == "memory",
         "sync.transport",
         config.sync.transport,
         "in a pod every host takes its weights from the trainer's mesh",
-        "Set --config.sync.transport=memory.",
+        "Set --config.sync.transport=auto.",
     )
     need(
         config.batch.packed_length == 0,
@@ -183,18 +184,18 @@ def _fleet(config: Config) -> None:
         "Set --config.driver=async.",
     )
     need(
-        config.sync.transport == "checkpoint",
+        transport_of(config) == "checkpoint",
         "sync.transport",
         config.sync.transport,
         "the weights of a fleet travel through the work directory, which all machines share",
-        "Set --config.sync.transport=checkpoint.",
+        "Set --config.sync.transport=auto.",
     )
     need(
-        config.search.ownership == "any",
+        ownership_of(config) == "any",
         "search.ownership",
         config.search.ownership,
         "prompts of a slot that no machine fills would never be drawn",
-        "Set --config.search.ownership=any.",
+        "Set --config.search.ownership=auto.",
     )
     need(
         config.fleet.max_searchers % config.num_searchers == 0,
@@ -245,11 +246,11 @@ def _task(config: Config) -> None:
     name, entry = config.task.name, entry_of(config.task.name)
     _reward_weights(config)
     need(
-        not entry.has_one_prompt or config.search.ownership == "any",
+        not entry.has_one_prompt or ownership_of(config) == "any",
         "search.ownership",
         config.search.ownership,
         f"task {name} has a single prompt, which every searcher must draw",
-        "Set --config.search.ownership=any.",
+        "Set --config.search.ownership=auto.",
     )
     kind_of(config, config.task.reward, entry.task.reward, name).check(config)
 

@@ -232,7 +232,6 @@ def _choose_whole_hosts(
     searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
     fields = {
         "placement": "whole_hosts",
-        "sync.transport": "checkpoint",
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
         "mesh.model": mesh.model,

@@ -65,7 +65,6 @@ _PAPER = {
         "clip_norm": 1.0,
     },
     "search": {
-        "ownership": "any",
         "prompts_per_round": 1,
         "samples_per_prompt": 128,
         "max_new_tokens": 20,
@@ -121,7 +120,6 @@ PRESETS = {
         "objective": {"group_size": 16, "beta": 0.2, "beta_final": 0.2},
         "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
         "search": {
-            "ownership": "any",
             # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
             "prompts_per_round": 4,
             "samples_per_prompt": 16,

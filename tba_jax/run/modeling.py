@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from tba_jax.config.resolved import transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
@@ -143,7 +144,7 @@ def make_publication_program(
     """
     policy, layout, shardings = policy_config(config, model_config), None, None
     quantization: Quantization = "none"
-    if config.sync.transport == "memory":
+    if transport_of(config) == "memory":
         if policy.adapters is None:
             quantization = config.search.quantization
             layout, shardings = make_publication(model_config, where, quantization)

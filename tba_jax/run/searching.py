@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from tba_jax.config.resolved import ownership_of, transport_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
@@ -190,7 +191,7 @@ def make_transport(
         transport = CheckpointReader(
             Versions(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
-    elif config.sync.transport == "memory":
+    elif transport_of(config) == "memory":
         program = sites.trainer.in_turn(publish)
         transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
     else:
@@ -359,7 +360,7 @@ def _stream(shared: Shared, i: int) -> PromptStream:
         shared.tokenizer,
         searcher=shared.first_searcher + i,
         num_searchers=shared.num_searchers,
-        ownership=config.search.ownership,
+        ownership=ownership_of(config),
         seed=config.seed,
         max_prompt_tokens=config.task.max_prompt_tokens,
         long_prompts=config.task.long_prompts,

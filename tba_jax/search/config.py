@@ -64,8 +64,10 @@ class SearchSettings(Section):
     explore_share: float = share(0.0, "share of responses drawn at a temperature of their own")
     explore_min_temperature: float = field(1.0, "of those: uniform from here", above=0)
     explore_max_temperature: float = field(1.0, "to here; log-probs keep sampling_temperature")
-    ownership: Literal["by_prompt", "any"] = field(
-        "by_prompt", "by_prompt: searcher s owns prompts = s mod n; any: every prompt"
+    ownership: Literal["auto", "by_prompt", "any"] = field(
+        "auto",
+        "by_prompt: searcher s owns prompts = s mod n; any: every prompt; auto: any in a fleet or "
+        "with a single prompt, else by_prompt",
     )
     outbox_bytes: int = field(
         64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1

@@ -11,9 +11,10 @@ from tba_jax.settings import Section, field
 class SyncSettings(Section):
     """How published weights reach searchers."""
 
-    transport: Literal["memory", "checkpoint"] = field(
-        "memory",
-        "memory, or checkpoint: through Orbax in the work directory (placement=whole_hosts)",
+    transport: Literal["auto", "memory", "checkpoint"] = field(
+        "auto",
+        "memory; checkpoint: through Orbax in the work directory; auto: memory, and checkpoint "
+        "where searchers are elsewhere (placement=whole_hosts, fleet)",
         on_resume=True,
     )
     keep: int = field(2, "checkpoint transport: published versions kept on disk", at_least=2)

@@ -250,16 +250,18 @@ def test_no_field_is_dead():
         ),
         ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
         ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
-        ({"task.name": "redteam"}, "Set --config.search.ownership=any"),
         (
-            {"task.name": "redteam", "search.ownership": "any", "victim.template": "{question}"},
+            {"task.name": "redteam", "search.ownership": "by_prompt"},
+            "Set --config.search.ownership=auto",
+        ),
+        (
+            {"task.name": "redteam", "victim.template": "{question}"},
             r"must hold \{attack\} once",
         ),
-        ({"task.name": "redteam", "search.ownership": "any"}, "classifier.target = ''"),
+        ({"task.name": "redteam"}, "classifier.target = ''"),
         (
             {
                 "task.name": "redteam",
-                "search.ownership": "any",
                 "classifier.kind": "encoder",
                 "classifier.target": "hate",
             },

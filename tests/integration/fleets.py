@@ -15,8 +15,6 @@ LIMIT_S = 1500.0
 _POLL_S = 0.1
 SMALL = {
     "placement": "fleet",
-    "sync.transport": "checkpoint",
-    "search.ownership": "any",
     "num_cpu_devices": 1,
     "fleet.max_searchers": 2,
     "num_steps": 12,

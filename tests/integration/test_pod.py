@@ -211,7 +211,7 @@ def test_an_interleaved_pod_takes_turns_on_its_devices(cache, tmp_path):
     assert waits == sorted(waits) and waits[-1] > 0
 
 
-WHOLE = ("placement=whole_hosts", "sync.transport=checkpoint", "mesh.data=2", "num_cpu_devices=1")
+WHOLE = ("placement=whole_hosts", "mesh.data=2", "num_cpu_devices=1")
 
 
 @pytest.mark.slow

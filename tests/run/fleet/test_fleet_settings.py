@@ -11,12 +11,7 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.run.errors import FleetError, UserError, is_mendable
 from tba_jax.run.fleet.driver import train_fleet
 
-FLEET = {
-    "placement": "fleet",
-    "sync.transport": "checkpoint",
-    "search.ownership": "any",
-    "task.name": "arithmetic",
-}
+FLEET = {"placement": "fleet", "task.name": "arithmetic"}
 
 
 @pytest.mark.parametrize(
