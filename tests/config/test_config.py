@@ -279,7 +279,7 @@ def test_no_field_is_dead():
             {"search.swap": "in_flight", "objective.name": "rloo"},
             "needs no behaviour policy permits a response of several versions",
         ),
-        ({"search.cache_dtype": "int8"}, "search.cache_dtype = 'int8': must be one of '', float32"),
+        ({"search.cache_dtype": "int4"}, "search.cache_dtype = 'int4': must be one of '', float32"),
         ({"search.num_slots": -1}, "config.search.num_slots = -1: must be at least 0"),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
