@@ -107,8 +107,12 @@ class Worker:
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` and raise nothing: for a run that has failed already."""
-        self._thread.join(timeout_s)
+        """Wait at most `timeout_s` and raise nothing: for a run that has failed already.
+
+        A worker that was never started has ended.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def close(self, timeout_s: float = 60.0) -> None:
         """Set stop, wait for the thread, then re-raise the first failure of the run.
@@ -119,7 +123,7 @@ class Worker:
             WorkerError: when this or a sibling worker failed.
         """
         self._stop.set()
-        self._thread.join(timeout_s)
+        self.join(timeout_s)
         if self._thread.is_alive():
             faulthandler.dump_traceback(file=sys.stderr)
             raise TimeoutError(

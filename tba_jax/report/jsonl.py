@@ -217,7 +217,7 @@ class JsonlWriter:
 
         Raises:
             LogError: a line without a field that `wanted` looks at, or with something else there;
-                nothing is changed.
+                nothing is changed. Storage refuses; what was begun is ended when the log is opened.
         """
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
@@ -225,13 +225,18 @@ class JsonlWriter:
                 with open(unfinished, "wb") as out:
                     out.write(b"%d\n" % start)
                     out.writelines(self._wanted_lines(wanted, start))
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
-                raise
-            self._file.close()
-            os.replace(unfinished, self._kept_path)
-            self._end_keep()
-            self._file = open(self._path, "a", encoding="utf-8")
+                self._file.close()
+                os.replace(unfinished, self._kept_path)
+                self._end_keep()
+                self._file = open(self._path, "a", encoding="utf-8")
+            except OSError as error:
+                raise LogError(
+                    f"cutting back {self._path} failed ({error.strerror}). Make room or fix the "
+                    "storage, then run the same command again"
+                ) from error
+            finally:
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
 
     def _wanted_lines(
         self, wanted: Callable[[dict[str, Any]], bool], start: int

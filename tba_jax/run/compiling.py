@@ -22,6 +22,7 @@ from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.transformer import abstract_params
 from tba_jax.run.shared import Shared
 from tba_jax.run.training import StepProgram, abstract_state, make_packing, step_job
+from tba_jax.search.prompts import load_grain
 
 SHORT_TOKENS = 64
 """Up to here a policy repeats most of its responses to a prompt, and distinct ones are trained."""
@@ -44,6 +45,7 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
     has_one_length = config.batch.num_length_buckets == 1 or config.batch.packed_length
     if config.driver != "async" or not is_alone or not has_one_length:
         return Ahead({}).start()
+    load_grain()
     batch = first_batch(config, make_packing(config, shared.tokenizer.pad_id))
     jobs: dict[Hashable, Any] = {
         PUBLICATION: functools.partial(_lower_publication, shared, publish),

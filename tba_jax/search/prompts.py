@@ -6,7 +6,8 @@ tokenized Prompt. Invariants: a stream restored from `state()` continues with ex
 that would have come, and a prompt that does not fit is refused or skipped and counted, never cut.
 
 Prompts are tokenized when they are taken; what `prompt_survey` found out about them before is not
-kept. Grain is imported when the first stream is made, for the sake of commands that need none.
+kept. Grain is imported when the first stream is made, for the sake of commands that need none, or
+when `load_grain` says so.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,6 +49,15 @@ class Encoder(Protocol):
 
 
 Split = Literal["train", "eval"]
+
+
+def load_grain() -> None:
+    """Import Grain, before other threads import anything or trace.
+
+    One of its modules puts another function in the place of Python's own import for a moment
+    (`etils.epy.lazy_imports`), in all threads: what another one imports then does not work.
+    """
+    import grain  # noqa: F401
 
 
 def text_of(

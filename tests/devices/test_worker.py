@@ -71,3 +71,13 @@ def test_a_step_that_never_ends_is_reported_with_stacks(capfd):
         worker.close(0.2)
     assert "in step" in capfd.readouterr().err
     release.set()
+
+
+def test_a_worker_that_was_never_started_has_ended():
+    """As the searchers of a run whose first publication fails: that is the news, not they."""
+    stop = StopFlag()
+    worker = Worker("searcher-0", lambda: True, stop)
+    worker.join(1.0)
+    stop.fail("compiler", ValueError("no room"))
+    with pytest.raises(WorkerError, match="compiler failed: ValueError: no room"):
+        worker.close(1.0)

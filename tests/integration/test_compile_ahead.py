@@ -74,3 +74,35 @@ def test_no_shape_is_compiled_twice(cache, tmp_path, overrides):
         assert len(shapes) == 1 and threads == ["compiler"]
     # The first batch may be of another shape than was foreseen, and none is compiled again.
     assert len(shapes) <= len(threads) <= len(shapes) + 1
+
+
+BEFORE = """
+import sys, types
+import tba_jax
+from tba_jax.devices.cluster import Cluster
+from tba_jax.run import compiling
+
+def begin(jobs):
+    print(len(jobs), "grain" in sys.modules)
+    sys.exit()
+
+compiling.Ahead = begin
+shared = types.SimpleNamespace(
+    config=tba_jax.load_config("math"),
+    cluster=Cluster(),
+    tokenizer=types.SimpleNamespace(pad_id=0),
+)
+compiling.compile_ahead(shared, None, None)
+"""
+
+
+def test_grain_is_imported_before_another_thread_traces(tmp_path):
+    """It replaces Python's import for all threads while one of its modules is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(tmp_path),
+    )
+    assert done.stdout.split() == ["2", "True"], done.stderr

@@ -116,6 +116,32 @@ def test_a_keep_that_was_killed_is_ended_when_the_log_is_opened(tmp_path, num_ap
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
+@pytest.mark.parametrize("most", [1200, 60])
+def test_a_keep_on_a_full_disk_is_a_line_and_is_ended_later(tmp_path, most):
+    """1,200 bytes hold what is kept, but not behind what was there before; 60 not even that."""
+    resource = pytest.importorskip("resource")
+    path = tmp_path / "log.jsonl"
+    log = jsonl.JsonlWriter(path)
+    for step in range(100):
+        log.append({"step": step})
+    whole, start = path.read_bytes(), path.read_bytes().index(b'{"step": 88}')
+    assert start < 1200 < len(whole) - 13
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        with pytest.raises(
+            jsonl.LogError, match=r"cutting back .*log\.jsonl failed \(File too large\)"
+        ):
+            log.keep(lambda record: record["step"] != 90, start)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    log.close()
+    jsonl.JsonlWriter(path).close()
+    kept = whole.replace(b'{"step": 90}\n', b"")
+    assert path.read_bytes() == (kept if most == 1200 else whole)
+    assert [*tmp_path.iterdir()] == [path]
+
+
 def test_a_keep_that_is_refused_changes_nothing(tmp_path):
     path = tmp_path / "m.jsonl"
     writer = log_of(path, 3)
