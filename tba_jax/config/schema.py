@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings
+from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings, XlaSettings
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
@@ -103,6 +103,7 @@ class Config:
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()
+    xla: XlaSettings = XlaSettings()
     task: TaskSettings = TaskSettings()
     model: ModelSettings = ModelSettings()
     lora: LoraSettings = LoraSettings()

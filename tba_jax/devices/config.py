@@ -2,6 +2,7 @@
 """Settings of the devices and hosts of a run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tba_jax.settings import Section, field, need
 
@@ -28,6 +29,36 @@ class MeshSettings(Section):
         at_least=1,
         on_resume=True,
     )
+
+
+@dataclass(frozen=True)
+class XlaSettings(Section):
+    """How XLA compiles the train step."""
+
+    preset: Literal["none", "overlap"] = field(
+        "none",
+        "options for the trainer's platform: overlap: collectives beside products, on several GPUs "
+        "or TPU chips (what that changes in a program: results/structure.md)",
+        on_resume=True,
+    )
+    options: str = field(
+        "",
+        "NAME=VALUE of the compiler, several with commas between, beside the preset's and over "
+        "them; one that it does not have is refused",
+        on_resume=True,
+    )
+
+    def check(self) -> None:
+        """Options that can be read."""
+        for part in filter(None, (x.strip() for x in self.options.split(","))):
+            name, sign, value = part.partition("=")
+            need(
+                bool(name.strip() and sign and value.strip()),
+                "xla.options",
+                self.options,
+                f"{part!r} is no NAME=VALUE",
+                "Set --config.xla.options=xla_gpu_enable_triton_gemm=false, several with commas.",
+            )
 
 
 @dataclass(frozen=True)

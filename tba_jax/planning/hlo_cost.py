@@ -150,6 +150,9 @@ class _Counter:
             return sum((self.computation(n) for n in called(x, "to_apply", "calls")), Cost())
         if opcode == "fusion":
             return self._fusion(x, body)
+        if opcode == "fusion-start":  # on a stream of its own: ((operands), results, context)
+            num_operands = sum(1 for _ in _operand_arrays(x, body))
+            return self._fusion(x._replace(arrays=x.arrays[num_operands:-1]), body)
         flops, uncounted = flops_of(x, body)
         sent = _sent(x, body)
         return Cost(

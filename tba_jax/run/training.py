@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from tba_jax.config.schema import Config
+from tba_jax.devices import xla
 from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
@@ -133,12 +134,14 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
 def make_step_shardings(
     config: Config, model_config: TransformerConfig, mesh: Mesh
 ) -> StepShardings:
-    """Where train state and batches lie on the trainer's mesh.
+    """Where train state and batches lie on the trainer's mesh, and how the step is compiled there.
 
     Raises:
         ValueError: the mesh does not divide the model.
+        ConfigError: the compiler does not have an option of `config.xla`.
     """
     optimizer, _ = make_optimizer_from(config)
+    options = xla.compiler_options(config.xla, mesh.devices.flatten())
     return step_shardings(
         policy_config(config, model_config),
         optimizer,
@@ -146,7 +149,7 @@ def make_step_shardings(
         keep_reference=config.reference.placement == "trainer",
         log_z_layers=_log_z_layers(config),
         offload=config.optimizer.offload,
-    )
+    )._replace(compiler_options=options)
 
 
 def _log_z_layers(config: Config) -> int:

@@ -6,7 +6,7 @@ reference) is made and kept where that parameter is, never whole on one device.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -58,6 +58,7 @@ class StepShardings(NamedTuple):
         compute: how the step computes on the trainer's devices.
         base: of the frozen parameters beside adapters; None where all are trained.
         log_z_size, log_z_layers: as in `init_state`.
+        compiler_options: of XLA, for the compiled step.
     """
 
     state: TrainState
@@ -67,6 +68,7 @@ class StepShardings(NamedTuple):
     base: Any = None
     log_z_size: int = 0
     log_z_layers: int = 1
+    compiler_options: Mapping[str, str | bool] = {}
 
     def fetched(self, opt_state: Any) -> Any:
         """The optimiser's state in device memory, where a step can compute with it."""

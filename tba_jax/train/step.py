@@ -165,6 +165,7 @@ def _jitted(
         donate_argnums=0,
         in_shardings=(shardings.state, shardings.batch, *base),
         out_shardings=(shardings.state, shardings.replicated),
+        compiler_options=dict(shardings.compiler_options) or None,
     )
 
 

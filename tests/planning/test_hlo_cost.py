@@ -116,6 +116,35 @@ def test_another_tiling_of_an_update_in_place_moves_nothing():
     assert program_cost(RETILED).num_bytes == 2 * 32 * 128 + 4
 
 
+BESIDE = """HloModule m
+%fused (a: f32[32,64], i: s32[]) -> f32[1,64] {
+  %a = f32[32,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  ROOT %out = f32[1,64]{1,0} dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,64}
+}
+%kept (b: f32[32,64], c: f32[1,64], j: s32[]) -> f32[32,64] {
+  %b = f32[32,64]{1,0} parameter(0)
+  %c = f32[1,64]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  ROOT %into = f32[32,64]{1,0} dynamic-update-slice(%b, %c, %j, %j)
+}
+ENTRY %main (x: f32[32,64], k: s32[]) -> f32[32,64] {
+  %x = f32[32,64]{1,0} parameter(0)
+  %k = s32[] parameter(1)
+  %s = ((f32[32,64]{1,0}, s32[]), f32[1,64]{1,0}, u32[]) fusion-start(%x, %k), calls=%fused
+  %y = f32[1,64]{1,0} fusion-done(%s)
+  %w = ((f32[32,64]{1,0}, f32[1,64]{1,0}, s32[]), f32[32,64]{1,0}, u32[]) \
+fusion-start(%x, %y, %k), calls=%kept
+  ROOT %z = f32[32,64]{1,0} fusion-done(%w)
+}"""
+
+
+def test_a_fusion_beside_others_costs_what_it_costs_alone():
+    # A row is read and written, and so again; two indices.
+    found = program_cost(BESIDE)
+    assert found.num_bytes == 4 * 64 * 4 + 2 * 4 and found.launches == 2
+
+
 def test_figures_are_per_device_and_collectives_are_counted():
     mesh = Mesh(np.array(jax.devices()[:4]), ("model",))
     rows = NamedSharding(mesh, PartitionSpec("model", None))

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of XLA's compilers for the train step, by the platform that it is made for.
+
+They go with the program that is compiled and not with the process (no XLA_FLAGS, which must be set
+before a backend starts, and on every host): a plan for absent devices compiles what a run there
+does. It knows no programs. The invariant it owns: an option that a compiler does not have, or a
+value that it cannot read, is one line before anything is compiled.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+
+from tba_jax.devices.config import XlaSettings
+from tba_jax.devices.platform import Platform, platform_of
+from tba_jax.settings import ConfigError
+
+_GIB = str(2**30)
+
+PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
+    "none": {},
+    # Collectives beside products: of the next layer's gathers and the last one's scatters, in fewer
+    # and larger pieces. Latency hiding itself is on by default.
+    "overlap": {
+        "cuda": {
+            "xla_gpu_enable_while_loop_double_buffering": "true",
+            "xla_gpu_all_gather_combine_threshold_bytes": _GIB,
+            "xla_gpu_reduce_scatter_combine_threshold_bytes": _GIB,
+            "xla_gpu_all_reduce_combine_threshold_bytes": _GIB,
+        },
+        "tpu": {
+            "xla_tpu_enable_async_collective_fusion": "true",
+            "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+            "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+            "xla_tpu_overlap_compute_collective_tc": "true",
+            "xla_enable_async_all_gather": "true",
+        },
+    },
+}
+"""Name in `xla.preset` -> platform -> options; none for platforms that are not there."""
+
+
+def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str, str | bool]:
+    """Options of a program for such devices, as `jax.jit` takes them; possibly none.
+
+    Args:
+        settings: a preset, and options of the user's, which come last.
+        devices: attached or of a topology. One of this process tries the options; where none is,
+            those who have one do.
+
+    Raises:
+        ConfigError: its compiler has no such option, or cannot read its value.
+    """
+    given = dict(PRESETS[settings.preset].get(platform_of(devices[0]), {}))
+    for part in filter(None, (x.strip() for x in settings.options.split(","))):
+        name, _, value = part.partition("=")
+        given[name.strip()] = value.strip()
+    words: dict[str, str | bool] = {"true": True, "false": False}
+    found = {name: words.get(value.lower(), value) for name, value in given.items()}
+    here = next((d for d in devices if d.process_index == jax.process_index()), None)
+    for name, value in found.items() if here is not None else ():
+        _check(name, value, here)
+    return found
+
+
+@functools.cache
+def _check(name: str, value: str | bool, device: Any) -> None:
+    """Refuse an option by compiling nothing to speak of with it."""
+    x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x + 1).lower(x).compile(compiler_options={name: value})
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+        raise ConfigError(
+            f"config.xla.options = '{name}={value}': XLA's compiler for {device.device_kind} says: "
+            f"{reason} Take it out, or write it as that compiler does"
+        ) from error
