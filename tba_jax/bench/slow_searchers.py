@@ -8,12 +8,12 @@ compute it sleeps. Many searchers then are as fast as many, although they share 
 """
 
 import functools
+import runpy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from tba_jax.main import cli
 from tba_jax.search.continuous import ContinuousSearch
 
 
@@ -31,12 +31,11 @@ def slowed(step: Callable[..., bool], chunk_s: float) -> Callable[..., bool]:
     return slow
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
-    ContinuousSearch.step = slowed(ContinuousSearch.step, float(argv[0]) / 1e3)
-    return cli(["tba_jax.main", *argv[1:]])
+def main() -> None:
+    """Run the command, in this process and as its own."""
+    ContinuousSearch.step = slowed(ContinuousSearch.step, float(sys.argv.pop(1)) / 1e3)
+    runpy.run_module("tba_jax.main", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
