@@ -338,7 +338,8 @@ def _micro_batch_rows(
     (their rows are scored once and not twice) or rows share prompts; of groups that share prompts
     else as much as fits, since each part of one computes the prompt again. Of packed rows as many
     whole groups as fit: weights, gradients and their sum are read once for each micro-batch, and
-    rows that all fit one are no more than they need to be.
+    rows that all fit one are no more than they need to be. What does not fit by hand is made
+    smaller: the most that does.
     """
     wanted, num_parts = config.batch.micro_batch_rows, mesh.data * mesh.fsdp
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
@@ -348,7 +349,7 @@ def _micro_batch_rows(
 
     if not wanted:
         return 0
-    larger: list[int] = []
+    larger, room = list[int](), free_bytes
     shares = config.batch.share_prompts
     if not config.batch.packed_length and (shares or wanted % k == 0):
         larger = sorted((n for n in options if n % (k * num_parts) == 0), key=distance)[:1]
@@ -356,13 +357,15 @@ def _micro_batch_rows(
             larger += [n for n in reversed(options) if wanted < n < k * num_parts]
     elif config.batch.packed_length:
         larger = [n for n in reversed(options) if n % k == 0 and n > wanted]
-        free_bytes *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
-    for n in larger:
-        needed = estimates.step_bytes(n // num_parts, config, model_config, mesh, platform)
-        if needed <= free_bytes:
-            return n
+        room *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
     is_possible = wanted % num_parts == 0 and (config.batch.packed_length or wanted in options)
-    return wanted if is_possible else min(options, key=distance)
+    nearest = wanted if is_possible else min(options, key=distance)
+    smaller = [nearest, *(n for n in reversed(options) if n < nearest)]
+    for n, free in [*((n, room) for n in larger), *((n, free_bytes) for n in smaller)]:
+        needed = estimates.step_bytes(n // num_parts, config, model_config, mesh, platform)
+        if needed <= free:
+            return n
+    return nearest  # too much all the same: the verdict says by how much
 
 
 def _group_size(

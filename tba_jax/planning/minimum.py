@@ -45,7 +45,14 @@ class _Products(NamedTuple):
 
     def causal(self, rows: int, length: int) -> float:
         """Of whole rows, attention included, logits not."""
-        return rows * (length * self.layers + length * (length + 1) / 2 * self.pair)
+        return self.after_prompt(rows, 0, 1, length)
+
+    def after_prompt(self, rows: int, prompt: int, responses: int, length: int) -> float:
+        """The same of rows of a prompt and responses to it, which see it and themselves."""
+        pairs = prompt * (prompt + 1) / 2 + responses * (
+            length * prompt + length * (length + 1) / 2
+        )
+        return rows * ((prompt + responses * length) * self.layers + pairs * self.pair)
 
 
 def _products(config: TransformerConfig) -> _Products:
@@ -72,8 +79,13 @@ def _of_trainer(
     devices = placement.trainer_mesh.size
     batch = programs.abstract_batch(config, placement)
     rows, length = batch.tokens.shape
-    scored = length if isinstance(batch, PackedBatch) else sizes.response
-    flops = 3 * (of.causal(rows, length) + rows * scored * of.head)
+    if isinstance(batch, PackedBatch):
+        forward = of.causal(rows, length) + rows * length * of.head
+    else:
+        c = batch.slots.shape[1]
+        forward = of.after_prompt(rows, sizes.prompt, c, sizes.response)
+        forward += rows * c * sizes.response * of.head
+    flops = 3 * forward
     if config.reference.placement == "trainer":
         flops *= 4 / 3
     state = training.abstract_state(config, model_config, placement.trainer_mesh)
@@ -117,7 +129,8 @@ def _of_searcher(
     }
     if config.reference.placement == "searcher":
         reference = programs.abstract_reference(config, model_config, placement)
-        flops = of.causal(sizes.samples, sizes.prompt + sizes.response)
+        shared = (1, sizes.samples) if config.batch.share_prompts else (sizes.samples, 1)
+        flops = of.after_prompt(shared[0], sizes.prompt, shared[1], sizes.response)
         flops += sizes.samples * sizes.response * of.head
         found["score_reference"] = Minimum(flops / mesh.size, _read_bytes(reference, model_config))
     return found

@@ -297,6 +297,13 @@ def _savings(
     if config["batch"]["num_length_buckets"] > 1:
         frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
     held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
+    if "searcher" in members and config["search"]["cache_dtype"] != "int8":
+        # Of two bytes or four one is left, and the scales.
+        cache = facts["groups"]["searcher"]["transients"].get("KV cache", 0.0)
+        dtype = config["search"]["cache_dtype"] or config["model"]["rollout_dtype"]
+        frees["--config.search.cache_dtype=int8 {} GiB of KV cache"] = cache * (
+            0.7 if dtype == "float32" else 0.45
+        )
     moments = held.get("optimiser state", 0.0)
     if config["optimizer"]["name"] == "adamw":
         frees["--config.optimizer.name=adafactor {} GiB"] = moments

@@ -141,7 +141,7 @@ def make_step_shardings(
         ConfigError: the compiler does not have an option of `config.xla`.
     """
     optimizer, _ = make_optimizer_from(config)
-    options = xla.compiler_options(config.xla, mesh.devices.flatten())
+    options = xla.compiler_options(config.xla, list(mesh.devices.flat))
     return step_shardings(
         policy_config(config, model_config),
         optimizer,

@@ -15,6 +15,7 @@ from tba_jax.planning import compile_one
 from tba_jax.planning.children import Answer
 from tba_jax.planning.command import Planner
 from tba_jax.planning.hlo_cost import program_cost
+from tba_jax.planning.minimum import _Products
 from tba_jax.planning.model_shapes import published_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
@@ -141,3 +142,10 @@ def test_a_gpu_reads_weights_and_cache_once_and_admits_in_place():
     assert decode["bytes_ratio"] <= 1.3  # the aim is 1.15
     assert decode["launches"] <= 45  # with what is outside of the two layers
     assert admit["bytes_ratio"] <= 1.05
+
+
+def test_a_shared_prompt_is_counted_once():
+    of = _Products(layers=7.0, head=1.0, pair=2.0)
+    assert of.after_prompt(2, 3, 1, 5) == of.causal(2, 8) == 2 * (8 * 7 + 36 * 2)
+    # 3 + 2 x 5 tokens; six pairs of the prompt, of each response 15 with it and 15 of its own.
+    assert of.after_prompt(1, 3, 2, 5) == 13 * 7 + (6 + 2 * 30) * 2
