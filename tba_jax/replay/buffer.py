@@ -234,7 +234,7 @@ class ReplayBuffer:
 
     def _wants(self, draw: Draw) -> bool:
         """Whether a draw is trained on; one that is not has been used, and is counted."""
-        wanted = curriculum.is_wanted(self._settings, draw, self._contents.store)
+        wanted = curriculum.is_wanted(self._settings, draw, self._contents.store, self._step)
         self._contents.ledger.counters["redrawn"] += not wanted
         return wanted
 

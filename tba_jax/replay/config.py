@@ -65,6 +65,14 @@ class ReplaySettings(Section):
         0.0, "a slot is drawn again where the mean reward stored for its prompt is below this"
     )
     pass_rate_high: float = share(1.0, "the same where it is above this")
+    pass_rate_low_final: float = share(0.0, "pass_rate_low after pass_rate_steps")
+    pass_rate_high_final: float = share(1.0, "pass_rate_high after pass_rate_steps")
+    pass_rate_steps: int = field(
+        0,
+        "steps over which both bounds move on a line, from easy prompts to hard ones for instance; "
+        "0: they stay",
+        at_least=0,
+    )
     max_age: int = field(
         0, "responses older than this many steps are dropped; 0: never", at_least=0
     )
@@ -88,6 +96,22 @@ class ReplaySettings(Section):
             self.pass_rate_low,
             f"is above replay.pass_rate_high = {self.pass_rate_high}, so every slot is unwanted",
             "Lower it.",
+        )
+        need(
+            self.pass_rate_low_final <= self.pass_rate_high_final,
+            "replay.pass_rate_low_final",
+            self.pass_rate_low_final,
+            f"is above replay.pass_rate_high_final = {self.pass_rate_high_final}, so every slot "
+            "is unwanted then",
+            "Lower it.",
+        )
+        has_final = (self.pass_rate_low_final, self.pass_rate_high_final) != (0.0, 1.0)
+        need(
+            self.pass_rate_steps > 0 or not has_final,
+            "replay.pass_rate_steps",
+            self.pass_rate_steps,
+            "final bounds of the pass rate need a number of steps to be reached in",
+            "Give it.",
         )
         need(
             self.deduplicate or not self.similarity,

@@ -15,15 +15,26 @@ from tba_jax.replay.store import TrajectoryStore
 TRIES = 8
 
 
-def is_wanted(settings: ReplaySettings, draw: Draw, store: TrajectoryStore) -> bool:
+def pass_rates(settings: ReplaySettings, step: int) -> tuple[float, float]:
+    """The bounds of a prompt's mean reward at a step of the trainer."""
+    low, high = settings.pass_rate_low, settings.pass_rate_high
+    if not settings.pass_rate_steps:
+        return low, high
+    share = min(1.0, step / settings.pass_rate_steps)
+    final = settings.pass_rate_low_final, settings.pass_rate_high_final
+    return low + share * (final[0] - low), high + share * (final[1] - high)
+
+
+def is_wanted(settings: ReplaySettings, draw: Draw, store: TrajectoryStore, step: int) -> bool:
     """Whether a group is to be trained on.
 
     Args:
         settings: what is asked of a group.
         draw: the group.
         store: holds what else its prompt has, unless this draw used it up.
+        step: of the trainer.
     """
-    low, high = settings.pass_rate_low, settings.pass_rate_high
+    low, high = pass_rates(settings, step)
     rewards = [y.reward for y in draw.trajectories]
     if settings.equal_rewards == "redraw" and np.ptp(rewards) == 0:
         return False

@@ -5,7 +5,7 @@ import pytest
 from fake_rounds import distinct_responses, make_buffer, make_commit, prompts_of
 
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.curriculum import TRIES
+from tba_jax.replay.curriculum import TRIES, pass_rates
 from tba_jax.settings import ConfigError
 
 # Prompts 1 to 3 always fail, 4 always succeeds, 5 to 7 do both.
@@ -36,6 +36,20 @@ def test_slots_are_drawn_again_until_they_are_wanted(settings, wanted, recency_p
     # Everything else that came before the last wanted one was used, and counted.
     assert buffer.ledger()["redrawn"] <= len(REWARDS) - len(wanted)
     assert buffer.ledger()["used"] == 4 * (len(wanted) + buffer.ledger()["redrawn"])
+
+
+def test_bounds_move_from_easy_prompts_to_hard_ones():
+    moving = {"pass_rate_low": 0.6, "pass_rate_low_final": 0.2, "pass_rate_high_final": 0.4}
+    assert pass_rates(ReplaySettings(**moving, pass_rate_steps=10), 0) == (0.6, 1.0)
+    low, high = pass_rates(ReplaySettings(**moving, pass_rate_steps=10), 5)
+    assert (round(low, 9), round(high, 9)) == (0.4, 0.7)
+    for step, wanted in ((0, {4, 7}), (5, {6}), (40, {5})):
+        buffer = filled(recency_prob=0.0, **moving, pass_rate_steps=10)
+        assert set(prompts_of(buffer.sample(len(wanted), 4, step))) == wanted
+    with pytest.raises(ConfigError, match="pass_rate_steps = 0: final bounds"):
+        ReplaySettings(**moving).check()
+    with pytest.raises(ConfigError, match="pass_rate_low_final = 0.5: is above"):
+        ReplaySettings(pass_rate_low_final=0.5, pass_rate_high_final=0.4, pass_rate_steps=1).check()
 
 
 def test_where_nothing_is_wanted_a_batch_comes_all_the_same():
