@@ -97,7 +97,15 @@ def fields_of(name: str) -> dict[str, Any]:
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"objective.preset has no {name!r}; there are {', '.join(METHODS)}{hint}")
     defaults = {field.name: field.default for field in dataclasses.fields(ObjectiveSettings)}
-    reset = ("name", *SWITCHES, "log_z_layers", "importance_cap", "clip_low", "clip_high")
+    reset = (
+        "name",
+        *SWITCHES,
+        "log_z_layers",
+        "importance_cap",
+        "clip_low",
+        "clip_high",
+        "gae_lambda",
+    )
     found = {f"objective.{field}": defaults[field] for field in reset}
     for field, value in METHODS[name].items():
         is_own = field in defaults

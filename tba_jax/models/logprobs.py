@@ -6,6 +6,7 @@ at every response token including the end-of-sequence token. `fused_logprobs` se
 exist for a block of the vocabulary at a time, unless they are small.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +18,10 @@ from tba_jax.models.fused_logprobs import fused_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
+
+Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
+"""A number of every state. Functions that are given one return, on a last axis of two, log-probs
+and what it reads off the state that predicts each token."""
 
 
 def response_mask(
@@ -52,7 +57,8 @@ def token_logprobs(
     scoring: Scoring,
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
-) -> Float[Array, "p k t"]:
+    readout: Readout | None = None,
+) -> Float[Array, "p k t *both"]:
     """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
     Args:
@@ -65,6 +71,7 @@ def token_logprobs(
         scoring: temperature, least length, dtypes.
         remat: what the backward pass computes again.
         sharding: how parameters that are divided over a mesh are used; None: on one device.
+        readout: of the states, beside the log-probs; None: these alone.
 
     Raises:
         ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
@@ -98,7 +105,17 @@ def token_logprobs(
     hidden = jax.lax.slice_in_dim(hidden, s - t - 1, s - 1, axis=1)
     logprobs = _response_logprobs(params, hidden, rows[:, s - t :], config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return jnp.where(in_response, logprobs.reshape(p, k, t), 0.0)
+    return _beside(logprobs.reshape(p, k, t), hidden, in_response, readout)
+
+
+def _beside(
+    logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
+) -> Array:
+    """Log-probs, and what is read off the states beside them; 0 where nothing is scored."""
+    if readout is None:
+        return jnp.where(is_scored, logprobs, 0.0)
+    both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
+    return jnp.where(is_scored[..., None], both, 0.0)
 
 
 def row_token_logprobs(
@@ -112,7 +129,8 @@ def row_token_logprobs(
     scoring: Scoring,
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
-) -> Float[Array, "b c t"]:
+    readout: Readout | None = None,
+) -> Float[Array, "b c t *both"]:
     """`token_logprobs` of c responses to each prompt; with several the prompt is computed once.
 
     Args:
@@ -122,7 +140,7 @@ def row_token_logprobs(
         prompt_lengths: prompt tokens without padding.
         response_lengths: response tokens, EOS included; 0 where there is no response.
         response_bucket: t, static.
-        config, scoring, remat, sharding: as in `token_logprobs`.
+        config, scoring, remat, sharding, readout: as in `token_logprobs`.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -139,6 +157,7 @@ def row_token_logprobs(
             scoring=scoring,
             remat=remat,
             sharding=sharding,
+            readout=readout,
         )
     _refuse_classifier(config)
     compute_dtype = jnp.dtype(scoring.compute_dtype)
@@ -162,7 +181,7 @@ def row_token_logprobs(
     targets = responses.reshape(b * c, t)
     logprobs = _response_logprobs(params, hidden, targets, config, scoring, sharding)
     in_response = jnp.arange(t)[None, None] < response_lengths[..., None]
-    return jnp.where(in_response, logprobs.reshape(b, c, t), 0.0)
+    return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout)
 
 
 def _response_logprobs(
@@ -204,14 +223,13 @@ def packed_token_logprobs(
     tokens: Int[Array, "n s"],
     segments: Int[Array, "n s"],
     positions: Int[Array, "n s"],
-    contexts: Int[Array, "n s"] | None = None,
-    is_prompt: Bool[Array, "n s"] | None = None,
-    *,
+    *shared: Array,
     config: TransformerConfig,
     scoring: Scoring,
     remat: Remat = "none",
     sharding: ComputeSharding | None = None,
-) -> Float[Array, "n s"]:
+    readout: Readout | None = None,
+) -> Float[Array, "n s *both"]:
     """log pi of every token given those before it in its own sequence, float32.
 
     0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
@@ -222,14 +240,16 @@ def packed_token_logprobs(
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: the sequence of each position, 0 at padding.
         positions: position in the sequence.
-        contexts: as `PackedBatch.contexts`: responses come after their prompt, which is there once.
-        is_prompt: with contexts, which positions are prompts.
-        config, scoring, remat, sharding: as `token_logprobs`; a least length is not known here.
+        shared: nothing, or where responses come after their prompt, which is there once,
+            `PackedBatch.contexts` and which positions are prompts; [n s] each.
+        config, scoring, remat, sharding, readout: as `token_logprobs`; a least length is not known
+            here.
 
     Raises:
         ValueError: as `token_logprobs`.
     """
     _refuse_classifier(config)
+    contexts, is_prompt = shared or (None, None)
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
@@ -258,7 +278,10 @@ def packed_token_logprobs(
         vocab_shards=1 if sharding is None else sharding.vocab_shards,
         kept_bytes=scoring.kept_bytes,
     )
-    return jnp.where(positions > 0, jnp.pad(logprobs, ((0, 0), (1, 0))), 0.0)
+    # Nothing predicts the first token of a row.
+    first = ((0, 0), (1, 0))
+    states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
+    return _beside(jnp.pad(logprobs, first), states, positions > 0, readout)
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:

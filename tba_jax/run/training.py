@@ -153,9 +153,8 @@ def make_step_shardings(
 
 
 def _log_z_layers(config: Config) -> int:
-    """Of the learned log Z; 0: there is none."""
-    has_head = "log_z" in make_objective(config.objective).heads
-    return config.objective.log_z_layers if has_head else 0
+    """Of the head of log Z or of values; 0: there is none."""
+    return config.objective.log_z_layers if make_objective(config.objective).heads else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:

@@ -178,6 +178,8 @@ def _group_data(
             staleness=jnp.broadcast_to((step - drawn.version)[:, None], (p, k)),
             log_z=trained["z"][drawn.prompts],
             totals=Totals(jnp.float32(p), jnp.float32(p * k), jnp.float32(p * k * LENGTH)),
+            # One number a prompt, whatever was written of the response.
+            token_values=jnp.broadcast_to(trained["z"][drawn.prompts][:, None, None], policy.shape),
         )
 
     return data

@@ -92,10 +92,13 @@ class ObjectiveSettings(Section):
         "of it (leave_one_out), of r / beta alone (mean_reward), log mean exp r / beta (softmean), "
         "or a head on the prompt (learned)",
     )
-    log_z_rate: float = field(1.0, "learned log Z: its learning rate over the policy's", above=0)
+    log_z_rate: float = field(
+        1.0, "learned log Z, ppo's values: their learning rate over the policy's", above=0
+    )
     log_z_layers: int = field(
         1,
-        "learned log Z: 1: a linear head; more: so many layers with GELU and LayerNorm between",
+        "learned log Z, ppo's values: 1: a linear head; more: so many layers with GELU and "
+        "LayerNorm between",
         at_least=1,
     )
     anchor: Anchor = field(
@@ -137,6 +140,9 @@ class ObjectiveSettings(Section):
     )
     clip_low: float = field(
         0.0, "how far a clipped ratio falls below 1; 0: the objective's own", at_least=0
+    )
+    gae_lambda: float = share(
+        1.0, "ppo: trace of generalised advantages; below 1 they trust the learned values more"
     )
     clip_high: float = field(0.0, "how far it rises above 1; 0: the objective's own", at_least=0)
     reference_temperature: float = field(1.0, "gamma: divides log pi_ref in the target", above=0)

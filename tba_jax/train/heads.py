@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A learned log Z(x): a head, linear or deeper, on the policy's own view of the prompt.
+"""Heads on the policy's own states, linear or deeper: a learned log Z(x), or values of states.
 
-The alternative to VarGrad where groups are small or of mixed origin. The invariant it owns: the
-estimate depends on the prompt's tokens alone, not on padding or on any response.
+Log Z is the alternative to VarGrad where groups are small or of mixed origin. The invariant it
+owns: that estimate depends on the prompt's tokens alone, not on padding or on any response.
 """
 
 from typing import Any, NamedTuple
@@ -72,6 +72,14 @@ def _apply_hidden(layer: Hidden, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
     return layer.scale[None] * jax.nn.standardize(x, axis=-1, epsilon=1e-5) + layer.shift[None]
 
 
+def read_out(head: LogZHead, states: Float[Array, "*n d"]) -> Float[Array, "*n"]:
+    """The head's number of each state, float32; gradients flow into both."""
+    x = states.astype(jnp.float32).reshape(-1, states.shape[-1])
+    for layer in head.hidden:
+        x = _apply_hidden(layer, x)
+    return (x @ head.weight + head.bias).reshape(states.shape[:-1])
+
+
 def log_z(
     head: LogZHead,
     params: Any,
@@ -118,6 +126,4 @@ def log_z(
         sharding=sharding,
     )
     pooled = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
-    for layer in head.hidden:
-        pooled = _apply_hidden(layer, pooled)
-    return pooled @ head.weight + head.bias
+    return read_out(head, pooled)

@@ -16,8 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from tba_jax.train.rows import Rows, Tokens
 
-LossOf = Callable[[Float[Array, "m *r t"], Tokens], Float[Array, ""]]
-"""(the policy's token log-probs, what else is known of these rows) -> their part of the loss."""
+Score = Callable[[Any, Any], Array]
+"""(parameters, some rows of inputs) -> token log-probs, and on a last axis values beside them."""
+
+LossOf = Callable[[Array, Tokens], Float[Array, ""]]
+"""(what these rows were scored, what else is known of them) -> their part of the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,7 @@ class Cut:
 
         return jax.tree.map(take, tree)
 
-    def put(
-        self, x: Float[Array, "n *r t"], index: Int[Array, ""], rows: Float[Array, "m *r t"]
-    ) -> Float[Array, "n *r t"]:
+    def put(self, x: Array, index: Int[Array, ""], rows: Array) -> Array:
         """`x` with these rows for the micro-batch's."""
         parts = x.reshape(-1, self.num, *x.shape[1:])
         parts = jax.lax.dynamic_update_index_in_dim(parts, rows, index, axis=1)
@@ -80,21 +81,22 @@ def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
 
 
 def gradients(
-    rows: Rows, params: Any, loss_of: LossOf, cut: Cut
-) -> tuple[Float[Array, "n *r t"], Any]:
-    """(token log-probs of all rows, gradients of the loss by the parameters).
+    rows: Rows, params: Any, loss_of: LossOf, cut: Cut, score: Score
+) -> tuple[Array, Any]:
+    """(what all rows are scored, gradients of the loss by the parameters).
 
     Args:
         rows: the batch.
-        params: of the policy.
+        params: of the policy, and of a head where `score` takes one.
         loss_of: the loss of whole groups; over disjoint groups it adds up to the batch's.
         cut: into micro-batches.
+        score: `rows.score` or `rows.score_values`.
     """
     # Gradient of the loss by each token's log-prob.
     weigh = jax.grad(loss_of)
 
     def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
-        return jax.vjp(lambda p: rows.score(p, inputs), params)
+        return jax.vjp(lambda p: score(p, inputs), params)
 
     if cut.num == 1:
         token_logprobs, pull = pull_of(rows.inputs)
@@ -112,10 +114,10 @@ def gradients(
             weights = weigh(token_logprobs, cut.take(rows.tokens, i))
             return add(total, pull, weights), cut.put(scored, i, token_logprobs)
 
-        nothing = jnp.zeros_like(rows.tokens.behavior)
+        nothing = _nothing(rows, score)
         total, scored = jax.lax.fori_loop(0, cut.used, one_pass, (first, nothing))
     else:
-        scored = score_all(rows, params, cut)
+        scored = score_all(rows, params, cut, score)
         weights = weigh(scored, rows.tokens)
 
         def second_pass(i: Array, total: Any) -> Any:
@@ -126,12 +128,19 @@ def gradients(
     return scored, jax.tree.map(lambda x, p: x.astype(p.dtype), total, params)
 
 
-def score_all(rows: Rows, params: Any, cut: Cut) -> Float[Array, "n *r t"]:
-    """Token log-probs of all rows, micro-batch by micro-batch; 0 where none was worked on."""
+def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
+    """Scores of all rows, micro-batch by micro-batch; 0 where none was worked on."""
     if cut.num == 1:
-        return rows.score(params, rows.inputs)
+        return score(params, rows.inputs)
 
-    def score(i: Array, scored: Array) -> Array:
-        return cut.put(scored, i, rows.score(params, cut.take(rows.inputs, i)))
+    def one(i: Array, scored: Array) -> Array:
+        return cut.put(scored, i, score(params, cut.take(rows.inputs, i)))
 
-    return jax.lax.fori_loop(0, cut.used, score, jnp.zeros_like(rows.tokens.behavior))
+    return jax.lax.fori_loop(0, cut.used, one, _nothing(rows, score))
+
+
+def _nothing(rows: Rows, score: Score) -> Array:
+    """No row scored yet."""
+    if score is rows.score:
+        return jnp.zeros_like(rows.tokens.behavior)
+    return jnp.zeros((*rows.tokens.behavior.shape, 2), rows.tokens.behavior.dtype)

@@ -16,10 +16,16 @@ from jaxtyping import Array, Float
 
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.models import lora
-from tba_jax.models.logprobs import packed_token_logprobs, response_mask, row_token_logprobs
+from tba_jax.models.logprobs import (
+    Readout,
+    packed_token_logprobs,
+    response_mask,
+    row_token_logprobs,
+)
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig
+from tba_jax.train.heads import LogZHead, read_out
 from tba_jax.train.objectives.base import GroupData, Totals
 
 
@@ -68,6 +74,8 @@ class Rows(NamedTuple):
     Attributes:
         inputs: arrays of n rows each, what `score` reads.
         score: (params, some rows of inputs) -> log-prob of every token of a response, as `tokens`.
+        score_values: ((params, head), the same) -> on a last axis of two that, and the head's value
+            of the state before each token.
         tokens: of all rows.
         is_current: bool, broadcastable to [n *r t], drawn by the very version that is trained.
         responses: of all rows.
@@ -75,6 +83,7 @@ class Rows(NamedTuple):
 
     inputs: Any
     score: Callable[[Any, Any], Float[Array, "m *r t"]]
+    score_values: Callable[[Any, Any], Float[Array, "m *r t 2"]]
     tokens: Tokens
     is_current: Array
     responses: Responses
@@ -91,12 +100,17 @@ class Rows(NamedTuple):
         return Totals(prompts, jnp.sum(weight), jnp.sum(counted * weight))
 
     def group_data(
-        self, policy: Float[Array, "m *r t"], tokens: Tokens, totals: Totals
+        self,
+        policy: Float[Array, "m *r t"],
+        values: Float[Array, "m *r t"] | None,
+        tokens: Tokens,
+        totals: Totals,
     ) -> GroupData:
         """What an objective sees of some rows: responses in other rows are 0 and have no weight.
 
         Args:
             policy: the policy's log-prob of every token.
+            values: learned, of the state before it; None without that head.
             tokens: of the same rows, all or those of some groups.
             totals: of the whole batch.
         """
@@ -118,6 +132,7 @@ class Rows(NamedTuple):
             staleness=here.staleness,
             log_z=None,
             totals=totals,
+            token_values=None if values is None else by_response(values),
         )
 
 
@@ -172,10 +187,17 @@ def make_rows(
     """
     options: Any = {"config": config, "scoring": scoring, "remat": remat, "sharding": sharding}
     if isinstance(batch, PackedBatch):
-        rows = _packed_rows(batch, step, scoring, options)
+        rows, score = _packed_rows(batch, step, scoring, options)
     else:
-        rows = _padded_rows(batch, step, scoring, options)
-    return rows._replace(score=lambda trained, x: rows.score(whole(base, trained), x))
+        rows, score = _padded_rows(batch, step, scoring, options)
+
+    def score_values(trained: tuple[Any, LogZHead], x: Any) -> Array:
+        params, head = trained
+        return score(whole(base, params), x, functools.partial(read_out, head))
+
+    return rows._replace(
+        score=lambda params, x: score(whole(base, params), x, None), score_values=score_values
+    )
 
 
 def whole(base: Any, params: Any) -> Any:
@@ -196,7 +218,16 @@ def _of_rows(values: Array, slots: Array) -> Array:
     return jnp.where(slots > 0, found, jnp.zeros_like(found))
 
 
-def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> Rows:
+Score = Callable[[Any, Any, Readout | None], Array]
+"""(parameters, some rows of inputs, what is read off their states) -> as `Readout` says."""
+
+
+def _unscored(params: Any, inputs: Any) -> Array:
+    """Of rows that are still to be given how they are scored."""
+    raise AssertionError("make_rows says how rows are scored")
+
+
+def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> tuple[Rows, Score]:
     c, t = batch.behavior_token_logprobs.shape[1:]
     slots, is_action = batch.slots, batch.is_action
     response_lengths = _of_rows(batch.response_lengths, slots)
@@ -204,18 +235,19 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> R
     responses = batch.tokens[:, -c * t :].reshape(-1, c, t)
     options = options | {"response_bucket": t}
 
-    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m c t"]:
-        values = row_token_logprobs(params, *inputs[:3], **options)
-        return values if is_action is None else jnp.where(inputs[3], values, 0.0)
+    def score(params: Any, inputs: Any, readout: Readout | None) -> Array:
+        found = row_token_logprobs(params, *inputs[:3], **options, readout=readout)
+        return found if is_action is None else _only(inputs[3], found)
 
-    return Rows(
+    rows = Rows(
         inputs=(
             batch.tokens,
             _of_rows(batch.prompt_lengths, slots[:, 0]),
             response_lengths,
             *(() if is_action is None else (is_action,)),
         ),
-        score=score,
+        score=_unscored,
+        score_values=_unscored,
         tokens=Tokens(
             slots[..., None],
             response_mask(responses, response_lengths, scoring, is_action),
@@ -224,9 +256,18 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> R
         is_current=is_current[..., None],
         responses=_responses(batch, step),
     )
+    return rows, score
 
 
-def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any) -> Rows:
+def _only(is_scored: Array, found: Array) -> Array:
+    """0 where nothing is scored, whether there is a last axis of two or not."""
+    is_scored = is_scored if found.ndim == is_scored.ndim else is_scored[..., None]
+    return jnp.where(is_scored, found, 0.0)
+
+
+def _packed_rows(
+    batch: PackedBatch, step: Array, scoring: Scoring, options: Any
+) -> tuple[Rows, Score]:
     prompt_lengths = _of_rows(batch.prompt_lengths, batch.slots)
     is_response = (batch.slots > 0) & (batch.positions >= prompt_lengths)
     is_scored = is_response if batch.is_action is None else is_response & batch.is_action
@@ -238,13 +279,14 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
     if batch.contexts is not None:
         shared = batch.contexts, (batch.slots > 0) & ~is_response
 
-    def score(params: Any, inputs: tuple[Array, ...]) -> Float[Array, "m s"]:
+    def score(params: Any, inputs: Any, readout: Readout | None) -> Array:
         *rows, is_scored = inputs
-        return jnp.where(is_scored, packed_token_logprobs(params, *rows, **options), 0.0)
+        return _only(is_scored, packed_token_logprobs(params, *rows, **options, readout=readout))
 
-    return Rows(
+    rows = Rows(
         inputs=(batch.tokens, batch.slots, batch.positions, *shared, is_scored),
-        score=score,
+        score=_unscored,
+        score_values=_unscored,
         tokens=Tokens(
             batch.slots,
             counted,
@@ -254,3 +296,4 @@ def _packed_rows(batch: PackedBatch, step: Array, scoring: Scoring, options: Any
         is_current=is_response & (_of_rows(batch.versions, batch.slots) == step),
         responses=_responses(batch, step),
     )
+    return rows, score

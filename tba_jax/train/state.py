@@ -36,7 +36,8 @@ class TrainState(NamedTuple):
         reference_params: like `params`, of the reference where the trainer scores it, else None.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
         skipped_in_a_row: int32, how many of the last steps were skipped.
-        log_z_head: the learned log Z, where there is one; trained as part of the policy.
+        log_z_head: the learned log Z, or what values of states are read with, where there is one;
+            trained as part of the policy.
     """
 
     step: Array

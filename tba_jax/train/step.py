@@ -22,7 +22,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig
 from tba_jax.train.heads import log_z
-from tba_jax.train.micro_batches import Cut, cut_rows, gradients, score_all
+from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_all
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.off_policy import (
     STRATA_KEY,
@@ -36,6 +36,8 @@ from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.rows import Rows, Tokens, make_rows, num_valid_tokens, whole
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.target import Target, tempered_target
+
+_SKIPPED = ("skipped_steps", "skipped_in_a_row")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,19 +119,20 @@ def make_train_step(
         rows = _with_reference(rows, state, cut)
         reference_logprob = rows.responses.reference_logprob
         rows = _towards(rows, temperatures)
+        trained, score, apart = _scored_how(rows, state, settings.objective)
         log_z, pull_log_z = None, None
-        if state.log_z_head is not None:
+        if state.log_z_head is not None and score is rows.score:
             log_z, pull_log_z = _log_z(state, batch, settings, config, compute, base)
         totals = rows.totals()
 
-        def loss_of(policy: Array, tokens: Tokens, log_z: Array | None = log_z) -> Loss:
-            data = rows.group_data(policy, tokens, totals)
+        def loss_of(scored: Array, tokens: Tokens, log_z: Array | None = log_z) -> Loss:
+            data = rows.group_data(*apart(scored), tokens, totals)
             return settings.objective(data._replace(log_z=log_z), beta)
 
-        policy, grads = gradients(rows, state.params, lambda *xs: loss_of(*xs).loss, cut)
-        loss = loss_of(policy, rows.tokens)
+        scored, grads = gradients(rows, trained, lambda *xs: loss_of(*xs).loss, cut, score)
+        (policy, _), loss = apart(scored), loss_of(scored, rows.tokens)
         if pull_log_z is not None:
-            by_log_z = jax.grad(lambda z: loss_of(policy, rows.tokens, z).loss)(log_z)
+            by_log_z = jax.grad(lambda z: loss_of(scored, rows.tokens, z).loss)(log_z)
             through_states, of_head = pull_log_z(by_log_z)
             grads = jax.tree.map(jnp.add, grads, through_states), of_head
         if shardings is not None:
@@ -145,13 +148,22 @@ def make_train_step(
             **temperatures,
             **_batch_metrics(batch, rows, policy, reference_logprob),
             "padding_share": _padding_share(batch, cut),
-            "skipped_steps": new_state.skipped_steps,
-            "skipped_in_a_row": new_state.skipped_in_a_row,
+            **{name: getattr(new_state, name) for name in _SKIPPED},
         }
         named = {f"train/{name}": value for name, value in metrics.items()}
         return new_state, {**named, STRATA_KEY: stratified(_measured(rows, policy, beta))}
 
     return _jitted(train_step, shardings)
+
+
+def _scored_how(
+    rows: Rows, state: TrainState, objective: Objective
+) -> tuple[Any, Score, Callable[[Array], tuple[Array, Array | None]]]:
+    """(what rows are scored with, how, what divides that into log-probs and values)."""
+    if "value" in objective.heads:
+        trained = (state.params, state.log_z_head)
+        return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
+    return state.params, rows.score, lambda scored: (scored, None)
 
 
 def _jitted(
@@ -173,7 +185,7 @@ def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
     """With log pi_ref(y|x) scored here where the state has a reference, else as stored."""
     if state.reference_params is None:
         return rows
-    scored = score_all(rows, state.reference_params, cut)
+    scored = score_all(rows, state.reference_params, cut, rows.score)
     return rows._replace(
         tokens=rows.tokens._replace(reference=scored),
         responses=rows.responses._replace(

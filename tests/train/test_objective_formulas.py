@@ -40,6 +40,7 @@ def problem():
         reward=reward,
         mask=mask,
         log_z=rng.normal(size=len(WEIGHTS)),
+        values=np.where(mask, rng.normal(size=mask.shape), 0.0),
         staleness=np.where(WEIGHTS > 0, rng.integers(0, 5, WEIGHTS.shape), 0),
     )
 
@@ -58,7 +59,8 @@ def loss_of(objective, policy, made):
         weight=weight,
         length=jnp.asarray(made.mask.sum(-1)),
         staleness=jnp.asarray(made.staleness),
-        log_z=jnp.asarray(made.log_z) if objective.heads else None,
+        log_z=jnp.asarray(made.log_z) if "log_z" in objective.heads else None,
+        token_values=jnp.asarray(made.values) if "value" in objective.heads else None,
         totals=Totals(jnp.float64(len(WEIGHTS)), weight.sum(), (made.mask.sum(-1) * WEIGHTS).sum()),
     )
     return objective(data, BETA).loss
@@ -80,6 +82,7 @@ def groups(policy, made):
             r=made.reward[i, rows],
             age=made.staleness[i, rows],
             log_z=made.log_z[i],
+            v=tokens(made.values),
             n=len(rows),
         )
 
@@ -138,10 +141,22 @@ def dapo(gs):
     return -np.mean(np.concatenate(gains))
 
 
-def ppo_with_value(gs):
-    rewards = [g.r - BETA * (total(g.mu) - total(g.ref)) for g in gs]
-    gains = [x for g, r in zip(gs, rewards, strict=True) for x in tokens_of(g, r - g.log_z)]
-    errors = [(g.log_z - r) ** 2 / 2 for g, r in zip(gs, rewards, strict=True)]
+def advantages(values, reward, trace):
+    """By the definition: every later step's surprise, discounted by the trace."""
+    surprise = np.append(values[1:], reward) - values
+    return np.array(
+        [sum(trace**i * x for i, x in enumerate(surprise[t:])) for t in range(len(values))]
+    )
+
+
+def ppo_with_values(gs, trace=1.0):
+    gains, errors = [], []
+    for g in gs:
+        rewards = g.r - BETA * (total(g.mu) - total(g.ref))
+        for now, mu, v, r in zip(g.now, g.mu, g.v, rewards, strict=True):
+            a = advantages(v, r, trace)
+            gains.append(ppo(np.exp(now - mu), a, 0.2, 0.2))
+            errors.append(a**2 / 2)  # the target is the advantage above the value
     return 0.1 * np.mean(np.concatenate(errors)) - np.mean(np.concatenate(gains))
 
 
@@ -256,7 +271,8 @@ FORMULAS = {
     "cispo": ({}, cispo),
     "cispo, cap": ({"importance_cap": 1.1}, lambda gs: cispo(gs, 1.1)),
     "online_dpo": ({}, online_dpo),
-    "ppo": ({}, ppo_with_value),
+    "ppo": ({}, ppo_with_values),
+    "ppo, trace": ({"gae_lambda": 0.7}, lambda gs: ppo_with_values(gs, 0.7)),
     "tb": ({}, balance(tb_residual, vargrad)),
     "tb, paper": ({"scale": "paper"}, lambda gs: balance(tb_residual, vargrad)(gs) * 2 / BETA),
     "tb, learned": ({"log_z": "learned"}, balance(tb_residual, lambda g: g.log_z)),
@@ -344,3 +360,24 @@ def test_value_and_gradient_are_those_of_the_formula(name):
     assert largest > 1e-3
     # A central difference in float64: its error is of the order of step^2.
     np.testing.assert_allclose(gradient, expected, atol=1e-8 * max(1, largest) + 1e-7 * largest)
+
+
+def test_values_are_pulled_to_what_advantages_say_and_by_nothing_else():
+    made = problem()
+    objective = make_objective(SimpleNamespace(name="ppo", beta=BETA, gae_lambda=0.7))
+
+    def loss(values):
+        return loss_of(
+            objective, jnp.asarray(made.policy), SimpleNamespace(**vars(made) | {"values": values})
+        )
+
+    with jax.enable_x64(True):
+        gradient = jax.grad(loss)(jnp.asarray(made.values))
+    expected, tokens = np.zeros_like(made.values), (made.mask.sum(-1) * WEIGHTS).sum()
+    reward = made.reward - BETA * (made.behavior.sum(-1) - made.reference.sum(-1))
+    for i, j in zip(*np.nonzero(WEIGHTS), strict=True):
+        counted = made.mask[i, j]
+        a = advantages(made.values[i, j][counted], reward[i, j], 0.7)
+        # (V - target) / N for each of the w times that it was drawn; target = A + V.
+        expected[i, j, counted] = -0.1 * WEIGHTS[i, j] * a / tokens
+    np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-15)

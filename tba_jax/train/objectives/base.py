@@ -53,6 +53,7 @@ class GroupData(NamedTuple):
             where no version did.
         log_z: [p], learned; None without that head.
         totals: of the whole batch.
+        token_values: [p k t], learned, of the state before each token; None without that head.
     """
 
     policy_logprob: Float[Array, "p k"]
@@ -67,6 +68,7 @@ class GroupData(NamedTuple):
     staleness: Int[Array, "p k"]
     log_z: Float[Array, " p"] | None
     totals: Totals
+    token_values: Float[Array, "p k t"] | None = None
 
     @property
     def num_drawn(self) -> Float[Array, " p"]:
@@ -126,8 +128,8 @@ class Objective(abc.ABC):
             )
 
     @property
-    def heads(self) -> tuple[Literal["log_z"], ...]:
-        """What is learned beside the policy."""
+    def heads(self) -> tuple[Literal["log_z", "value"], ...]:
+        """What is learned beside the policy; one of them at most."""
         return ()
 
     @abc.abstractmethod

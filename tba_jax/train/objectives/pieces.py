@@ -96,6 +96,36 @@ def is_past(data: GroupData, low: float, high: float, is_of_tokens: bool) -> Flo
     return data.mean_over_tokens(past) if is_of_tokens else data.mean_over_responses(past)
 
 
+def generalised_advantages(
+    data: GroupData,
+    values: Float[Array, "p k t"],
+    reward: Float[Array, "p k"],
+    trace: float,
+) -> Float[Array, "p k t"]:
+    """A_t = sum over l of trace^l delta_(t+l), 0 at tokens that do not count; without gradient.
+
+    delta = V(next state) - V(state), at the last token R - V(state): there is no discount, and the
+    reward comes at the end. Tokens that do not count are no steps.
+
+    References:
+        Generalised advantages, arXiv:1506.02438, eq. 16.
+    """
+    values, reward = jax.lax.stop_gradient((values, reward))
+
+    def back(
+        after: tuple[Array, Array], here: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
+        value, counts = here
+        advantage = after[0] - value + trace * after[1]
+        return jax.tree.map(
+            lambda x, y: jnp.where(counts, x, y), (value, advantage), after
+        ), jnp.where(counts, advantage, 0)
+
+    steps = jnp.moveaxis(values, -1, 0), jnp.moveaxis(data.mask, -1, 0)
+    end = reward.astype(values.dtype), jnp.zeros_like(values[..., 0])
+    return jnp.moveaxis(jax.lax.scan(back, end, steps, reverse=True)[1], 0, -1)
+
+
 def k3(data: GroupData) -> Float[Array, "p k t"]:
     """Schulman's estimate of KL(pi || pi_ref) per token: exp(g) - g - 1, g = log pi_ref - log pi.
 

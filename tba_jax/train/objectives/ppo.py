@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO-clip with a learned value of the prompt."""
+"""PPO-clip with learned values of states and generalised advantages."""
 
 import dataclasses
 from typing import Literal
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
+    generalised_advantages,
     is_clipped,
     log_ratio,
     regularised,
@@ -21,21 +22,21 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Ppo(Objective):
-    """Clipped ratios of tokens, the advantage over a learned value of the prompt.
+    """Clipped ratios of tokens, generalised advantages over a learned value of every state.
 
-    R = r - beta (log mu - log pi_ref)            mu: the sampler, as when the response was drawn
-    A = R - V(x)
-    loss = -mean over tokens of min(rho A, clip(rho) A) + value_weight mean over responses of
-           (V(x) - R)^2 / 2
+    R = r - beta (log mu - log pi_ref), at the last token     mu: the sampler, as when it was drawn
+    A_t = sum over l of gae_lambda^l (V(s_(t+l+1)) - V(s_(t+l))), R for the value after the last
+    loss = -mean over tokens of min(rho A, clip(rho) A) + value_weight mean over tokens of
+           (V(s_t) - stop(A_t + V(s_t)))^2 / 2
 
-    A response is one action: with a reward at its end, no discount and a trace of 1, generalised
-    advantage estimation is R - V(state), and V here is of the first state alone. V is the head that
-    log Z is where that is learned, on the policy's own states (`objective.log_z_layers` and
-    `log_z_rate` are its); one group gives one value, so K responses share its error.
+    A state is a prompt with the tokens before t; V is a head on the policy's own last state there
+    (`objective.log_z_layers` and `log_z_rate` are its), and its gradient flows into the policy. One
+    step a batch; with a trace of 1, the default, the value is fitted to R.
 
     Attributes:
         clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
         value_weight: of the value's loss.
+        gae_lambda: trace of the advantages; below 1 they trust the values more.
 
     References:
         PPO, arXiv:1707.06347, eq. 7; generalised advantages, arXiv:1506.02438.
@@ -44,24 +45,26 @@ class Ppo(Objective):
     clip_low: float = 0.2
     clip_high: float = 0.2
     value_weight: float = 0.1
+    gae_lambda: float = 1.0
 
     needs_behavior = True
     beta_is = "any"
 
     @property
-    def heads(self) -> tuple[Literal["log_z"], ...]:
-        """The value, which reads the prompt as log Z does."""
-        return ("log_z",)
+    def heads(self) -> tuple[Literal["value"], ...]:
+        """The value of every state."""
+        return ("value",)
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        assert data.log_z is not None, "the value is the head's"
-        value = data.log_z[:, None]
+        values = data.token_values
+        assert values is not None, "the values are the head's"
         reward = regularised(data, summed_behavior(data), beta)
-        advantage = jax.lax.stop_gradient(reward - value)[..., None]
+        advantage = generalised_advantages(data, values, reward, self.gae_lambda)
+        target = advantage + jax.lax.stop_gradient(values)
         ratio = jnp.exp(log_ratio(data))
         clip = self.clip_low, self.clip_high
         gain = data.mean_over_tokens(clipped_gain(ratio, advantage, *clip))
-        error = data.mean_over_responses(jnp.square(value - reward) / 2)
+        error = data.mean_over_tokens(jnp.square(values - target) / 2)
         share = data.mean_over_tokens(is_clipped(ratio, advantage, *clip))
         loss = self.value_weight * error - gain
         return with_balance(data, beta, loss, clip_fraction=share, value_loss=error)
