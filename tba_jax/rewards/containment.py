@@ -55,12 +55,29 @@ def enter(folder: str, max_memory_bytes: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
-def leave() -> None:
-    """In a process whose parent is gone: end, with everything that it started."""
+def leave(folder: str) -> None:
+    """In a process whose parent is gone: end, with everything that it started.
+
+    Args:
+        folder: as in `enter`; nobody is left to remove it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
     if sys.platform != "win32":
         _kill_marked(_mark_of(0))
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def end(folder: str, parent: int) -> None:
+    """In a process that ends by itself, as one does that finds nobody at the other end of its pipe.
+
+    Args:
+        folder: as in `enter`.
+        parent: process id of who started it.
+    """
+    if os.getppid() != parent:
+        leave(folder)
+    _kill_marked(_mark_of(0))
 
 
 def _take_mark() -> int:

@@ -16,6 +16,7 @@ class starts another one and sends again what was under way.
 
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -77,8 +78,10 @@ def _start_process(
         # A parent that was killed cannot stop a process that hangs in user code.
         while os.getppid() == parent:
             time.sleep(1.0)
-        containment.leave()
+        containment.leave(groups)
 
+    # Not atexit's: multiprocessing leaves without those.
+    multiprocessing.util.Finalize(None, containment.end, (groups, parent), exitpriority=0)
     threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
     if folder not in sys.path:
         sys.path.append(folder)  # last: a user's file must not hide a module of the library

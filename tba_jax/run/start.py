@@ -5,8 +5,11 @@ The only place that reads the policy's weights. Invariant: a reference never sha
 what is trained, which the next step donates.
 """
 
+import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,6 +24,8 @@ from tba_jax.run.shared import Shared
 from tba_jax.run.training import abstract_state, make_optimizer_from, make_step_shardings
 from tba_jax.search.reference import Reference
 from tba_jax.train.state import TrainState, make_init_state
+
+_TAIL_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +73,8 @@ def open_start(
     facts = shared.facts  # what the run is made of now, not when it is first saved
     check_prompts(shared, facts.fingerprints, phase, note)
     newest = _newest_intact(shared, note)
+    if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
+        note(f"there is no checkpoint: the {made:,} steps that were made are made again")
     references: dict[Site, Reference] = {}
     params, base = None, None
     scores_here = config.reference.placement == "searcher" and bool(sites.searchers)
@@ -93,6 +100,23 @@ def open_start(
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     return Start(state, base, references, newest, tuple(host_states))
+
+
+def steps_made(workdir: Path) -> int:
+    """The step that the last whole lines of metrics.jsonl tell of; 0 where they tell of none."""
+    path = workdir / "metrics.jsonl"
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return 0  # a log that cannot be read is the affair of who opens it
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            step = json.loads(line)["step"] if line.startswith(b'{"step"') else None
+            if isinstance(step, int):
+                return step
+    return 0
 
 
 def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:

@@ -57,11 +57,12 @@ def score_one(text):
     if text.startswith("child "):  # a shell, and what it starts, outlive a killed Python
         name = text.split()[1]
         os.system(f"sleep 600 & echo $! > {name}; sleep 600")
-    if text.startswith("daemon "):
+    if text.startswith(("daemon ", "start ")):
         daemon(text.split()[1])
         while not (os.path.exists(text.split()[1]) and open(text.split()[1]).read()):
             time.sleep(0.01)
-        time.sleep(600)
+        if text.startswith("daemon "):
+            time.sleep(600)
     if text == "pid":
         return os.getpid()
     if text.startswith("imported "):
@@ -365,17 +366,21 @@ def test_closing_ends_a_score_under_way():
     pool.close()
 
 
-def test_processes_die_with_a_killed_parent(folder):
-    file = folder / "orphan.pid"
+@pytest.mark.parametrize("text", ["daemon busy.pid", "start idle.pid"])
+def test_processes_die_with_a_killed_parent(folder, text):
+    """Those that hang in user code, and those that wait for work and find their pipe closed."""
+    file = folder / text.split()[1]
     script = textwrap.dedent("""
+        import time
         from tba_jax.rewards.pool import RewardPool
         if __name__ == "__main__":
             pool = RewardPool(
                 "user_rewards:by_text", num_workers=1, timeout_s=600.0, max_failure_rate=1.0
             )
-            print(int(pool.score([""], ["pid"], {}).rewards[0]), flush=True)
-            pool.score([""], ["daemon orphan.pid"], {})
-    """)
+            print(int(pool.score([""], ["pid"], {}).rewards[0]), pool._groups.folder, flush=True)
+            pool.score([""], ["TEXT"], {})
+            time.sleep(600)
+    """).replace("TEXT", text)
     (folder / "parent.py").write_text(script)
     root = str(Path(__file__).parents[2])
     parent = subprocess.Popen(
@@ -386,7 +391,8 @@ def test_processes_die_with_a_killed_parent(folder):
         env={**os.environ, "PYTHONPATH": root},
     )
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pid, records = parent.stdout.readline().split()
+    pid = int(pid)
     orphan = _pid_in(file)
     assert _runs(pid) and _runs(orphan)
     parent.kill()
@@ -396,6 +402,8 @@ def test_processes_die_with_a_killed_parent(folder):
     while time.monotonic() < deadline and (_runs(pid) or _runs(orphan)):
         time.sleep(0.1)
     assert not _runs(pid) and not _runs(orphan)
+    if text.startswith("daemon"):  # who finds its pipe closed may not know yet why
+        assert not os.path.exists(records)
 
 
 @pytest.mark.parametrize("kind", ["child", "daemon"])
