@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The objectives that studies compare, by name, as settings below `objective`.
 
-A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods`, with what it is
-given beside.
-Nothing is known here of how they are run.
+A name is one of `tba_jax.train.objectives`, or a preset of `tba_jax.config.methods`, with what it
+is given beside. Nothing is known here of how they are run.
 """
 
 from collections.abc import Mapping
