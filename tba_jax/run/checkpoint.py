@@ -31,7 +31,7 @@ from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
-from tba_jax.storage import digests
+from tba_jax.storage import counters, digests
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
@@ -185,6 +185,7 @@ class Checkpoints:
         self._saving: int | None = None
         self._timeout_s = timeout_s
         _tell_failures_once()
+        counters.leave_out()
         if read_only:
             # Orbax warns about what read-only was asked for.
             logging.set_verbosity(logging.ERROR)

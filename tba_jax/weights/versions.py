@@ -14,7 +14,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import digests, sealed
+from tba_jax.storage import counters, digests, sealed
 
 
 class PublicationError(RuntimeError):
@@ -37,6 +37,7 @@ class Versions:
         session: str = "",
         readers: ocp.options.MultiprocessingOptions | None = None,
     ) -> None:
+        counters.leave_out()
         self._folder = epath.Path(workdir) / "weights"
         self._marker = epath.Path(workdir) / "versions.json"
         self._session = session
