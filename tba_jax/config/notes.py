@@ -11,11 +11,15 @@ from tba_jax.config.schema import Config
 from tba_jax.train.config import ObjectiveSettings, OptimizerSettings
 from tba_jax.train.objectives.registry import make_objective
 
+# Rounds of a searcher in a step, above which the first step is far away.
+_MANY_ROUNDS = 100
+
 
 def notes(config: Config) -> list[str]:
     """One sentence each, beginning with the setting."""
     return [
         *_sync(config),
+        *_rounds(config),
         *_learning_rate(config.optimizer, config.num_steps),
         *_objective(config.objective, config.num_steps),
         *_reference(config),
@@ -25,6 +29,16 @@ def notes(config: Config) -> list[str]:
 def _sync(config: Config) -> Iterator[str]:
     if config.driver == "sync" and config.replay.pace == "trainer":
         yield "replay.pace=trainer has no effect: with driver=sync the trainer never has to wait"
+
+
+def _rounds(config: Config) -> Iterator[str]:
+    prompts, each = config.batch.num_prompts, config.search.prompts_per_round
+    rounds = -(-prompts // (each * config.num_searchers))
+    if rounds > _MANY_ROUNDS:
+        yield (
+            f"batch.num_prompts={prompts}: a step takes {rounds:,} rounds of {each} prompts "
+            f"(search.prompts_per_round) from each searcher, and the first comes after as many"
+        )
 
 
 def _learning_rate(o: OptimizerSettings, num_steps: int) -> Iterator[str]:

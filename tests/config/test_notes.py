@@ -95,3 +95,9 @@ def test_temperatures_say_how_far_they_get():
         "objective.reward_temperature_steps=200: the run ends after 100 of them, at 1.5 on the way "
         "from 2.0 to 1.0"
     )
+
+
+def test_a_batch_of_very_many_rounds_is_said_before_the_first():
+    (note,) = notes(make_config({"batch.num_prompts": 100_000, "search.prompts_per_round": 16}))
+    assert note.startswith("batch.num_prompts=100000: a step takes 6,250 rounds of 16 prompts")
+    assert notes(make_config({"batch.num_prompts": 1600, "search.prompts_per_round": 16})) == []
