@@ -124,9 +124,14 @@ def test_every_objective_counts_a_weight_as_so_many_responses(name):
 def part(policy, log_z, num):
     """The first `num` prompts of the batch; others are zeros without weights."""
     data = group_data(policy, np.broadcast_to(np.arange(4), WEIGHTS.shape), WEIGHTS)
-    *arrays, _, totals = data
-    arrays = [x.at[num:].set(jnp.zeros_like(x[num:])) for x in map(jnp.asarray, arrays)]
-    return GroupData(*arrays, log_z, totals)
+
+    def emptied(x):
+        x = jnp.asarray(x)
+        return x.at[num:].set(jnp.zeros_like(x[num:]))
+
+    arrays = {name: x for name, x in data._asdict().items() if name not in ("log_z", "totals")}
+    emptied_arrays = {name: None if x is None else emptied(x) for name, x in arrays.items()}
+    return GroupData(**emptied_arrays, log_z=log_z, totals=data.totals)
 
 
 def test_a_mean_over_prompts_leaves_out_those_of_other_parts():
