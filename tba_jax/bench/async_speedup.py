@@ -11,8 +11,8 @@ A step's seconds are those between the end of step `--skip` and the end of the l
 starting and compiling is not counted; sides take turns, and the ratio is of neighbours.
 
 Searching and training overlap, so that the most that can be had is sync's step over the longer of
-its two halves: `limit`, 2 where they are equal. The default load is about balanced on the machine
-where it was chosen. Wants two cores that nothing else uses.
+its two halves: `limit`, 2 where they are equal. The default load is not balanced: training takes
+about twice as long as searching (docs/results/fleet.md). Wants two cores that nothing else uses.
 """
 
 import argparse
