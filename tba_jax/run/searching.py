@@ -49,16 +49,12 @@ from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
 from tba_jax.train.objectives.registry import make_objective
+from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.objects import ObjectTransport, StoredVersions
 from tba_jax.weights.reading import Source, VersionReader
 from tba_jax.weights.stored import Store
-from tba_jax.weights.transport import (
-    CheckpointTransport,
-    MemoryTransport,
-    Transport,
-    make_publish_program,
-)
+from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.versions import Versions
 
 

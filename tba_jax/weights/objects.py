@@ -10,7 +10,6 @@ the transport holds its list.
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import numpy as np
 
 from tba_jax.weights.stored import Piece, Stored, StoreError
-from tba_jax.weights.transport import Layout, Mailbox, Published, Undelivered
+from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel
 from tba_jax.weights.versions import PublicationError
 
 PIECE_BYTES = 2**26
@@ -138,22 +137,19 @@ def _part(
     return out
 
 
-class ObjectTransport:
+class ObjectTransport(DeliveringTransport):
     """Weights for searchers on other machines, through a store.
 
-    Whoever drives `poll` puts the newest publication there. Searchers are told `stored`. A version
-    that was replaced before it was begun is never put.
+    Whoever drives `poll` puts the newest publication there. Searchers are told `stored`.
 
     Args:
         put: as `Store.put`.
         program: copy and cast of the params, in its turn on the trainer's devices.
-        shardings: of the readers in this process, as in `MemoryTransport`.
+        shardings: of the readers in this process, as in DeliveringTransport.
         keep: versions that stay, at least 2.
         timeout_s: a delivery that takes longer has failed.
         layout: makes the trainer's layout what the readers want; None: it is that.
     """
-
-    is_publishing = False
 
     def __init__(
         self,
@@ -165,57 +161,37 @@ class ObjectTransport:
         timeout_s: float,
         layout: Layout | None = None,
     ) -> None:
-        self.delivery_s = 0.0
+        super().__init__(program, shardings, timeout_s=timeout_s)
         self._put = put
-        self._program = program
         self._keep = keep
         self._layout: Layout = (lambda params: params) if layout is None else layout
-        self._mailbox = Mailbox(shardings)
-        self._undelivered = Undelivered(timeout_s)
         self._wanted: Callable[[], Collection[int]] = tuple
         self._lock = threading.Lock()
         self._stored: dict[int, Stored] = {}
-        self._delivering = threading.Lock()
 
     def keep_also(self, wanted: Callable[[], Collection[int]]) -> None:
         """Keep these versions beyond the newest ones; it is asked at every publication."""
         self._wanted = wanted
 
-    def publish(self, version: int, params: Any) -> None:
-        """Launch copy and cast; the device does them before a later step that is donated."""
-        self._undelivered.put(Published(version, self._program(params)))
-
-    def poll(self, wait_s: float = 0.0) -> bool:
-        """Put the newest publication into the store, and let the oldest one go."""
-        self._undelivered.wait(wait_s)
-        with self._delivering:
-            taken = self._undelivered.take()
-            if taken is None:
-                return False
-            (version, params), since = taken
-            jax.block_until_ready(params)
-            stored = store_version(version, params, self._put)
-            wanted = set(self._wanted())
-            with self._lock:
-                newest = [*sorted(self._stored), version][-self._keep :]
-                self._stored = {
-                    v: each
-                    for v, each in {**self._stored, version: stored}.items()
-                    if v in newest or v in wanted
-                }
-            self._mailbox.put(version, self._layout(params))
-            self._undelivered.note_delivery()
-            self.delivery_s = time.monotonic() - since
-            return True
+    def _carry(self, parcel: Parcel) -> None:
+        """Put it into the store, and let the oldest one go."""
+        version, params = parcel.version, parcel.params
+        jax.block_until_ready(params)
+        stored = store_version(version, params, self._put)
+        wanted = set(self._wanted())
+        with self._lock:
+            newest = [*sorted(self._stored), version][-self._keep :]
+            self._stored = {
+                v: each
+                for v, each in {**self._stored, version: stored}.items()
+                if v in newest or v in wanted
+            }
+        parcel.params = self._layout(params)
 
     def stored(self, version: int) -> Stored | None:
         """Where a version is; None where it is no more."""
         with self._lock:
             return self._stored.get(version)
-
-    def latest(self, reader: int) -> Published | None:
-        """Newest version that is in the store, on the devices of a reader of this process."""
-        return self._mailbox.latest(reader)
 
     def settle(self) -> None:
         """Nothing: that would wait for the store."""

@@ -15,8 +15,8 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.devices.sharding import storable
-from tba_jax.weights.transport import Published, brief
-from tba_jax.weights.versions import PublicationError, Versions
+from tba_jax.weights.transport import Published
+from tba_jax.weights.versions import PublicationError, Versions, brief
 
 POLL_S = 0.05
 

@@ -148,3 +148,10 @@ class Versions:
             f"{self._folder} has no intact published version; named are {named or 'none'}. A run "
             "with config.sync.transport=checkpoint writes one at every sync"
         )
+
+
+def brief(error: BaseException) -> str:
+    """First line of an error's text; the middle of a long one is left out, as the end has why."""
+    line = (str(error).strip().splitlines() or ["(no message)"])[0]
+    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason
+    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"

@@ -43,12 +43,9 @@ from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
+from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
-from tba_jax.weights.transport import (
-    CheckpointTransport,
-    MemoryTransport,
-    make_publish_program,
-)
+from tba_jax.weights.transport import MemoryTransport, make_publish_program
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)

@@ -5,7 +5,8 @@ import gc
 
 import jax.numpy as jnp
 
-from tba_jax.weights.transport import CheckpointTransport, make_publish_program
+from tba_jax.weights.checkpoints import CheckpointTransport
+from tba_jax.weights.transport import make_publish_program
 
 
 def test_a_version_more_is_not_a_list_more(tmp_path):

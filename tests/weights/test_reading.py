@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.reading import VersionReader
-from tba_jax.weights.transport import CheckpointTransport, make_publish_program
+from tba_jax.weights.transport import make_publish_program
 from tba_jax.weights.versions import PublicationError, Versions
 
 

@@ -13,11 +13,8 @@ import numpy as np
 import pytest
 
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
-from tba_jax.weights.transport import (
-    CheckpointTransport,
-    MemoryTransport,
-    make_publish_program,
-)
+from tba_jax.weights.checkpoints import CheckpointTransport
+from tba_jax.weights.transport import MemoryTransport, make_publish_program
 from tba_jax.weights.versions import PublicationError, Versions
 
 

@@ -40,11 +40,11 @@ from tba_jax.run.fleet.seats import Terms
 from tba_jax.run.run import Run
 from tba_jax.run.searching import Search
 from tba_jax.run.workdir import Outcome
+from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.objects import ObjectTransport
 from tba_jax.weights.remote import VersionWriter
 from tba_jax.weights.stored import Store
-from tba_jax.weights.transport import CheckpointTransport
 
 
 class TrainerHost:
