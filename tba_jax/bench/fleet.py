@@ -6,10 +6,12 @@
 Searchers are simulated, many to a process: each asks for tickets and puts `--responses` responses
 of `--tokens` tokens every `--period_s` seconds, evenly spread. On the other side is an actor with
 the desk, outboxes and a replay buffer, whose other thread merges, draws a batch and multiplies
-matrices for as long as a step of `--step_ms` takes alone. The two processes are pinned to a core
-each where there are two. For each number of searchers it prints the time of a step beside the one
-without any, put + acknowledge (p50, p99), and bytes a second. Lower --period_s until one of them
-gives way; then the trainer's share of its core says what saturated. Needs the extra `fleet`.
+matrices for about as long as `--step_ms`. The two processes are pinned to a core each where there
+are two. Windows with and without puts take turns, as a shared machine is never equally fast for
+long: `step` is the mean time of a step beside that of the neighbouring window without puts (median
+and range over `--windows` pairs; without searchers it is what the machine itself does). Then put +
+acknowledge (p50, p99), and bytes a second of the windows with puts. Lower --period_s until one of
+them gives way; then the trainer's share of its core says what saturated. Needs the extra `fleet`.
 """
 
 import argparse
@@ -111,23 +113,26 @@ class Trainer:
             time.sleep(0.05)
 
     def begin(self) -> None:
-        """Measure from here on."""
+        """A window begins."""
         self._steps.clear()
         self._since, self._cpu = time.perf_counter(), time.process_time()
         self._num_bytes = int(self._desk.figures()["fleet/put_bytes"])
 
     def end(self) -> dict[str, float]:
-        """Figures since `begin`; `run` ends."""
+        """Figures of the window; the mean time of its steps is nan without any."""
         seconds = time.perf_counter() - self._since
-        self._stop.set()
-        steps = sorted(self._steps)
+        steps = list(self._steps)
         received = self._desk.figures()["fleet/put_bytes"] - self._num_bytes
         return {
-            "step_ms": 1e3 * steps[len(steps) // 2] if steps else float("nan"),
+            "step_ms": 1e3 * sum(steps) / len(steps) if steps else float("nan"),
             "steps": len(steps),
             "mb_per_s": received / seconds / 1e6,
             "trainer_cpu_share": (time.process_time() - self._cpu) / seconds,
         }
+
+    def stop(self) -> None:
+        """`run` ends."""
+        self._stop.set()
 
     def join(self, hello: Hello) -> tuple[Welcome, float]:
         """`Desk.join`."""
@@ -174,58 +179,125 @@ def make_commits(
     return commits
 
 
-def simulate(
-    ray: Any, trainer: Any, args: argparse.Namespace, num_searchers: int
-) -> tuple[list[float], int]:
-    """Let so many searchers come and put for `--seconds`; seconds of puts, and how many were late.
+class Searchers:
+    """Simulated ones of one process, who put in turn.
 
-    A put is late that could not begin when it was due, as this process had no thread for it.
+    Args:
+        ray: the module.
+        trainer: handle of the other side.
+        args: the command's.
+        number: how many.
+
+    Attributes:
+        latencies: seconds of each put until it was acknowledged.
+        num_late: puts that could not begin when they were due, as no thread was free.
     """
-    rng = np.random.default_rng(0)
-    num_tickets = max(1, args.responses // SAMPLES)
-    callers = []
-    for first in range(0, num_searchers, 64):
-        slots = tuple(range(first, min(num_searchers, first + 64)))
-        welcome, _ = ray.get(trainer.join.remote(Hello(slots, "bench", {})), timeout=DEADLINE_S)
-        callers += [seat.caller for seat in welcome.seats]
-    seen = [0] * num_searchers
-    latencies: list[float] = []
-    lock = threading.Lock()
 
-    def put(i: int) -> None:
-        ask = trainer.assign.options(concurrency_group="io")
-        question = ask.remote(callers[i], num_tickets, seen[i], Vitals())
+    def __init__(self, ray: Any, trainer: Any, args: argparse.Namespace, number: int) -> None:
+        self.latencies: list[float] = []
+        self.num_late = 0
+        self._ray, self._trainer, self._args = ray, trainer, args
+        self._rng = np.random.default_rng(0)
+        self._lock = threading.Lock()
+        self._callers: list[Caller] = []
+        self._seen = [0] * number
+        self._num_puts, self._elapsed = 0, 0.0
+        for first in range(0, number, 64):
+            hello = Hello(tuple(range(first, min(number, first + 64))), "bench", {})
+            welcome, _ = ray.get(trainer.join.remote(hello), timeout=DEADLINE_S)
+            self._callers += [seat.caller for seat in welcome.seats]
+
+    def work(self, seconds: float) -> None:
+        """Put what is due in the next seconds; time stands still for searchers in between."""
+        until = self._elapsed + seconds
+        begun = time.perf_counter() - self._elapsed
+        threads = self._args.threads
+        with ThreadPoolExecutor(threads) as pool:
+            futures = []
+            while self._callers:
+                due = self._num_puts * self._args.period_s / len(self._callers)
+                if due >= until:
+                    break
+                wait = begun + due - time.perf_counter()
+                if wait > 0:
+                    time.sleep(wait)
+                self.num_late += sum(not f.done() for f in futures[-threads:]) == threads
+                futures.append(pool.submit(self._put, self._num_puts % len(self._callers)))
+                self._num_puts += 1
+            time.sleep(max(0.0, begun + until - time.perf_counter()))
+            for future in futures:
+                future.result(DEADLINE_S)
+        self._elapsed = until
+
+    def _put(self, i: int) -> None:
+        ray, caller = self._ray, self._callers[i]
+        ask = self._trainer.assign.options(concurrency_group="io")
+        num_tickets = max(1, self._args.responses // SAMPLES)
+        question = ask.remote(caller, num_tickets, self._seen[i], Vitals())
         tickets = ray.get(question, timeout=DEADLINE_S).tickets
         if not tickets:
             return  # back-pressure
-        seen[i] = tickets[-1] + 1
-        data = encode(make_commits(i, tickets, args.tokens, rng))
+        self._seen[i] = tickets[-1] + 1
+        data = encode(make_commits(i, tickets, self._args.tokens, self._rng))
         start = time.perf_counter()
-        message = trainer.put.options(concurrency_group="io").remote(callers[i], data)
+        message = self._trainer.put.options(concurrency_group="io").remote(caller, data)
         answer = ray.get(message, timeout=DEADLINE_S)
         if answer.verdict != "ok":
             raise ValueError(f"a put was answered {answer.verdict}: {answer.why}")
-        with lock:
-            latencies.append(time.perf_counter() - start)
+        with self._lock:
+            self.latencies.append(time.perf_counter() - start)
 
-    num_late = 0
-    with ThreadPoolExecutor(args.threads) as pool:
-        begun = time.perf_counter()
-        futures, number = [], 0
-        while num_searchers:
-            due = begun + number * args.period_s / num_searchers
-            if due > begun + args.seconds:
-                break
-            wait = due - time.perf_counter()
-            if wait > 0:
-                time.sleep(wait)
-            num_late += sum(not f.done() for f in futures[-args.threads :]) == args.threads
-            futures.append(pool.submit(put, number % num_searchers))
-            number += 1
-        time.sleep(max(0.0, begun + args.seconds - time.perf_counter()))
-        for future in futures:
-            future.result(DEADLINE_S)
-    return sorted(latencies), num_late
+
+def summary(
+    pairs: Sequence[tuple[dict[str, float], dict[str, float]]], latencies: Sequence[float]
+) -> dict[str, Any]:
+    """Figures of one number of searchers.
+
+    Args:
+        pairs: of neighbouring windows, without puts and with them.
+        latencies: of puts, seconds.
+    """
+    ratios = [busy["step_ms"] / free["step_ms"] for free, busy in pairs]
+    with_puts = [busy for _, busy in pairs]
+    row: dict[str, Any] = {
+        "step_ms": float(np.mean([each["step_ms"] for each in with_puts])),
+        "step_over_free": float(np.median(ratios)),
+        "step_over_free_range": [min(ratios), max(ratios)],
+        "mb_per_s": float(np.mean([each["mb_per_s"] for each in with_puts])),
+        "trainer_cpu_share": float(np.mean([each["trainer_cpu_share"] for each in with_puts])),
+        "puts": len(latencies),
+    }
+    if latencies:
+        row["put_p50_ms"], row["put_p99_ms"] = (
+            1e3 * float(np.quantile(latencies, share)) for share in (0.5, 0.99)
+        )
+    return row
+
+
+def measure_one(ray: Any, actor: Any, args: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Windows without and with so many searchers, by turns."""
+    trainer = actor.options(num_cpus=0).remote(count, args.step_ms, args.trainer_core)
+    running = trainer.run.options(concurrency_group="run").remote()
+
+    def ask(method: Any) -> Any:
+        return ray.get(method.remote(), timeout=DEADLINE_S)
+
+    ask(trainer.ready)
+    searchers = Searchers(ray, trainer, args, count)
+    seconds = args.seconds / args.windows
+    pairs = []
+    for _ in range(args.windows):
+        ask(trainer.begin)
+        time.sleep(seconds)
+        free = ask(trainer.end)
+        ask(trainer.begin)
+        searchers.work(seconds)
+        pairs.append((free, ask(trainer.end)))
+    ask(trainer.stop)
+    ray.get(running, timeout=DEADLINE_S)
+    ray.kill(trainer)
+    row = summary(pairs, searchers.latencies)
+    return {"searchers": count, **row, "late": searchers.num_late}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -241,8 +313,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--searchers={args.searchers}: wanted numbers with commas") from error
     remote: Any = ray.remote
     actor = remote(concurrency_groups={"run": 1, "io": 8})(Trainer)
-    has_two = (os.cpu_count() or 1) > 1
-    rows = []
+    args.trainer_core = 1 if (os.cpu_count() or 1) > 1 else -1
     ray.init(
         address="local",
         num_cpus=2,
@@ -251,22 +322,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         log_to_driver=False,
     )
     try:
-        if has_two:
+        if args.trainer_core > 0:
             os.sched_setaffinity(0, {0})
-        for count in counts:
-            trainer = actor.options(num_cpus=0).remote(count, args.step_ms, 1 if has_two else -1)
-            running = trainer.run.options(concurrency_group="run").remote()
-            ray.get(trainer.ready.remote(), timeout=DEADLINE_S)
-            ray.get(trainer.begin.remote(), timeout=DEADLINE_S)
-            latencies, num_late = simulate(ray, trainer, args, count)
-            figures: dict[str, float] = ray.get(trainer.end.remote(), timeout=DEADLINE_S)
-            row = {"searchers": count, **figures}
-            ray.get(running, timeout=DEADLINE_S)
-            if latencies:
-                row["put_p50_ms"] = 1e3 * latencies[len(latencies) // 2]
-                row["put_p99_ms"] = 1e3 * latencies[int(0.99 * (len(latencies) - 1))]
-            rows.append({**row, "puts": len(latencies), "late": num_late})
-            ray.kill(trainer)
+        rows = [measure_one(ray, actor, args, count) for count in counts]
     finally:
         ray.shutdown()
     return {
@@ -283,10 +341,15 @@ def table(result: dict[str, Any]) -> Iterator[str]:
         f"{result['responses']} responses of {result['tokens']} tokens from each searcher every "
         f"{result['period_s']:g} s"
     )
-    yield "searchers  step ms  put p50 ms  put p99 ms   MB/s  trainer's core  puts  late"
+    yield (
+        "searchers  step ms  step (range)       put p50 ms  put p99 ms   MB/s  trainer's core  "
+        "puts  late"
+    )
     for row in result["rows"]:
+        least, most = row["step_over_free_range"]
         yield (
-            f"{row['searchers']:9d} {row['step_ms']:8.1f} {row.get('put_p50_ms', 0.0):11.1f} "
+            f"{row['searchers']:9d} {row['step_ms']:8.1f}  {row['step_over_free']:.3f} "
+            f"({least:.2f}-{most:.2f}) {row.get('put_p50_ms', 0.0):11.1f} "
             f"{row.get('put_p99_ms', 0.0):11.1f} {row['mb_per_s']:6.1f} "
             f"{row['trainer_cpu_share']:15.0%} {row['puts']:5d} {row['late']:5d}"
         )
@@ -297,10 +360,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.fleet", description=__doc__)
     parser.add_argument("--searchers", default="0,1,10,100,1000", help="numbers, with commas")
     parser.add_argument("--period_s", type=float, default=60.0, help="between a searcher's puts")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each number")
+    parser.add_argument("--seconds", type=float, default=60.0, help="with puts, for each number")
+    parser.add_argument("--windows", type=int, default=6, help="that these are divided into")
     parser.add_argument("--responses", type=int, default=128, help=f"of a put; {SAMPLES} a ticket")
     parser.add_argument("--tokens", type=int, default=512, help="of a response")
-    parser.add_argument("--step_ms", type=float, default=100.0, help="a step without searchers")
+    parser.add_argument("--step_ms", type=float, default=100.0, help="a step, about")
     parser.add_argument("--threads", type=int, default=16, help="puts under way at a time")
     return run_command(parser, argv, measure, table)
 

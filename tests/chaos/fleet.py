@@ -57,17 +57,17 @@ def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict
 
 def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """The trainer alone; searchers live on."""
-    num_steps = 4 * args.kills + 4
+    num_steps = 8 * args.kills + 4
     fields = {"num_steps": num_steps, "fleet.max_failures": args.kills}
     fleet = Fleet(workdir, **fields)
     fleet.until_step(1)
     searchers = _pids(fleet, "SearcherProcess")
-    killed = []
-    for number in range(args.kills):
-        fleet.until(lambda at=2 + 4 * number: fleet.num_steps() >= at or _over(fleet))
+    killed: list[int] = []
+    for _ in range(args.kills):
+        fleet.until(lambda at=fleet.num_steps() + 2: fleet.num_steps() >= at)
         time.sleep(draws.uniform(0.0, 3.0))
-        if not _over(fleet) and fleet.kill("TrainerProcess"):
-            killed.append(fleet.num_steps())
+        fleet.until(lambda: fleet.kill("TrainerProcess"))  # it may be on its way back
+        killed.append(fleet.num_steps())
     fleet.until(lambda: fleet.num_steps() >= num_steps - 1 or _over(fleet))
     lived = searchers == _pids(fleet, "SearcherProcess")
     result = {"killed_at_step": killed, **_ended(fleet, num_steps), "searchers_lived_on": lived}
