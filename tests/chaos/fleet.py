@@ -64,7 +64,7 @@ def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
     searchers = _pids(fleet, "SearcherProcess")
     killed: list[int] = []
     for _ in range(args.kills):
-        fleet.until(lambda at=fleet.num_steps() + 2: fleet.num_steps() >= at)
+        fleet.until_step(fleet.num_steps() + 2)
         time.sleep(draws.uniform(0.0, 3.0))
         fleet.until(lambda: fleet.kill("TrainerProcess"))  # it may be on its way back
         killed.append(fleet.num_steps())
@@ -110,7 +110,10 @@ def machine(workdir: Path, draws: random.Random, args: argparse.Namespace) -> di
         fleet.until_step(14)
         cluster.add_node(**{**NODE, "num_cpus": 2})
         result = _ended(fleet, fields["num_steps"], has_cluster=False)
-    assert "its machine is gone" in fleet.told(), fleet.told()
+    told = [line for line in fleet.told().splitlines() if "machine " in line]
+    assert any("is gone" in line for line in told) and any("has come" in line for line in told), (
+        told
+    )
     return result
 
 

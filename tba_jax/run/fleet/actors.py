@@ -22,6 +22,7 @@ from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.evaluation.evaluator import Part
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.run.fleet.link import Unreachable
+from tba_jax.run.fleet.machines import machine_name
 from tba_jax.run.fleet.messages import (
     Answer,
     Caller,
@@ -231,8 +232,7 @@ class SearcherProcess:
         open_cache(self._config.compilation_cache)
         store = RayStore(self._config.fleet.silence_s)
         party = open_party(self._config, self._workdir, self._slots, store, lambda text: None)
-        node = ray.get_runtime_context().get_node_id()[:6]
-        host = f"{socket.gethostname()}/{node}"
+        host = machine_name(socket.gethostname(), ray.get_runtime_context().get_node_id())
         try:
             self._end = search(party, self._line, host, self._lines.append)
         finally:

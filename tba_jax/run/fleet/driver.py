@@ -24,6 +24,7 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
 from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
+from tba_jax.run.fleet.machines import Machines
 from tba_jax.run.identity import run_id_of
 from tba_jax.run.lock import Hold
 from tba_jax.run.workdir import Outcome, claim, finished_before
@@ -181,6 +182,7 @@ class _Fleet:
         self._deaths = 0
         self._step = self._newest_step()
         self._is_interrupted = False
+        self._machines = Machines(ray.nodes)
         self._make_trainer()
         each = config.num_searchers
         self._searchers = [
@@ -200,6 +202,8 @@ class _Fleet:
                 self._is_interrupted = True
                 self._trainer.interrupt.remote()
             self._hold.check()
+            for line in self._machines.changes():
+                self._display.note(line)
             for searchers in self._searchers:
                 self._look_at(searchers)
 
@@ -391,11 +395,8 @@ def _cause(error: Any) -> BaseException:
 
 
 def _brief(error: BaseException) -> str:
-    """Why an actor is gone; Ray's own words are many."""
-    text = str(error).lower()
-    if "its node has died" in text or "node died" in text or "node failure" in text:
-        return "its machine is gone"
-    return "out of memory" if "out of memory" in text else "its process ended"
+    """Why an actor is gone; Ray's own words are many. Of machines `Machines` tells."""
+    return "out of memory" if "out of memory" in str(error).lower() else "its process ended"
 
 
 def _at(step: int) -> str:
