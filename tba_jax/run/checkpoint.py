@@ -31,7 +31,7 @@ from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
-from tba_jax.storage import counters, digests
+from tba_jax.storage import counters, digests, saves
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
@@ -183,6 +183,7 @@ class Checkpoints:
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self.list_s = 0.0
         self._saving: int | None = None
+        self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
         _tell_failures_once()
         counters.leave_out()
@@ -212,9 +213,7 @@ class Checkpoints:
                 create=not read_only and named is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
-                async_options=ocp.options.AsyncOptions(
-                    timeout_secs=timeout_s, post_finalization_callback=self._list_files
-                ),
+                async_options=saves.in_background(timeout_s, self._list_files),
                 multiprocessing_options=multiprocessing,
             ),
         )
@@ -298,7 +297,7 @@ class Checkpoints:
             CheckpointError: when this save, or the one before it, failed.
         """
         self.wait()  # Orbax would, too, but then its failure would carry this step's number
-        self._saving = step
+        self._saving, self._since = step, time.monotonic()
         self._guard(
             lambda: self._manager.save(
                 step,
@@ -366,7 +365,12 @@ class Checkpoints:
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
             why = f"{type(error).__name__}: {_brief(error)}"
             if isinstance(error, TimeoutError):  # ours, or Orbax's, whose text names no setting
-                why = f"not complete after {self._timeout_s} s (config.checkpoint.timeout_s)"
+                waited = time.monotonic() - self._since
+                reason = f"; {_brief(error)}" if str(error) else ""
+                why = (
+                    f"not complete after {waited:.0f} s (config.checkpoint.timeout_s = "
+                    f"{self._timeout_s}{reason})"
+                )
             raise CheckpointError(
                 f"writing checkpoint {where} failed: {why}. "
                 f"Complete checkpoints kept: {complete or 'none'}. Make room or fix the storage, "

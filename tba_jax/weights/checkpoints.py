@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.models.trees import check_same_tree
+from tba_jax.storage import saves
 from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel
 from tba_jax.weights.versions import PublicationError, Versions, brief
 
@@ -54,7 +55,7 @@ class CheckpointTransport(DeliveringTransport):
         self._layout: Layout = (lambda params: params) if layout is None else layout
         self._writer = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
-            async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+            async_options=saves.in_background(timeout_s),
         )
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None

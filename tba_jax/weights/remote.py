@@ -15,6 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.devices.sharding import storable
+from tba_jax.storage import saves
 from tba_jax.weights.transport import Published
 from tba_jax.weights.versions import PublicationError, Versions, brief
 
@@ -83,7 +84,7 @@ class VersionWriter:
             self._versions.clear()
         self._writer = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(multiprocessing_options=members.options),
-            async_options=ocp.options.AsyncOptions(timeout_secs=timeout_s),
+            async_options=saves.in_background(timeout_s),
             multiprocessing_options=members.options,
         )
 
