@@ -36,23 +36,25 @@ JOB = {
     "checkpoint.period": 10,
     "task.num_eval_prompts": 256,
 }
-SHORT = {"num_steps": 16, "fleet.max_searchers": 3}
+SHORT = {"fleet.max_searchers": 3}
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
 def kills(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
     """Random processes, at random moments."""
-    fleet = Fleet(workdir, **SHORT)
+    num_steps = 6 * args.kills
+    fleet = Fleet(workdir, **SHORT, num_steps=num_steps)
     killed = []
     for number in range(args.kills):
-        fleet.until(
-            lambda at=1 + number * 12 // args.kills: fleet.num_steps() >= at or _over(fleet)
-        )
-        time.sleep(draws.uniform(0.0, 5.0))
+        fleet.until_step(1 + 4 * number)
+        time.sleep(draws.uniform(0.0, 2.0))
         name = draws.choice(["SearcherProcess", "SearcherProcess", "TrainerProcess"])
-        if not _over(fleet) and fleet.kill(name, draws.randrange(3)):
+        which = draws.randrange(3)
+        # One that died just now may be on its way back.
+        fleet.until(lambda name=name, which=which: fleet.kill(name, which) or _over(fleet))
+        if not _over(fleet):
             killed.append(name)
-    return {"killed": killed, **_ended(fleet, SHORT["num_steps"])}
+    return {"killed": killed, **_ended(fleet, num_steps)}
 
 
 def trainer(workdir: Path, draws: random.Random, args: argparse.Namespace) -> dict[str, Any]:
