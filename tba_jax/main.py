@@ -136,8 +136,10 @@ def _run_in_bucket(config: Config, address: str) -> int:
 def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:
     """Print what became of a run; the exit code of a single process."""
     if outcome.is_finished:
-        words = "This run is finished. " if outcome.was_finished else ""
-        print(f"{words}Report: {workdir}/report.html")
+        before, after = "", ""
+        if outcome.was_finished:
+            before, after = "This run is finished. ", " (--workdir=DIR begins another one)"
+        print(f"{before}Report: {workdir}/report.html{after}")
         return 0
     cause = "a signal to another process"
     if signal_number is not None:

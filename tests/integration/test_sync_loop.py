@@ -121,7 +121,11 @@ def test_buffer_command_shows_what_the_checkpoint_holds(reference, capsys):
 def test_a_finished_run_is_not_run_again(reference, cache):
     before = {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()}
     done = run(reference, *SYNC, cache=cache)
-    assert done.returncode == 0 and "This run is finished" in done.stdout
+    assert (
+        done.returncode == 0
+        and "This run is finished" in done.stdout
+        and "--workdir=DIR" in done.stdout
+    )
     assert {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()} == before
 
 
