@@ -39,12 +39,22 @@ def by_staleness(run: Run, theme: plots.Theme) -> "Figure | None":
                 x,
                 plots.smooth(y, 9),
                 color=colours[j % len(colours)],
-                label=f"{age}",
                 linewidth=1.4,
             )
         axes.set_title(label, loc="left", fontsize=9.5, color=theme.ink)
         axes.locator_params(axis="y", nbins=4)
         plots.step_axis(axes, is_named=i >= 3)
-        if i == 0:
-            axes.legend(title="steps old, from", fontsize=7.5, title_fontsize=7.5, frameon=False)
+    lines = figure.axes[0].get_lines()
+    labels = [f"from {ages[0]} steps old", *(str(age) for age in ages[1:])]
+    figure.legend(
+        lines,
+        labels,
+        loc="outside upper left",
+        ncols=len(ages),
+        frameon=False,
+        fontsize=9,
+        labelcolor=theme.ink,
+        handlelength=1.4,
+        columnspacing=1.4,
+    )
     return figure

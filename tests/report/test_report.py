@@ -13,6 +13,7 @@ from tba_jax.commands.report import main
 from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
+from tba_jax.report.age_plot import by_staleness
 from tba_jax.report.files import Run
 from tba_jax.report.lanes import (
     busy_shares,
@@ -386,6 +387,20 @@ def test_ticks_of_steps_are_whole_numbers(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     ticks = plots.reward(report.load_run(tmp_path), plots.LIGHT).axes[0].get_xticks()
     assert all(tick == round(tick) for tick in ticks)
+
+
+def test_the_legend_of_ages_can_be_read_on_either_paper(tmp_path):
+    lines = [
+        {"step": i, "stale_0/ess_fraction": 1.0, "stale_8/ess_fraction": 0.5} for i in range(1, 5)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    for theme in (plots.LIGHT, plots.DARK):
+        figure = by_staleness(report.load_run(tmp_path), theme)
+        assert figure is not None
+        [legend] = figure.legends  # of the figure: over the lines it would hide them
+        texts = legend.get_texts()
+        assert [text.get_text() for text in texts] == ["from 0 steps old", "8"]
+        assert {text.get_color() for text in texts} == {theme.ink}
 
 
 def test_column_skips_nulls_and_staleness_sums_up():
