@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 from fake_workdir import fake_workdir
+from matplotlib.colors import to_hex
 
 from tba_jax.commands.report import main
 from tba_jax.report import build as report
@@ -400,7 +401,7 @@ def test_the_legend_of_ages_can_be_read_on_either_paper(tmp_path):
         [legend] = figure.legends  # of the figure: over the lines it would hide them
         texts = legend.get_texts()
         assert [text.get_text() for text in texts] == ["from 0 steps old", "8"]
-        assert {text.get_color() for text in texts} == {theme.ink}
+        assert {to_hex(text.get_color()) for text in texts} == {to_hex(theme.ink)}
 
 
 def test_column_skips_nulls_and_staleness_sums_up():
