@@ -99,7 +99,14 @@ def _buffer(config: Config) -> None:
 
 
 def _quantization(config: Config) -> None:
-    """Weights of searchers in eight bits."""
+    """Weights and caches of searchers in eight bits."""
+    need(
+        config.search.cache_dtype != "int8" or config.model.attention != "tpu_kernel",
+        "search.cache_dtype",
+        config.search.cache_dtype,
+        "the decode kernel of model.attention=tpu_kernel knows no cache in eight bits",
+        "Set --config.search.cache_dtype=bfloat16 or --config.model.attention=auto.",
+    )
     need(
         config.search.quantization == "none" or not config.lora.rank,
         "search.quantization",

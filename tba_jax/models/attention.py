@@ -30,7 +30,8 @@ cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfl
     head_dim a multiple of 8 up to 128. Rows of several sequences are masked, by two bytes for each
     pair of positions, the same for all heads. One token over a cache goes through `decode_kernel`:
     cuDNN wants another layout, and the copy would cost more than the attention.
-tpu_kernel: `attention_kernels`, off until somebody measures it on a TPU.
+tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; only where it is asked
+    for, until somebody measures it on a TPU.
 """
 
 
@@ -100,28 +101,22 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: from `causal` or `packed`.
-        implementation: who computes it, from `choose`; tpu_kernel knows no packed rows that share
-            a prompt.
+        implementation: who computes it, from `choose`.
         sharding: on a mesh, of keys and values as a cache [b g s e]; tpu_kernel alone needs it.
-
-    Raises:
-        ValueError: packed rows that share a prompt, for tpu_kernel.
     """
-    if visible.prompts is not None and implementation == "tpu_kernel":
-        raise ValueError(
-            f"attention implementation {implementation!r} got packed rows whose responses share a "
-            "prompt; it knows none. Use 'xla'"
-        )
     if implementation == "cudnn" and visible.segments is not None:
         return _attend_masked(q, k, v, visible)
     if implementation == "cudnn":
         return _attend_cudnn(q, k, v, visible)
     if implementation == "tpu_kernel":
         # Here, not above: only a TPU needs Pallas, and its import takes a third of a second.
-        from tba_jax.models import attention_kernels
+        from tba_jax.models import splash
 
+        if visible.prompts is not None:
+            seen = _seen(visible.mask, visible.segments, visible.prompts)
+            return splash.attend_masked(q, k, v, seen, sharding)
         segments = visible.mask if visible.segments is None else visible.segments
-        return attention_kernels.attend_causal(q, k, v, segments, sharding)
+        return splash.attend_causal(q, k, v, segments, sharding)
     return attend(q, k, v, causal_bias(visible.mask, visible.segments, visible.prompts))
 
 

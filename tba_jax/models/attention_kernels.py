@@ -1,70 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pallas kernels for TPU behind `attention`: splash attention, and one new token over a cache.
+"""One new token over its cache on a TPU: a Pallas kernel behind `attention`.
 
-Whole sequences go through jax's own splash attention. Its decode kernels (paged, ragged) return no
-log-sum-exp, which our two-part cache needs to merge its parts, hence one small kernel here: it
-reads of each slot's cache only the blocks that the slot has filled. The invariant it owns: the
-numbers of `attention.attend`, whatever the padding holds.
+jax's own decode kernels for TPU (paged, ragged) return no log-sum-exp, which our two-part cache
+needs to merge its parts, hence a small one here: it reads of each slot's cache only the blocks that
+the slot has filled. Whole sequences are `splash`'s. The invariant it owns: the numbers of
+`attention.attend_cached`, whatever the columns hold that a slot has not filled.
 
-Compiled for TPU v5e and v5p and checked in interpret mode; nobody has measured them on a TPU, so
-nothing uses them unless asked to. On other devices they run interpreted: correct and very slow.
+Compiled for TPU and checked in interpret mode; nobody has measured it on one, so nothing uses it
+unless asked to. On other devices it runs interpreted: correct and very slow.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as splash_mask,
-)
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Float, Float32, Int
 
 from tba_jax.models.partial_softmax import Partial
-from tba_jax.models.per_shard import cache_axes, per_shard
+from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
 
-_LANES = 128  # of a vector register; splash works on blocks of multiples of it
+_LANES = 128  # of a vector register
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
 
 # Keys of one block. Two blocks of keys and two of values are in flight, a quarter of the 16 MiB
 # of fast memory that a v5e core has.
 _BLOCK_BYTES = 2**20
 _MOST_COLUMNS = 512
-
-
-def attend_causal(
-    q: Float[Array, "b s g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    segments: Bool[Array, "b s"] | Int[Array, "b s"],
-    sharding: NamedSharding | None = None,
-) -> Float[Array, "b s g r e"]:
-    """Causal attention of rows padded on either side, or packed, by splash attention.
-
-    Args:
-        q, k, v: queries and keys rotated.
-        segments: which positions are valid, or the number of each one's sequence, 0 at padding.
-        sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
-    """
-    rows, heads = cache_axes(sharding)
-    return per_shard(
-        _splash,
-        sharding,
-        (
-            PartitionSpec(rows, None, heads, None, None),
-            PartitionSpec(rows, None, heads, None),
-            PartitionSpec(rows, None, heads, None),
-            PartitionSpec(rows, None),
-        ),
-        PartitionSpec(rows, None, heads, None, None),
-    )(q, k, v, segments)
 
 
 def attend_history(
@@ -87,57 +52,6 @@ def attend_history(
     return per_shard(_flash_decode, sharding, (cache, cache, cache, PartitionSpec(rows)), cache)(
         q, keys, values, length
     )
-
-
-def _kernel_or_interpreter(function: Callable[..., Any], *args: Array) -> Any:
-    """function(*args, interpret=...), decided by the platform that is compiled for."""
-    return jax.lax.platform_dependent(
-        *args,
-        tpu=functools.partial(function, interpret=False),
-        default=functools.partial(function, interpret=True),
-    )
-
-
-def _splash(
-    q: Float[Array, "b s g r e"],
-    k: Float[Array, "b s g e"],
-    v: Float[Array, "b s g e"],
-    segments: Bool[Array, "b s"] | Int[Array, "b s"],
-) -> Float[Array, "b s g r e"]:
-    b, s, g, r, e = q.shape
-    padding = -s % _LANES
-    q = (q * e**-0.5).reshape(b, s, g * r, e)
-    # Heads in front. Padding is a segment too: segments do not see one another.
-    q, k, v = (
-        jnp.pad(jnp.swapaxes(x, 1, 2), ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (q, k, v)
-    )
-    segments = jnp.pad(segments.astype(jnp.int32), ((0, 0), (0, padding)))
-    size = s + padding
-    block = next(n for n in (512, 256, _LANES) if size % n == 0)
-
-    def run(q: Array, k: Array, v: Array, segments: Array, *, interpret: bool) -> Array:
-        kernel = splash.make_splash_mha(
-            splash_mask.MultiHeadMask([splash_mask.CausalMask((size, size))] * (g * r)),
-            block_sizes=splash.BlockSizes(
-                block_q=block,
-                block_kv=block,
-                block_q_dkv=block,
-                block_kv_dkv=block,
-                block_q_dq=block,
-                block_kv_dq=block,
-            ),
-            head_shards=1,
-            q_seq_shards=1,
-            interpret=interpret,
-        )
-
-        def row(q: Array, k: Array, v: Array, ids: Array) -> Any:
-            return kernel(q, k, v, splash.SegmentIds(ids, ids))
-
-        return jax.vmap(row)(q, k, v, segments)
-
-    out = _kernel_or_interpreter(run, q, k, v, segments)[:, :, :s]
-    return jnp.swapaxes(out, 1, 2).reshape(b, s, g, r, e)
 
 
 def _flash_decode(
@@ -188,7 +102,7 @@ def _flash_decode(
             name="flash_decode",
         )(length, q, keys, values)
 
-    return Partial(*_kernel_or_interpreter(run, length.astype(jnp.int32), q, keys, values))
+    return Partial(*tpu_or_interpreter(run, length.astype(jnp.int32), q, keys, values))
 
 
 def _flash_decode_kernel(

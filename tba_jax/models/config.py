@@ -19,10 +19,11 @@ class ModelSettings(Section):
     remat: Literal["none", "dots", "layers"] = field(
         "layers", "what the backward pass computes again: nothing, all but matrix products, layers"
     )
-    attention: Literal["auto", "xla"] = field(
+    attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
         "auto: flash attention of cuDNN and a decode kernel on NVIDIA GPUs, else xla; xla: plain "
-        "programs everywhere, where a kernel fails or is doubted",
+        "programs everywhere, where a kernel fails or is doubted; tpu_kernel: splash attention and "
+        "a decode kernel, for TPUs, which no one has measured",
         on_resume=True,
     )
     rollout_dtype: Dtype = field("float32", "what searchers get and compute in")

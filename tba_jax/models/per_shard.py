@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels on arrays that a mesh divides: each device runs them on its own slots and heads.
 
-The compiler cannot divide a kernel by itself. The invariant it owns: only slots and key/value heads
-are ever divided, so a kernel needs nothing of another device.
+The compiler cannot divide a kernel by itself, nor run one made for another platform. The invariant
+it owns: only slots and key/value heads are ever divided, so a kernel needs nothing of another
+device.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jaxtyping import Array
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
@@ -42,4 +45,13 @@ def per_shard(
         return function
     return jax.shard_map(
         function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
+
+
+def tpu_or_interpreter(function: Callable[..., Any], *args: Array) -> Any:
+    """function(*args, interpret=...): a TPU's kernel, interpreted in programs for others."""
+    return jax.lax.platform_dependent(
+        *args,
+        tpu=functools.partial(function, interpret=False),
+        default=functools.partial(function, interpret=True),
     )

@@ -47,12 +47,14 @@ class ComputeSharding:
     Attributes:
         platform: what the program is made for.
         vocab_shards: into how many parts devices divide the vocabulary of the output table.
+        cache: of keys and values [b g s e], for kernels; None: one device.
     """
 
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         """Raises ValueError when the mesh does not divide the model."""
         mesh, self.platform = site.mesh, site.platform
         self._is_divided, self.vocab_shards = site.is_divided, 1
+        self.cache: NamedSharding | None = None
         if not self._is_divided:
             return
         stored = param_shardings(config, mesh)
@@ -63,6 +65,9 @@ class ComputeSharding:
         self._ends = {name: x for name, x in stored.items() if name != "layers"}
         rows = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
         self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
+        heads = AXIS_RULES["kv_heads"].mesh_axis
+        is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
+        self.cache = NamedSharding(mesh, PartitionSpec(rows or None, None if is_whole else heads))
         axis = AXIS_RULES["vocab"].mesh_axis
         parts = mesh.shape.get(axis, 1)
         self.vocab_shards = parts if config.vocab_size % parts == 0 else 1

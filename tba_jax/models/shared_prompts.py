@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from tba_jax.models import attention
@@ -79,16 +80,20 @@ def apply(
 
     implementation = choose_attention(config, compute_dtype, sharding)
 
+    kernels: Any = {
+        "implementation": implementation,
+        "sharding": None if sharding is None else sharding.cache,
+    }
+
     def keep(q: Array, k: Array, v: Array) -> tuple[Array, Seen]:
-        out = attention.attend_causal(q, k, v, visible, implementation=implementation)
-        return out, Seen(k, v, mask)
+        return attention.attend_causal(q, k, v, visible, **kernels), Seen(k, v, mask)
 
     def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
         prompt, response = streams
         prompt, seen = run_layer(layer_params, prompt, angles[0], keep, config=config)
 
         def look(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend_after(q, k, v, seen, implementation=implementation), None
+            return attend_after(q, k, v, seen, **kernels), None
 
         return prompt, run_layer(layer_params, response, angles[1], look, config=config)[0]
 
@@ -113,6 +118,7 @@ def attend_after(
     seen: Seen,
     *,
     implementation: attention.Implementation = "xla",
+    sharding: NamedSharding | None = None,
 ) -> Float[Array, "b c t g r e"]:
     """Softmax attention of responses to their prompt and, causally, to themselves.
 
@@ -121,9 +127,14 @@ def attend_after(
     Args:
         q, k, v: of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
-        implementation: xla: in two parts, nothing is repeated; else, by that implementation, in
-            rows of their own.
+        implementation: xla: in two parts; tpu_kernel: under one mask; nothing is repeated. Else, by
+            that implementation, in rows of their own.
+        sharding: on a mesh, of keys and values as a cache [b g x e]; tpu_kernel alone needs it.
     """
+    if implementation == "tpu_kernel":
+        from tba_jax.models import splash  # here, not above: its import takes a third of a second
+
+        return splash.attend_after(q, k, v, *seen, sharding)
     if implementation != "xla":
         return _attend_in_rows(q, k, v, seen, implementation)
     b, c, t, g, r, e = q.shape

@@ -85,7 +85,8 @@ class TransformerConfig:
         max_positions: longest sequence the model was made for, in tokens; rows of a learned table.
         num_labels: outputs of a sequence classifier or reward model; 0: a language model.
         adapters: what a policy in training has beside its matrices, or None.
-        attention: who computes it: auto, the best that its platform has; xla, plain programs.
+        attention: who computes it: auto, the best measured one that its platform has; xla, plain
+            programs; tpu_kernel, kernels for TPU.
     """
 
     vocab_size: int
@@ -113,7 +114,7 @@ class TransformerConfig:
     max_positions: int = 2048
     num_labels: int = 0
     adapters: Adapters | None = None
-    attention: Literal["auto", "xla"] = "auto"
+    attention: Literal["auto", "xla", "tpu_kernel"] = "auto"
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -404,8 +405,12 @@ def apply(
     visible = attention.causal(mask) if visible is None else visible
     implementation = choose_attention(config, compute_dtype, sharding)
 
+    cache = None if sharding is None else sharding.cache
+
     def attend(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        out = attention.attend_causal(q, k, v, visible, implementation=implementation)
+        out = attention.attend_causal(
+            q, k, v, visible, implementation=implementation, sharding=cache
+        )
         return out, None
 
     def layer(x: Array, layer_params: Params) -> Array:

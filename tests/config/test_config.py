@@ -275,6 +275,10 @@ def test_no_field_is_dead():
             {"search.quantization": "int8", "lora.rank": 4},
             "config.search.quantization = 'int8': adapters are merged into a base",
         ),
+        (
+            {"search.cache_dtype": "int8", "model.attention": "tpu_kernel"},
+            "config.search.cache_dtype = 'int8': the decode kernel of model.attention=tpu_kernel",
+        ),
         ({"lora.rank": -1}, "config.lora.rank = -1: must be at least 0"),
         ({"lora.modules": ("q", "embed")}, "must be some of q, k, v, o, gate, up, down, each once"),
         ({"lora.modules": ()}, "must be some of q, k, v, o, gate, up, down, each once"),

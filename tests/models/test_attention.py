@@ -12,7 +12,7 @@ from fake_models import tiny_config
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.site import any_device
-from tba_jax.models import attention, attention_kernels, transformer
+from tba_jax.models import attention, attention_kernels, splash, transformer
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.shardings import ComputeSharding
 
@@ -306,7 +306,7 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
     q, k, v = sequences()
-    run = jax.jit(attention_kernels.attend_causal, static_argnames="sharding")
+    run = jax.jit(splash.attend_causal, static_argnames="sharding")
     out = run(q, k, v, MASK, sharding=sharding)
     assert_close_where_valid(out, compiled("xla")[0](q, k, v, MASK))
     args = cached(jnp.float32, 0)

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole sequences by jax's splash attention for TPU: rows, packed rows, and behind shared prompts.
+
+What queries see comes to it in three ways: from shapes alone (causal, or responses behind their
+prompt), as numbers of segments beside that, or as a mask of pairs for what neither can say. The
+gradient is the library's own, so nothing is merged here. The invariant it owns: the numbers of
+`attention.attend`, whatever the padding holds.
+
+Compiled for TPU and checked in interpret mode; nobody has measured it on one, so nothing uses it
+unless asked to. On other devices it runs interpreted: correct and very slow.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as splash_mask,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
+
+_LANES = 128  # of a vector register; splash works on blocks of multiples of it
+# Queries, and keys, of a block. Under a mask of pairs smaller ones: sequences of a packed row have
+# a few hundred tokens, and blocks that see nothing of one another are skipped.
+_MOST_BLOCK, _MASKED_BLOCK = 512, 256
+
+
+def attend_causal(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    segments: Bool[Array, "b s"] | Int[Array, "b s"],
+    sharding: NamedSharding | None = None,
+) -> Float[Array, "b s g r e"]:
+    """Causal attention of rows padded on either side, or packed, by splash attention.
+
+    Args:
+        q, k, v: queries and keys rotated.
+        segments: which positions are valid, or the number of each one's sequence, 0 at padding.
+        sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
+    """
+    rows, heads = cache_axes(sharding)
+    of_rows = PartitionSpec(rows, None, heads)
+    specs = of_rows, of_rows, of_rows, PartitionSpec(rows)
+    return per_shard(_splash_causal, sharding, specs, of_rows)(q, k, v, segments)
+
+
+def attend_masked(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    seen: Bool[Array, "b s s"],
+    sharding: NamedSharding | None = None,
+) -> Float[Array, "b s g r e"]:
+    """Attention under any mask of pairs, by splash attention, which skips its empty blocks.
+
+    Args:
+        q, k, v: queries and keys rotated.
+        seen: whether each query sees each key; what sees none gives finite numbers.
+        sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
+    """
+    rows, heads = cache_axes(sharding)
+    of_rows = PartitionSpec(rows, None, heads)
+    specs = of_rows, of_rows, of_rows, PartitionSpec(rows)
+    return per_shard(_splash_pairs, sharding, specs, of_rows)(q, k, v, seen)
+
+
+def attend_after(
+    q: Float[Array, "b c t g r e"],
+    k: Float[Array, "b c t g e"],
+    v: Float[Array, "b c t g e"],
+    keys: Float[Array, "b x g e"],
+    values: Float[Array, "b x g e"],
+    valid: Bool[Array, "b x"],
+    sharding: NamedSharding | None = None,
+) -> Float[Array, "b c t g r e"]:
+    """Attention of c responses to their prompt and, causally, to themselves, by splash attention.
+
+    Args:
+        q, k, v: of the responses; q and k rotated.
+        keys, values: of the prompts, keys rotated.
+        valid: which positions of the prompts are.
+        sharding: of keys and values as a cache [b g x e], on a mesh; None: one device.
+    """
+    rows, heads = cache_axes(sharding)
+    responses, prompts = PartitionSpec(rows, None, None, heads), PartitionSpec(rows, None, heads)
+    specs = responses, responses, responses, prompts, prompts, PartitionSpec(rows)
+    run = per_shard(_splash_after, sharding, specs, responses)
+    return run(q, k, v, keys, values, valid)
+
+
+def _splash_causal(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    segments: Bool[Array, "b s"] | Int[Array, "b s"],
+) -> Float[Array, "b s g r e"]:
+    # Padding is a segment too: segments do not see one another.
+    size = _up(q.shape[1], _LANES)
+    segments = _padded(segments.astype(jnp.int32), size)
+    mask = splash_mask.CausalMask((size, size))
+    block = _block(size)
+    out = _splash_rows(
+        *(_padded(x, size) for x in (_rows_of_heads(q), k, v)),
+        splash.SegmentIds(segments, segments),
+        mask,
+        (block, block),
+    )
+    return out[:, : q.shape[1]].reshape(q.shape)
+
+
+def _splash_after(
+    q: Float[Array, "b c t g r e"],
+    k: Float[Array, "b c t g e"],
+    v: Float[Array, "b c t g e"],
+    keys: Float[Array, "b x g e"],
+    values: Float[Array, "b x g e"],
+    valid: Bool[Array, "b x"],
+) -> Float[Array, "b c t g r e"]:
+    """The responses to a prompt are one row of queries; its keys are theirs, then the prompt's."""
+    b, c, t = q.shape[:3]
+    # Blocks no longer than a response: those of other responses are skipped.
+    block = _block(_up(c * t, _LANES), most=t)
+    of_keys = _block(block, most=valid.shape[1])
+    own, prompt = _up(c * t, block), _up(valid.shape[1], of_keys)
+
+    def row(x: Array) -> Array:
+        return _padded(x.reshape(b, c * t, *x.shape[3:]), own)
+
+    def before(x: Array, prompts: Array) -> Array:
+        return jnp.concatenate([row(x), _padded(prompts, prompt)], axis=1)
+
+    of_queries = jnp.ones((b, own), jnp.int32)
+    of_prompt = _padded(valid.astype(jnp.int32), prompt)
+    out = _splash_rows(
+        row(_rows_of_heads(q)),
+        before(k, keys),
+        before(v, values),
+        splash.SegmentIds(of_queries, jnp.concatenate([of_queries, of_prompt], axis=1)),
+        _AfterPrompt(own, prompt, t),
+        (block, of_keys),
+    )
+    return out[:, : c * t].reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _AfterPrompt(splash_mask.Mask):
+    """A response sees itself up to each position, and all of the prompt; made block by block.
+
+    Attributes:
+        own: queries, and keys at the same positions.
+        prompt: keys behind them.
+        length: of a response.
+    """
+
+    own: int
+    prompt: int
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.own, self.own + self.prompt
+
+    def __getitem__(self, idx: Any) -> np.ndarray:
+        rows, columns = (np.arange(n)[at] for n, at in zip(self.shape, idx, strict=True))
+        is_same = rows[:, None] // self.length == columns[None] // self.length
+        is_own = is_same & (columns[None] <= rows[:, None])
+        return is_own | (columns >= self.own)[None]
+
+
+def _splash_rows(
+    q: Float[Array, "b s h e"],
+    k: Float[Array, "b c g e"],
+    v: Float[Array, "b c g e"],
+    segments: splash.SegmentIds,
+    mask: splash_mask.Mask,
+    blocks: tuple[int, int],
+) -> Float[Array, "b s h e"]:
+    """Under a mask of shapes alone [s c]; queries see keys of their own segment."""
+
+    def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:
+        kernel = _splash_kernel(
+            splash_mask.MultiHeadMask([mask] * q.shape[1]), blocks, interpret=interpret
+        )
+
+        def row(q: Array, k: Array, v: Array, *segments: Array) -> Any:
+            return kernel(q, k, v, splash.SegmentIds(*segments))
+
+        return jax.vmap(row)(q, k, v, *segments)
+
+    heads = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    return jnp.swapaxes(tpu_or_interpreter(run, *heads, *segments), 1, 2)
+
+
+def _splash_pairs(
+    q: Float[Array, "b s g r e"],
+    k: Float[Array, "b s g e"],
+    v: Float[Array, "b s g e"],
+    seen: Bool[Array, "b s s"],
+) -> Float[Array, "b s g r e"]:
+    """Under a mask that only the program knows, the same for all heads: a row after the other."""
+    s = q.shape[1]
+    size = _up(s, _LANES)
+    # What sees nothing sees itself: a block in which no query sees any would be left out, and its
+    # output nobody's numbers.
+    seen = jnp.pad(seen, ((0, 0), (0, size - s), (0, size - s)))
+    seen = seen | jnp.eye(size, dtype=bool)[None]
+    block = _block(size, most=_MASKED_BLOCK)
+
+    def run(q: Array, k: Array, v: Array, seen: Array, *, interpret: bool) -> Array:
+        def row(q: Array, k: Array, v: Array, seen: Array) -> Any:
+            kernel = _splash_kernel(seen[None], (block, block), interpret=interpret)
+            # Made in a trace, its flag for names in profiles is an array: nothing can branch on it.
+            kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
+            return kernel(q, k, v)
+
+        return jax.vmap(row)(q, k, v, seen)
+
+    rows = (jnp.swapaxes(_padded(x, size), 1, 2) for x in (_rows_of_heads(q), k, v))
+    out = jnp.swapaxes(tpu_or_interpreter(run, *rows, seen), 1, 2)
+    return out[:, :s].reshape(q.shape)
+
+
+def _splash_kernel(
+    mask: splash_mask.MultiHeadMask | Bool[Array, "1 s c"],
+    blocks: tuple[int, int],
+    *,
+    interpret: bool,
+) -> splash.SplashAttentionKernel:
+    """(q [h s e], k [g c e], v [g c e], segments) -> [h s e], blocks of queries and of keys."""
+    of_queries, of_keys = blocks
+    return splash.make_splash_mha(
+        mask,
+        block_sizes=splash.BlockSizes(
+            block_q=of_queries,
+            block_kv=of_keys,
+            block_q_dkv=of_queries,
+            block_kv_dkv=of_keys,
+            block_q_dq=of_queries,
+            block_kv_dq=of_keys,
+        ),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
+
+
+def _rows_of_heads(q: Float[Array, "*b g r e"]) -> Float[Array, "*b h e"]:
+    """Queries, scaled, with the heads of all groups side by side."""
+    *rows, g, r, e = q.shape
+    return (q * e**-0.5).reshape(*rows, g * r, e)
+
+
+def _padded(x: Float[Array, "b s *rest"], size: int) -> Float[Array, "b n *rest"]:
+    """x with `size` positions, the new ones behind and 0."""
+    return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+
+
+def _block(size: int, most: int = _MOST_BLOCK) -> int:
+    """The largest block that divides a multiple of 128 and is no longer than `most`, or 128."""
+    fitting = (n for n in (_MOST_BLOCK, 256) if size % n == 0 and n <= most)
+    return next(fitting, _LANES)
+
+
+def _up(size: int, step: int) -> int:
+    """The next multiple."""
+    return -(-size // step) * step

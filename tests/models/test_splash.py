@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Splash attention against the plain path: interpreted here, compiled for TPUs that are absent."""
+
+import dataclasses
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_batches import slow
+from fake_models import random_params, tiny_config
+from jax.sharding import Mesh, SingleDeviceSharding
+
+from tba_jax.devices.sharding import MESH_AXES
+from tba_jax.devices.site import Site, any_device
+from tba_jax.models import attention, shared_prompts, splash, transformer
+from tba_jax.models.shardings import ComputeSharding, param_shardings
+from tba_jax.planning import chips
+
+G, R = 2, 2
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+
+
+def with_gradients(run, args, weight):
+    """(output, gradients of its sum weighted so); what has no weight has none."""
+
+    def loss(*args):
+        out = run(*args)
+        return jnp.sum(out * weight), out
+
+    grads, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
+    return out, grads
+
+
+def assert_same(run, wanted, args, weight):
+    """Values and gradients, to the rounding of float32 sums in another order."""
+    (out, grads), (wanted_out, wanted_grads) = (
+        with_gradients(f, args, weight) for f in (run, wanted)
+    )
+    assert np.isfinite(out).all()
+    is_weighed = np.asarray(weight) != 0
+    np.testing.assert_allclose(out * is_weighed, wanted_out * is_weighed, atol=1e-5, rtol=1e-5)
+    for got, expected in zip(grads, wanted_grads, strict=True):
+        assert np.abs(expected).max() > 0.1
+        np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "lengths"),
+    [
+        (64, (70, 20)),
+        slow(80, (70, 20)),
+        slow(96, (128, 130)),
+        slow(128, (300, 256)),
+    ],
+)
+def test_responses_behind_their_prompt_see_what_two_parts_show_them(head_dim, lengths):
+    """Responses that blocks cut across and that they do not; one prompt has no padding."""
+    (t, x), b, c = lengths, 2, 2
+    valid = np.arange(x)[None] >= np.array([0, x - 3])[:, None]
+    args = arrays(
+        (b, c, t, G, R, head_dim),
+        *[(b, c, t, G, head_dim)] * 2,
+        *[(b, x, G, head_dim)] * 2,
+    )
+    # A response of another length: its padding has no weight.
+    weight = arrays((b, c, t, G, R, head_dim))[0].at[1, 1, t // 2 :].set(0)
+
+    def attend(implementation):
+        def run(q, k, v, keys, values):
+            seen = shared_prompts.Seen(keys, values, jnp.asarray(valid))
+            return shared_prompts.attend_after(q, k, v, seen, implementation=implementation)
+
+        return run
+
+    assert_same(attend("tpu_kernel"), attend("xla"), args, weight)
+
+
+@pytest.mark.parametrize(("own", "prompt", "length"), [(256, 128, 70), (512, 256, 128)])
+def test_the_mask_of_responses_is_made_block_by_block(own, prompt, length):
+    mask = splash._AfterPrompt(own, prompt, length)
+    rows, columns = np.ogrid[:own, : own + prompt]
+    is_own = (rows // length == columns // length) & (columns <= rows)
+    wanted = np.where(columns < own, is_own, True)
+    blocks = wanted.reshape(own // 128, 128, -1, 128).swapaxes(1, 2)
+    for i, j in np.ndindex(*blocks.shape[:2]):
+        index = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+        np.testing.assert_array_equal(mask[index], blocks[i, j])
+    if length == 128:  # each block of queries: its own keys and the prompt's
+        is_seen = blocks.any((2, 3))
+        np.testing.assert_array_equal(is_seen.sum(1), 1 + prompt // 128)
+
+
+@pytest.mark.parametrize("length", [40, slow(400)])
+def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
+    """Row 0: a prompt and its two responses, twice; row 1: one response, then padding."""
+    n = length // 8
+    of_sequences = np.array([[1, 2, 3, 3, 4, 5, 5, 6], [1, 2, 2, 2, 0, 0, 0, 0]])
+    of_prompts = np.array([[1, 1, 1, 1, 2, 2, 2, 2], [3, 3, 3, 3, 0, 0, 0, 0]])
+    starts = np.array([[1, 0, 0, 0, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0, 0, 0]])
+    segments, contexts, is_prompt = (
+        jnp.asarray(np.repeat(x, n, axis=1), jnp.int32) for x in (of_sequences, of_prompts, starts)
+    )
+    rows = attention.packed(segments, contexts, is_prompt > 0)
+    head_dim = 16
+    args = arrays((2, length, G, R, head_dim), *[(2, length, G, head_dim)] * 2)
+    weight = arrays(args[0].shape)[0] * (segments > 0)[:, :, None, None, None]
+
+    def attend(implementation):
+        return lambda *args: attention.attend_causal(*args, rows, implementation=implementation)
+
+    assert_same(attend("tpu_kernel"), attend("xla"), args, weight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_kv_heads", [2, 1])
+def test_a_mesh_divides_rows_and_heads_and_changes_no_number(num_kv_heads):
+    """fsdp 2 and model 2, with and without key/value heads to divide: gradients of layers."""
+    config = tiny_config(num_kv_heads=num_kv_heads, head_dim=16)
+    params = random_params(config)
+    rng = np.random.default_rng(1)
+    prompts, responses = rng.integers(3, 23, (2, 9)), rng.integers(3, 23, (2, 3, 7))
+    lengths = jnp.asarray([9, 4], jnp.int32)
+
+    def gradient(config, params, sharding):
+        def loss(params):
+            if sharding is not None:
+                params = sharding.ends(params, jnp.float32)
+            ends, states = shared_prompts.apply(
+                params,
+                jnp.asarray(prompts, jnp.int32),
+                jnp.asarray(responses, jnp.int32),
+                lengths,
+                config=config,
+                compute_dtype=jnp.float32,
+                remat="layers",
+                sharding=sharding,
+            )
+            return jnp.sum(ends**2) + jnp.sum(states**2)
+
+        return jax.jit(jax.grad(loss))(params)
+
+    wanted = gradient(config, params, None)
+    config = dataclasses.replace(config, attention="tpu_kernel")
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), MESH_AXES)
+    placed = jax.device_put(params, param_shardings(config, mesh))
+    got = gradient(config, placed, ComputeSharding(config, Site(mesh)))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4 * np.abs(y).max(), rtol=1e-4),
+        got,
+        wanted,
+    )
+
+
+def compiled_layers(topology, head_dim, apply):
+    """The program of the gradient of `apply(params, config=..., ...)`, for a TPU."""
+    config = tiny_config(
+        hidden_size=128,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=head_dim,
+        mlp_size=128,
+        attention="tpu_kernel",
+    )
+    where = SingleDeviceSharding(chips.parse_topology(topology).devices()[0])
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=where),
+        transformer.abstract_params(config, jnp.bfloat16),
+    )
+    kwargs = {
+        "config": config,
+        "compute_dtype": jnp.bfloat16,
+        "sharding": ComputeSharding(config, any_device("tpu")),
+    }
+
+    def loss(params):
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(apply(params, **kwargs)))
+
+    return jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+
+
+TOPOLOGIES = pytest.mark.parametrize(
+    ("topology", "head_dim"),
+    [
+        ("v5e:2x2", 64),
+        ("v5p:2x2x1", 80),
+        ("v6e:2x2", 96),
+        ("v6e:2x2", 128),
+    ],
+)
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="libtpu is not installed (pip install libtpu)",
+)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@TOPOLOGIES
+def test_layers_behind_a_shared_prompt_compile_for_tpus(topology, head_dim):
+    """Three kernels for the prompts and three for the responses; no scores in memory."""
+    b, c, x, t = 2, 4, 192, 384
+
+    def apply(params, **kwargs):
+        tokens = (jnp.zeros(shape, jnp.int32) for shape in ((b, x), (b, c, t)))
+        return shared_prompts.apply(params, *tokens, jnp.full((b,), x // 2), **kwargs)
+
+    text = compiled_layers(topology, head_dim, apply)
+    assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == 6
+    assert not re.search(rf"f32\[[\d,]*{t},({t}|{x}|{x + t})\]", text)
+
+
+@pytest.mark.slow
+@needs_libtpu
+@TOPOLOGIES
+def test_packed_rows_that_share_prompts_compile_for_tpus(topology, head_dim):
+    s = 384
+
+    def apply(params, **kwargs):
+        index = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (2, s))
+        visible = attention.packed(1 + index // 64, 1 + index // 128, index % 128 < 64)
+        return transformer.apply(params, index % 23, index, index >= 0, visible=visible, **kwargs)
+
+    text = compiled_layers(topology, head_dim, apply)
+    assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == 3
+    assert not re.search(rf"f32\[[\d,]*2,{s},{s}\]", text)
