@@ -167,16 +167,10 @@ def _attend_cudnn(
     b, s, g, r, e = q.shape
     mask, first = visible.mask, visible.first
     valid = mask[:, :, None, None]
-
-    def shifted(x: Array, by: Array) -> Array:
-        """Rows moved to the left, around the end."""
-        index = (jnp.arange(s)[None] + by[:, None]) % s
-        return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
-
     # Padding is zeroed on both sides: nothing is promised about it, and one nan is enough.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     if first is not None:
-        q, k, v = (shifted(x, first) for x in (q, k, v))
+        q, k, v = (_turned(x, first) for x in (q, k, v))
     length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1)
     out = jax.nn.dot_product_attention(
         q,
@@ -188,8 +182,30 @@ def _attend_cudnn(
         implementation="cudnn",
     )
     if first is not None:
-        out = shifted(out, -first)
+        out = _turned(out, -first)
     return jnp.where(valid, out, 0).reshape(b, s, g, r, e)
+
+
+@jax.custom_vjp
+def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
+    """Rows moved to the left, around the end.
+
+    Its gradient is the way back. That of the gather is a sum into places of which it does not know
+    that each is met once.
+    """
+    index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
+    return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
+
+
+def _turned_forward(x: Array, by: Array) -> tuple[Array, Array]:
+    return _turned(x, by), by
+
+
+def _turned_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
+    return _turned(cotangent, -by), None
+
+
+_turned.defvjp(_turned_forward, _turned_backward)
 
 
 def _attend_masked(
