@@ -19,7 +19,7 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import AXIS_RULES
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, transformer
-from tba_jax.models.attention import Implementation
+from tba_jax.models.attention import Wanted
 from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -62,7 +62,7 @@ class Compiled:
         max_length: int,
         cache_dtype: Any = None,
         chunk_steps: int = CHUNK_STEPS,
-        implementation: Implementation | None = None,
+        implementation: Wanted | None = None,
         site: Site = ANY_DEVICE,
     ):
         if max_length > config.max_positions:

@@ -22,10 +22,12 @@ from tba_jax.models.partial_softmax import Partial, merge
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 
-Implementation = Literal["xla", "cudnn", "tpu_kernel"]
+Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
 """Who computes attention.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
+xla_tpu: the same, its axes in another order: with heads in front of the queries, as XLA:CPU wants
+    them, XLA:TPU moves more.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128. Rows of several sequences are masked, by two bytes for each
     pair of positions, the same for all heads. One token over a cache goes through `decode_kernel`:
@@ -33,6 +35,10 @@ cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfl
 tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; only where it is asked
     for, until somebody measures it on a TPU.
 """
+
+
+Wanted = Literal["auto", "xla", "cudnn", "tpu_kernel"]
+"""Who may be asked for; see `choose`."""
 
 
 class Visible(NamedTuple):
@@ -117,11 +123,12 @@ def attend_causal(
             return splash.attend_masked(q, k, v, seen, sharding)
         segments = visible.mask if visible.segments is None else visible.segments
         return splash.attend_causal(q, k, v, segments, sharding)
-    return attend(q, k, v, causal_bias(visible.mask, visible.segments, visible.prompts))
+    bias = causal_bias(visible.mask, visible.segments, visible.prompts)
+    return attend(q, k, v, bias, heads_first=implementation != "xla_tpu")
 
 
 def choose(
-    wanted: Implementation | Literal["auto"],
+    wanted: Wanted,
     platform: Platform,
     dtype: Any,
     head_dim: int,
@@ -129,7 +136,8 @@ def choose(
     """Who computes attention in a program.
 
     Args:
-        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU where it can, else xla.
+        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU where it can, else xla. On a
+            TPU xla is xla_tpu.
         platform: of the devices that the program is made for.
         dtype: of queries, keys and values.
         head_dim: e.
@@ -137,8 +145,11 @@ def choose(
     Raises:
         ValueError: an implementation that does not exist or cannot do this.
     """
-    if wanted in ("xla", "tpu_kernel"):
+    by_einsum = "xla_tpu" if platform == "tpu" else "xla"
+    if wanted == "tpu_kernel":
         return wanted
+    if wanted == "xla":
+        return by_einsum
     if wanted not in ("auto", "cudnn"):
         raise ValueError(
             f"attention implementation {wanted!r}; want 'auto', 'xla', 'cudnn' or 'tpu_kernel'"
@@ -154,7 +165,7 @@ def choose(
             f"{head_dim} on {platform}; it needs an NVIDIA GPU, bfloat16 or float16, and a "
             "multiple of 8 up to 128. Use 'auto', which falls back to 'xla'"
         )
-    return "xla"
+    return by_einsum
 
 
 def _attend_cudnn(
@@ -270,17 +281,25 @@ def attend(
     k: Float[Array, "b c g e"],
     v: Float[Array, "b c g e"],
     bias: Float32[Array, "b s c"],
+    *,
+    heads_first: bool = True,
 ) -> Float[Array, "b s g r e"]:
-    """Softmax attention under any additive bias, by einsum."""
-    # Heads in front, of the queries too: in any other order XLA:CPU transposes the scores, the
-    # largest array there is.
+    """Softmax attention under any additive bias, by einsum.
+
+    Args:
+        q, k, v: q and k rotated.
+        bias: added to scores.
+        heads_first: put the heads of queries in front before they are multiplied. In any other
+            order XLA:CPU transposes the scores, the largest array there is; XLA:TPU chooses layouts
+            by itself and moves more where it is given one.
+    """
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    rows = jnp.transpose(q, (0, 2, 3, 1, 4))
-    scores = jnp.einsum("bgrse,bgce->bgrsc", rows, k, preferred_element_type=_wide(q))
+    rows, axes = (jnp.transpose(q, (0, 2, 3, 1, 4)), "bgrse") if heads_first else (q, "bsgre")
+    scores = jnp.einsum(f"{axes},bgce->bgrsc", rows, k, preferred_element_type=_wide(q))
     scores = scores * q.shape[-1] ** -0.5 + bias[:, None, None]
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bgrsc,bgce->bgrse", weights, v)
-    return jnp.transpose(out, (0, 3, 1, 2, 4)).astype(q.dtype)
+    out = jnp.einsum(f"bgrsc,bgce->{axes}", weights, v).astype(q.dtype)
+    return jnp.transpose(out, (0, 3, 1, 2, 4)) if heads_first else out
 
 
 def _wide(x: Array) -> Any:

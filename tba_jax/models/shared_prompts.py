@@ -127,28 +127,65 @@ def attend_after(
     Args:
         q, k, v: of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
-        implementation: xla: in two parts; tpu_kernel: under one mask; nothing is repeated. Else, by
-            that implementation, in rows of their own.
+        implementation: by einsum in two parts, by tpu_kernel under one mask; nothing is repeated.
+            cudnn: in rows of their own.
         sharding: on a mesh, of keys and values as a cache [b g x e]; tpu_kernel alone needs it.
     """
     if implementation == "tpu_kernel":
         from tba_jax.models import splash  # here, not above: its import takes a third of a second
 
         return splash.attend_after(q, k, v, *seen, sharding)
-    if implementation != "xla":
+    if implementation == "cudnn":
         return _attend_in_rows(q, k, v, seen, implementation)
+    in_parts = _in_parts if implementation == "xla_tpu" else _in_parts_of_rows
+    return in_parts(q, k, v, seen)
+
+
+def _in_parts(
+    q: Float[Array, "b c t g r e"],
+    k: Float[Array, "b c t g e"],
+    v: Float[Array, "b c t g e"],
+    seen: Seen,
+) -> Float[Array, "b c t g r e"]:
+    """By einsum; the compiler chooses the order of axes, as XLA:TPU does well."""
+    index, scale = jnp.arange(q.shape[2]), q.shape[-1] ** -0.5
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)
+    padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None, None, None]
+    own = jnp.einsum("bctgre,bcuge->bcgrtu", q, k, preferred_element_type=wide)
+    later = jnp.where(index[None, :] <= index[:, None], 0.0, attention.MASKED)
+    to_prompt = _partial(before * scale + padding, seen.values, "bgrctx,bxge->bctgre")
+    to_own = _partial(own * scale + later[None, None, None, None], v, "bcgrtu,bcuge->bctgre")
+
+    def to_rows(part: Partial, axes: tuple[int, ...]) -> Partial:
+        return Partial(part.out, part.most.transpose(axes), part.total.transpose(axes))
+
+    out = merge(to_rows(to_prompt, (0, 3, 4, 1, 2, 5)), to_rows(to_own, (0, 1, 4, 2, 3, 5)))
+    return out.astype(q.dtype)
+
+
+def _in_parts_of_rows(
+    q: Float[Array, "b c t g r e"],
+    k: Float[Array, "b c t g e"],
+    v: Float[Array, "b c t g e"],
+    seen: Seen,
+) -> Float[Array, "b c t g r e"]:
+    """By einsum in the order of axes that XLA:CPU wants."""
     b, c, t, g, r, e = q.shape
     index, scale = jnp.arange(t), e**-0.5
     # The queries of all responses are the rows of one product with the prompt's keys. Axes of the
     # batch in front: any other order makes XLA:CPU transpose the scores, the largest arrays here.
     before = _products(jnp.transpose(q, (0, 3, 4, 1, 2, 5)).reshape(b, g, r * c * t, e), seen.keys)
     padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None]
-    to_prompt = _partial(before * scale + padding, seen.values)
+    to_prompt = _partial(
+        before * scale + padding, jnp.swapaxes(seen.values, 1, 2), "bgnx,bgxe->bgne"
+    )
     own = _products(
         jnp.transpose(q, (0, 1, 3, 4, 2, 5)).reshape(b * c, g, r * t, e), _flat(k)
     ).reshape(b * c, g, r, t, t)
     later = jnp.where(index[None, :] <= index[:, None], 0.0, attention.MASKED)
-    to_own = _partial((own * scale + later[None, None, None]).reshape(b * c, g, r * t, t), _flat(v))
+    own = (own * scale + later[None, None, None]).reshape(b * c, g, r * t, t)
+    to_own = _partial(own, jnp.swapaxes(_flat(v), 1, 2), "bgnx,bgxe->bgne")
     out = merge(
         jax.tree.map(lambda y: y.reshape(b, g, r, c, t, -1).transpose(0, 3, 1, 2, 4, 5), to_prompt),
         jax.tree.map(lambda y: y.reshape(b, c, g, r, t, -1), to_own),
@@ -195,14 +232,12 @@ def _attend_in_rows(
     return out[:, x:].reshape(q.shape)
 
 
-def _partial(scores: Float[Array, "b g n x"], values: Float[Array, "b x g e"]) -> Partial:
-    """The softmax over these scores, its parts as [b g n ...]."""
+def _partial(scores: Array, values: Array, equation: str) -> Partial:
+    """The softmax over these scores; `out` as the equation says, else as the scores."""
     # Whatever is subtracted cancels, so no gradient has to flow through it.
     most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - most)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    values = jnp.swapaxes(values, 1, 2)
-    out = jnp.einsum(
-        "bgnx,bgxe->bgne", weights.astype(values.dtype), values, preferred_element_type=scores.dtype
-    )
+    weights = weights.astype(values.dtype)
+    out = jnp.einsum(equation, weights, values, preferred_element_type=scores.dtype)
     return Partial(out, most, total)

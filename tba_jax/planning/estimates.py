@@ -63,7 +63,8 @@ def step_bytes(
     kept = size * model_config.num_layers * model_config.hidden_size * tokens
     inner = 4 * size * model_config.mlp_size * tokens / mesh.model
     scores = 2 * 4 * model_config.num_heads * pairs / mesh.model
-    if attention.choose(config.model.attention, platform, dtype, model_config.head_dim) != "xla":
+    chosen = attention.choose(config.model.attention, platform, dtype, model_config.head_dim)
+    if chosen not in ("xla", "xla_tpu"):
         scores = 2 * size * pairs if row else 0.0
     of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
     return scores + kept + inner + of_params

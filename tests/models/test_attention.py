@@ -114,11 +114,12 @@ def test_a_mask_of_pairs_is_what_the_einsum_sees(shares):
 
 
 @DTYPES
-def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype):
+@pytest.mark.parametrize("implementation", ["xla", "xla_tpu"])
+def test_the_einsum_is_softmax_attention_of_what_is_visible(dtype, implementation):
     q, k, v = sequences(dtype)
     visible = np.tril(np.ones((S, S), bool))[None] & MASK[:, None, :]
     visible |= np.eye(S, dtype=bool) & ~MASK[:, :, None]  # padded queries: anything finite
-    out = compiled("xla")[0](q, k, v, MASK)
+    out = compiled(implementation)[0](q, k, v, MASK)
     assert out.dtype == dtype
     assert_close_where_valid(out, by_hand(q, k, v, visible), dtype)
 
@@ -131,6 +132,12 @@ def test_padding_is_never_read_and_comes_out_finite():
         assert np.isfinite(out).all()
         other = compiled(name)[0](q, jnp.where(padded, 1e3, k), jnp.where(padded, 1e3, v), MASK)
         np.testing.assert_array_equal(np.asarray(out)[MASK], np.asarray(other)[MASK])
+
+
+def test_gradients_of_the_einsum_are_the_same_in_either_order_of_axes():
+    args = (*sequences(), MASK)
+    for one, other in zip(compiled("xla_tpu")[1](*args), compiled("xla")[1](*args), strict=True):
+        assert_close_where_valid(one, other)
 
 
 @DTYPES
@@ -226,8 +233,10 @@ def test_cudnn_is_refused_by_name_where_it_cannot_run():
 )
 def test_auto_is_cudnn_on_an_nvidia_gpu_where_it_can(dtype, head_dim, chosen):
     assert attention.choose("auto", "cuda", dtype, head_dim) == chosen
-    for platform in ("any", "cpu", "rocm", "tpu"):
+    for platform in ("any", "cpu", "rocm"):
         assert attention.choose("auto", platform, dtype, head_dim) == "xla"
+    for wanted in ("auto", "xla"):
+        assert attention.choose(wanted, "tpu", dtype, head_dim) == "xla_tpu"
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

@@ -145,7 +145,15 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     )
 
 
-def test_attention_in_rows_of_their_own_is_that_in_two_parts():
+@pytest.mark.parametrize(
+    "attend",
+    [
+        functools.partial(shared_prompts._attend_in_rows, implementation="xla"),
+        functools.partial(shared_prompts.attend_after, implementation="xla_tpu"),
+    ],
+    ids=["rows of their own", "another order of axes"],
+)
+def test_attention_behind_a_prompt_is_the_same_in_every_form(attend):
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):
         own = [
@@ -162,14 +170,11 @@ def test_attention_in_rows_of_their_own_is_that_in_two_parts():
             out, pull = jax.vjp(run, *own, keys, values)
             return out, pull(cotangent)
 
-        def in_rows(*arrays):
-            return shared_prompts._attend_in_rows(*arrays, "xla")
-
         wanted = with_gradients(shared_prompts.attend_after)
         assert np.abs(wanted[1][3]).max() > 0.1
         jax.tree.map(
             lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12),
-            with_gradients(in_rows),
+            with_gradients(attend),
             wanted,
         )
 
