@@ -106,12 +106,13 @@ def _splash_causal(
     # Padding is a segment too: segments do not see one another.
     size = _up(q.shape[1], _LANES)
     segments = _padded(segments.astype(jnp.int32), size)
-    mask = splash_mask.CausalMask((size, size))
     block = _block(size)
     out = _splash_rows(
-        *(_padded(x, size) for x in (_rows_of_heads(q), k, v)),
+        _padded(_rows_of_heads(q), size),
+        _padded(k, size),
+        _padded(v, size),
         splash.SegmentIds(segments, segments),
-        mask,
+        splash_mask.CausalMask((size, size)),
         (block, block),
     )
     return out[:, : q.shape[1]].reshape(q.shape)

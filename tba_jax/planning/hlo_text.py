@@ -7,7 +7,7 @@ under the same name, in every dialect that XLA's backends print (JSON with and w
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 _BITS = {
@@ -106,7 +106,7 @@ def parse(text: str) -> Module:
     """The module of `jax.stages.Compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
-    for line in text.splitlines():
+    for line in _whole_lines(text):
         if line.startswith(("%", "ENTRY ")) and line.rstrip().endswith("{"):
             is_entry = line.startswith("ENTRY ")
             name = line.removeprefix("ENTRY ").split(" ", 1)[0].lstrip("%")
@@ -118,6 +118,18 @@ def parse(text: str) -> Module:
             instruction = _parse_instruction(line.strip())
             current[instruction.name] = instruction
     return Module(entry, computations)
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """One for each instruction: a Pallas kernel for TPU has metadata of several lines."""
+    begun = ""
+    for line in text.splitlines():
+        if begun or line.endswith("={"):
+            begun += line
+            if not line.startswith("}"):
+                continue
+            line, begun = begun, ""
+        yield line
 
 
 def _parse_instruction(line: str) -> Instruction:

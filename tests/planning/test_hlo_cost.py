@@ -91,6 +91,24 @@ def test_an_update_out_of_fast_memory_is_written_all_the_same():
     assert program_cost(FROM_FAST_MEMORY).num_bytes == 8 * 4
 
 
+A_KERNEL = """HloModule m
+ENTRY %main (x: f32[128,128]) -> f32[128,128] {
+  %x = f32[128,128]{1,0} parameter(0)
+  %kernel = f32[128,128]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="splash"}
+  ROOT %y = f32[128,128]{1,0} dot(%kernel, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}"""
+
+
+def test_what_stands_behind_a_kernel_of_several_lines_is_counted():
+    found = program_cost(A_KERNEL)
+    assert found.flops == 2 * 128**3
+    assert found.num_bytes == (2 + 3) * 4 * 128**2
+    assert found.uncounted == ("tpu_custom_call",) and found.launches == 2
+
+
 RETILED = """HloModule m
 %copy_fusion (input: s8[64,32,128]) -> s8[64,32,128] {
   %input = s8[64,32,128]{2,1,0:T(32,128)(4,1)} parameter(0)
