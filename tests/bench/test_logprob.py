@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.bench import logprob as bench
 from tba_jax.models.scoring import KEPT_BYTES
+from tba_jax.planning import chips
 
 FULL_SIZE = {"d": 2048, "vocab_size": 152_064, "tokens": 2048}
 
@@ -54,15 +55,30 @@ def test_a_tenth_of_the_memory_on_cpu():
     assert memory["fused"] <= memory["naive"] / 10
 
 
+def needs(found, what):
+    return pytest.mark.skipif(not found, reason=f"{what} is not installed")
+
+
+needs_libtpu = needs(importlib.util.find_spec("libtpu"), "libtpu")
+needs_plugin = needs(
+    any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13)), "JAX's CUDA plugin"
+)
+
+
 # In float32 too the TPU compiler rounds the inputs of products, and would keep a rounded table.
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (pip install libtpu)",
+@pytest.mark.parametrize(
+    ("topology", "dtype"),
+    [
+        pytest.param("v5e:2x2", "float32", marks=needs_libtpu),
+        pytest.param("v5e:2x2", "bfloat16", marks=needs_libtpu),
+        pytest.param("v5p:2x2x1", "bfloat16", marks=needs_libtpu),
+        pytest.param("v6e:2x2", "bfloat16", marks=needs_libtpu),
+        pytest.param("h100:1", "bfloat16", marks=needs_plugin),
+    ],
 )
-def test_a_tenth_of_the_memory_on_tpu(dtype):
-    device = bench.tpu_device("v5e:2x2")
+def test_a_tenth_of_the_memory_on_absent_devices(topology, dtype):
+    device = chips.parse_topology(topology).devices()[0]
     memory = bench.temporary_bytes(full_size(dtype), SingleDeviceSharding(device))
     assert memory["fused"] <= memory["naive"] / 10
 
