@@ -38,7 +38,7 @@ def validate(config: Config) -> None:
     _packed_rows(config)
     _rounding(config)
     _average(config)
-    _quantization(config)
+    _cache(config)
     _driver(config)
     if MODES[config.placement].spans_hosts and MODES[config.placement].shares_data:
         _pod(config)
@@ -98,21 +98,14 @@ def _buffer(config: Config) -> None:
     )
 
 
-def _quantization(config: Config) -> None:
-    """Weights and caches of searchers in eight bits."""
+def _cache(config: Config) -> None:
+    """Caches of searchers in eight bits."""
     need(
         config.search.cache_dtype != "int8" or config.model.attention != "tpu_kernel",
         "search.cache_dtype",
         config.search.cache_dtype,
         "the decode kernel of model.attention=tpu_kernel knows no cache in eight bits",
         "Set --config.search.cache_dtype=bfloat16 or --config.model.attention=auto.",
-    )
-    need(
-        config.search.quantization == "none" or not config.lora.rank,
-        "search.quantization",
-        config.search.quantization,
-        "adapters are merged into a base that searchers keep, and it would be held twice",
-        "Set --config.search.quantization=none or --config.lora.rank=0.",
     )
 
 

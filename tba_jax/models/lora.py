@@ -6,7 +6,7 @@ one, stacked over layers. They are float32 whatever the base is stored in: they 
 update may be too small for anything less. This module splits and joins the two trees, makes fresh
 adapters, merges them into plain parameters, and knows one base from another; `transformer` computes
 with them. The invariant it owns: a base with fresh adapters computes what the base alone does, bit
-for bit.
+for bit, unless what is merged is rounded to eight bits.
 
 Reference: arXiv:2106.09685.
 """
@@ -16,13 +16,15 @@ import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from tba_jax.models.hf import hf_weights
+from tba_jax.models.quantized import Quantization, quantize, scale_name
 from tba_jax.models.transformer import (
     Adapters,
     Params,
@@ -118,32 +120,98 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
     """
-    merged, layers = _merge(*_merge_arguments(base, adapters, config)), base["layers"]
+    kernels = adapted(base, config)
+    merged, layers = _merge(*_merge_arguments(kernels, adapters, config)), base["layers"]
     if isinstance(layers, tuple):
-        joined = tuple({**layer, **new} for layer, new in zip(layers, merged, strict=True))
-        return {**base, "layers": joined}
+        return {**base, "layers": _joined(layers, merged)}
     return {**base, "layers": {**layers, **merged}}
 
 
-def lower_merge(base: Params, adapters: Params, *, config: TransformerConfig) -> jax.stages.Lowered:
-    """The program of `merge`, from ShapeDtypeStructs with shardings."""
-    return _merge.lower(*_merge_arguments(base, adapters, config))
+class Base(NamedTuple):
+    """Frozen parameters in the decoder's layout, as a searcher keeps them.
+
+    Attributes:
+        kernels: of each layer, the matrices that have adapters; exact.
+        rest: the tree without them, as the decoder reads it.
+    """
+
+    kernels: tuple[Params, ...]
+    rest: Params
+
+
+def merge_into(
+    base: Base, adapters: Params, *, config: TransformerConfig, quantization: Quantization = "none"
+) -> Params:
+    """`merge` for a decoder: the same weights as `quantize` would make of what it returns.
+
+    Args:
+        base: whose rest is in eight bits, where the result is to be.
+        adapters: layers stacked, on the devices of the base.
+        config: the architecture, with adapters.
+        quantization: of what is merged.
+    """
+    merged = _merge(*_merge_arguments(base.kernels, adapters, config, quantization))
+    return {**base.rest, "layers": _joined(base.rest["layers"], merged)}
+
+
+def lower_merge(
+    kernels: tuple[Params, ...],
+    adapters: Params,
+    *,
+    config: TransformerConfig,
+    quantization: Quantization = "none",
+) -> jax.stages.Lowered:
+    """The program of `merge_into`, from ShapeDtypeStructs with shardings."""
+    return _merge.lower(*_merge_arguments(kernels, adapters, config, quantization))
 
 
 def adapted(base: Params, config: TransformerConfig) -> Any:
-    """The matrices of a base that have adapters: all that `merge` makes anew."""
-    names, layers = _adapters(config).modules, base["layers"]
+    """The matrices of a base that have adapters, with scales if any: all that merging makes anew.
+
+    Leaves may be anything, as in `unadapted`.
+    """
+    names, layers = _adapted_leaves(config), base["layers"]
     if isinstance(layers, tuple):
-        return tuple({name: layer[name] for name in names} for layer in layers)
-    return {name: layers[name] for name in names}
+        return tuple({n: x for n, x in layer.items() if n in names} for layer in layers)
+    return {n: x for n, x in layers.items() if n in names}
 
 
-def _merge_arguments(base: Params, adapters: Params, config: TransformerConfig) -> tuple:
-    kernels = adapted(base, config)
-    where = tuple(x.sharding for x in jax.tree.leaves(kernels))
+def unadapted(base: Params, config: TransformerConfig) -> Params:
+    """A base in the decoder's layout without what `adapted` takes of it."""
+    names = _adapted_leaves(config)
+    layers = tuple({n: x for n, x in layer.items() if n not in names} for layer in base["layers"])
+    return {**base, "layers": layers}
+
+
+def _adapted_leaves(config: TransformerConfig) -> set[str]:
+    modules = _adapters(config).modules
+    return {*modules, *map(scale_name, modules)}
+
+
+def _joined(layers: Sequence[Params], merged: Sequence[Params]) -> tuple[Params, ...]:
+    return tuple({**layer, **new} for layer, new in zip(layers, merged, strict=True))
+
+
+def _merge_arguments(
+    kernels: Any, adapters: Params, config: TransformerConfig, quantization: Quantization = "none"
+) -> tuple:
+    where = [x.sharding for x in jax.tree.leaves(kernels)]
     # One program serves bases on any one device; a sharding would bind it to its own.
-    divided = where if any(len(x.device_set) > 1 for x in where) else None
-    return kernels, adapters["layers"], _adapters(config), divided
+    divided = None
+    if any(len(x.device_set) > 1 for x in where):
+        tree = jax.tree.map(lambda x: x.sharding, kernels)
+        if quantization != "none":
+            tree = tuple(layer | _of_scales(layer) for layer in tree)
+        divided = tuple(jax.tree.leaves(tree))
+    return kernels, adapters["layers"], _adapters(config), divided, quantization
+
+
+def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
+    """Scales lie with the columns that they belong to."""
+    return {
+        scale_name(name): NamedSharding(x.mesh, PartitionSpec((*x.spec, None, None)[1]))
+        for name, x in layer.items()
+    }
 
 
 def _adapters(config: TransformerConfig) -> Adapters:
@@ -152,9 +220,13 @@ def _adapters(config: TransformerConfig) -> Adapters:
     return config.adapters
 
 
-@functools.partial(jax.jit, static_argnames=("config", "shardings"))
+@functools.partial(jax.jit, static_argnames=("config", "shardings", "quantization"))
 def _merge(
-    kernels: Any, adapters: Params, config: Adapters, shardings: tuple[Any, ...] | None
+    kernels: Any,
+    adapters: Params,
+    config: Adapters,
+    shardings: tuple[Any, ...] | None,
+    quantization: Quantization,
 ) -> Any:
     """The kernels, of all layers in one tree or of each in its own, with adapters added."""
 
@@ -177,6 +249,7 @@ def _merge(
             {name: add(x, *(y[i] for y in pair(name))) for name, x in layer.items()}
             for i, layer in enumerate(kernels)
         )
+        merged = quantize({"layers": merged}, quantization)["layers"]
     else:
         merged = {name: jax.vmap(add)(x, *pair(name)) for name, x in kernels.items()}
     if shardings is None:

@@ -11,7 +11,8 @@ trainer, and what to change. No weights are needed, of the model only its config
 it fits; 1: it does not, or does not compile; 2: the command makes no sense.
 
 Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice the placement is
-chosen and printed as config flags, unless --keep_placement asks for the config's own. --compare
+chosen and printed as config flags, unless --keep_placement asks for the config's own; with
+--config.placement=fleet the slice is the trainer's, and searchers are elsewhere. --compare
 plans a slice of several hosts in both ways, every host training and searching, and some hosts
 training while others search; it prints the faster that fits, and both rates. --search
 finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
@@ -316,6 +317,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         chooses = bool(args.topology) and not args.keep_placement
         facts = planner.describe(dataclasses.asdict(config), chooses=chooses)
+        if args.compare and facts["searches_elsewhere"]:
+            raise ConfigError(
+                "--compare weighs two ways to divide a slice, and with placement=fleet all of it "
+                "trains; leave it out, or give another --config.placement"
+            )
         if args.compare and facts["num_hosts"] > 1 and chooses:
             facts, words = compare(planner, dataclasses.asdict(config), facts, say)
             facts = {**facts, "notes": [*facts["notes"], words]}

@@ -23,11 +23,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from tba_jax.config.resolved import shares_data
 from tba_jax.config.schema import Config, ConfigError, default_config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
-from tba_jax.planning import chips, hlo_cost, layouts
+from tba_jax.planning import chips, fitting, hlo_cost, layouts
 from tba_jax.planning.estimates import offloaded_bytes
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
@@ -96,6 +97,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "num_hosts": len({d.process_index for d in devices}),
         "layout": choice.name,
         "takes_turns": choice.takes_turns,
+        "searches_elsewhere": MODES[config.placement].searches_elsewhere,
         "changed_fields": choice.fields,
         "notes": (*choice.notes, *_offloaded(config, model_config, choice)),
         "num_params": num_params(model_config),
@@ -185,9 +187,9 @@ def _sizes(
     group = choice.placement.searcher_meshes[0].devices.size
     hosts = len({d.process_index for d in devices})
     per_host = len(devices) // hosts
-    apart = choice.takes_turns or not MODES[config.placement].shares_data
+    apart = choice.takes_turns or not shares_data(config)
     of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
-    groups = layouts.group_sizes(model_config, per_host - of_trainer, per_host, devices)
+    groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     return sizes._asdict() | {
         "batch_rows": rows,
         "round_rows": sizes.round_prompts * sizes.samples,
@@ -195,7 +197,7 @@ def _sizes(
         "response_tokens": config.search.max_new_tokens / 2,
         "wanted_ratio": config.replay.recency_prob * sizes.samples / k,
         "micro_batch_rows": training.micro_batch_rows(config) or rows,
-        "micro_batch_options": layouts.micro_batch_options(
+        "micro_batch_options": fitting.micro_batch_options(
             config,
             choice.placement.trainer_mesh.size // choice.placement.trainer_mesh.shape["model"],
         ),

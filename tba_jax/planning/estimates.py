@@ -20,7 +20,8 @@ from tba_jax.decoding.compiled import cache_lengths
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
-from tba_jax.models.transformer import TransformerConfig, abstract_params, num_params
+from tba_jax.models.quantized import Quantization
+from tba_jax.models.transformer import Params, TransformerConfig, num_params
 from tba_jax.run import modeling
 from tba_jax.train.state import HOST_MEMORY, TrainState
 
@@ -80,40 +81,33 @@ def searcher_bytes(
 
     And what judges take of one of them.
     """
-    held = lowering.abstract_weights(
-        model_config,
-        jnp.dtype(config.model.rollout_dtype),
-        SingleDeviceSharding(devices[0]),
-        config.search.quantization,
-    )
-    weights = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
-    copies = _weight_copies(config, model_config)
+    weights = _weight_bytes(config, model_config, devices[0])
     if config.reference.placement == "searcher":
-        copies += (
-            jnp.dtype(config.model.param_dtype).itemsize
-            / jnp.dtype(config.model.rollout_dtype).itemsize
-        )
+        weights += num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     columns = cache_lengths(config.task.max_prompt_tokens + config.search.max_new_tokens + 8)[-1]
     shape = (num_slots(config), model_config.num_kv_heads, columns, model_config.head_dim)
     of_layer = kv_cache.abstract(shape, config.search.cache_dtype or config.model.rollout_dtype)
     cache = model_config.num_layers * shard_bytes(of_layer)
 
     def bytes_of(g: int) -> float:
-        return (
-            copies * weights / g + cache / math.gcd(g, model_config.num_kv_heads) + judge_bytes(g)
-        )
+        return weights / g + cache / math.gcd(g, model_config.num_kv_heads) + judge_bytes(g)
 
     return bytes_of
 
 
-def _weight_copies(config: Config, model_config: TransformerConfig) -> float:
-    """How many times a searcher holds what it decodes with: in use, and the next version."""
+def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
+    """What a searcher decodes with: in use, and the next version; and a base under adapters."""
+
+    def weights(quantization: Quantization) -> Params:
+        where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.rollout_dtype)
+        return lowering.abstract_weights(model_config, dtype, where, quantization)
+
+    held = weights(config.search.quantization)
     policy = modeling.policy_config(config, model_config)
     if policy.adapters is None:
-        return 2.0
-    # The base, and what is merged of either.
-    kernels = lora.adapted(abstract_params(model_config), policy)
-    return 1 + 2 * sum(x.size for x in jax.tree.leaves(kernels)) / num_params(model_config)
+        return 2 * shard_bytes(held)
+    base = lora.adapted(weights("none"), policy), lora.unadapted(held, policy)
+    return shard_bytes(base) + 2 * shard_bytes(lora.adapted(held, policy))
 
 
 def num_slots(config: Config) -> int:

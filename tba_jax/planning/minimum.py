@@ -93,8 +93,8 @@ def _of_trainer(
     published = shard_bytes(
         programs.abstract_weights(config, model_config, placement, config.search.quantization)
     )
-    published *= placement.searcher_meshes[0].size / placement.publication_mesh.shape["fsdp"]
-    published /= placement.publication_mesh.shape["model"]
+    where = programs.publication_mesh(config, placement).shape
+    published *= placement.searcher_meshes[0].size / where["fsdp"] / where["model"]
     return {
         # The state is read and written; the backward pass reads the parameters once more.
         "train_step": Minimum(flops / devices, 2 * sum(held.values()) + held["parameters"]),

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from tba_jax.config.resolved import shares_data
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
-from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
@@ -149,9 +149,10 @@ def residents(
     policy, searcher = modeling.policy_config(config, model_config), {}
     if policy.adapters is not None:
         # Merged is what has adapters; the rest is shared with the base.
-        searcher[FROZEN], weights = shard_bytes(weights), lora.adapted(weights, policy)
+        searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
+        weights = lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
-    if not MODES[config.placement].shares_data and policy.adapters is None:
+    if not shares_data(config) and policy.adapters is None:
         # The first searcher of a host reads them in the trainer's layout, and arranges them.
         searcher["weights being read"] = shard_bytes(weights)
     if config.reference.placement == "searcher":
@@ -293,11 +294,23 @@ def _searcher_programs(
         found.append(_scoring(config, model_config, placement, sizes))
     policy = modeling.policy_config(config, model_config)
     if policy.adapters is not None:
-        found.append(_merge(config, policy, weights, mesh))
+        found.append(_merge(config, policy, _base(config, model_config, placement, policy), mesh))
     return found
 
 
-def _merge(config: Config, policy: TransformerConfig, weights: Any, mesh: Mesh) -> Planned:
+def _base(
+    config: Config,
+    model_config: TransformerConfig,
+    placement: Placement,
+    policy: TransformerConfig,
+) -> lora.Base:
+    """What a searcher keeps under adapters."""
+    exact = abstract_weights(config, model_config, placement)
+    held = abstract_weights(config, model_config, placement, config.search.quantization)
+    return lora.Base(lora.adapted(exact, policy), lora.unadapted(held, policy))
+
+
+def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mesh) -> Planned:
     """Adapters merged into a searcher's weights."""
     assert policy.adapters is not None
     adapters = _abstract(
@@ -309,9 +322,11 @@ def _merge(config: Config, policy: TransformerConfig, weights: Any, mesh: Mesh) 
         name="merge",
         group="searcher",
         sizes=f"adapters of rank {policy.adapters.rank}",
-        lower=lambda: lora.lower_merge(weights, adapters, config=policy),
+        lower=lambda: lora.lower_merge(
+            base.kernels, adapters, config=policy, quantization=config.search.quantization
+        ),
         resident={
-            FROZEN: shard_bytes(lora.adapted(weights, policy)),
+            FROZEN: shard_bytes(base.kernels),
             "adapters": shard_bytes(adapters),
         },
         result="next weights",
@@ -392,7 +407,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
 
 def _num_shares(config: Config, placement: Placement) -> int:
     """Processes that each draw a part of the trainer's batch."""
-    if not MODES[config.placement].shares_data:
+    if not shares_data(config):
         return 1
     return len({d.process_index for d in placement.trainer_mesh.devices.flat})
 
@@ -401,11 +416,14 @@ def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
     """(publish program, what it publishes)."""
-    mesh = placement.publication_mesh
-    if not MODES[config.placement].shares_data:
-        mesh = placement.trainer_mesh
+    mesh = publication_mesh(config, placement)
     program = modeling.make_publication_program(config, model_config, mesh)
     return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
+
+
+def publication_mesh(config: Config, placement: Placement) -> Mesh:
+    """Where the publish program leaves its copy: files have the trainer's layout."""
+    return placement.publication_mesh if shares_data(config) else placement.trainer_mesh
 
 
 def abstract_weights(

@@ -43,6 +43,8 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     per_host = facts["num_devices"] // hosts
     trainer, searcher = groups["trainer"], groups["searcher"]
     turns = ", in turns on the same devices" if facts["takes_turns"] else ""
+    if facts["searches_elsewhere"]:
+        turns = ", elsewhere, planned for devices like these"
     lines = [
         f"model      {model}: {facts['num_params'] / 1e6:,.4g} M parameters; shape from {source}",
         f"slice      {where}: {facts['num_devices']} x {chip['name']}, {hosts} "
@@ -107,15 +109,16 @@ def occupancy_table(found: Sequence[Occupancy]) -> str:
 def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
     """Predicted speeds; lower bounds of times."""
     sizes = facts["sizes"]
+    balanced = f"at {weighed.trainer_devices:.1f} trainer devices of {facts['num_devices']}"
+    if facts["searches_elsewhere"]:
+        balanced = f"with {weighed.searchers:.1f} searchers"
     return "\n".join(
         [
             f"train step {_seconds(weighed.step_s)}, search round {_seconds(weighed.round_s)} "
             f"({sizes['round_rows']} responses, {sizes['response_tokens']:.0f} tokens each)",
             f"{weighed.made_per_trained:.2f} responses are made while one is trained on; the "
             f"config wants {weighed.wanted:.2f} (recency_prob x S / K)",
-            f"balanced at {weighed.trainer_devices:.1f} trainer devices of "
-            f"{facts['num_devices']}; as placed at most "
-            f"{weighed.steps_per_hour:,.0f} steps an hour",
+            f"balanced {balanced}; as placed at most {weighed.steps_per_hour:,.0f} steps an hour",
         ]
     )
 

@@ -12,6 +12,7 @@ as both parts come equally near to theirs.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,8 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
 
 def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
     """What a searcher keeps on a device while the trainer has its turn there."""
-    if not facts["takes_turns"] or facts["config"]["driver"] != "async":
+    is_beside = facts["takes_turns"] and not facts["searches_elsewhere"]
+    if not is_beside or facts["config"]["driver"] != "async":
         return {}
     slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
     cache = facts["groups"]["searcher"]["transients"]
@@ -143,6 +145,7 @@ class Balance:
         made_per_trained: responses that all searchers make while the trainer trains on one.
         wanted: the ratio the config asks for: recency_prob * S / K.
         trainer_devices: how many of all devices would balance the two.
+        searchers: how many of them keep this trainer busy.
         steps_per_hour: what the slower part allows, as placed.
     """
 
@@ -151,6 +154,7 @@ class Balance:
     made_per_trained: float
     wanted: float
     trainer_devices: float
+    searchers: float
     steps_per_hour: float
 
 
@@ -172,13 +176,15 @@ def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | 
     of_searchers = wanted * trained / rate * searcher["count"] * searcher["devices"]
     share = of_trainer / (of_trainer + of_searchers)
     search_s = wanted * trained / rate
-    period = step_s + search_s if facts["takes_turns"] else max(step_s, search_s)
+    in_turns = facts["takes_turns"] and not facts["searches_elsewhere"]
+    period = step_s + search_s if in_turns else max(step_s, search_s)
     return Balance(
         step_s=step_s,
         round_s=round_s,
         made_per_trained=rate * step_s / trained,
         wanted=wanted,
         trainer_devices=share * facts["num_devices"],
+        searchers=searcher["count"] * search_s / step_s,
         steps_per_hour=3600 / period,
     )
 
@@ -354,6 +360,16 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
 
 
 def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:
+    if facts["searches_elsewhere"]:
+        there, each = facts["groups"]["searcher"]["count"], facts["config"]["num_searchers"]
+        wanted = math.ceil(weighed.searchers / each) * each
+        slow = "the trainer" if wanted < there else "searchers"
+        if wanted == there:
+            return [f"the fleet is balanced: {there} searchers keep the trainer busy"]
+        return [
+            f"{slow} would be waited for: {weighed.searchers:.1f} searchers keep the trainer busy; "
+            f"set --config.fleet.max_searchers={wanted} (now {there})"
+        ]
     if facts["takes_turns"] or not facts["trainer_options"]:
         return []
     now = facts["groups"]["trainer"]["devices"]

@@ -144,20 +144,32 @@ def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: 
     """How weights arrive at the searchers of a process; arguments as in `make_transport`."""
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
-    quantization = config.search.quantization
-    layout, published = make_publication(plain, sites.publication.mesh, quantization)
+    quantization, mesh = config.search.quantization, sites.publication.mesh
+    layout, published = make_publication(plain, mesh, quantization)
     wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
     if policy.adapters is None:
         # Files have the trainer's layout; what is read is arranged and quantised then.
         arrange = make_publish_program(dtype, layout, published, quantization)
         return Arrival(sites.trainer.in_turn(arrange), wanted, [])
-    # Each set of devices has the base once, in the decoder's layout.
-    weights = make_publish_program(dtype, layout, published)(base)
+    # Each set of devices has the base once, in the decoder's layout: what adapters are added to is
+    # exact, and rounded with them.
+    exact = make_publish_program(dtype, *make_publication(plain, mesh))(base)
+    held = exact
+    if quantization != "none":
+        held = make_publish_program(dtype, layout, published, quantization)(base)
+    kernels, rest = lora.adapted(exact, policy), lora.unadapted(held, policy)
     merges: dict[Site, Callable[[Any], Any]] = {}
     for site, shardings in zip(sites.searchers, wanted, strict=True):
         if site not in merges:
-            own = hand_over(weights, shardings)
-            merges[site] = site.in_turn(functools.partial(lora.merge, own, config=policy))
+            of_kernels = lora.adapted(searcher_shardings(plain, site.mesh), policy)
+            own = lora.Base(
+                hand_over(kernels, of_kernels),
+                hand_over(rest, lora.unadapted(shardings, policy)),
+            )
+            merge = functools.partial(
+                lora.merge_into, own, config=policy, quantization=quantization
+            )
+            merges[site] = site.in_turn(merge)
     adapters = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
     return Arrival(None, adapters, [merges[site] for site in sites.searchers])
 

@@ -38,8 +38,9 @@ class SearchSettings(Section):
     )
     quantization: Literal["none", "int8", "fp8"] = field(
         "none",
-        "matrices of the layers that searchers draw with, made at publication: int8 or fp8 (e4m3) "
-        "values with a scale for each output channel; evaluations during the run use them too",
+        "matrices of the layers that searchers draw with, made at publication, or of adapters when "
+        "a searcher has merged them: int8 or fp8 (e4m3) values with a scale for each output "
+        "channel; evaluations during the run use them too",
     )
     swap: Literal["auto", "in_flight", "round"] = field(
         "auto",

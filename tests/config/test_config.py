@@ -272,10 +272,6 @@ def test_no_field_is_dead():
             "classifier.kind=encoder needs a model",
         ),
         (
-            {"search.quantization": "int8", "lora.rank": 4},
-            "config.search.quantization = 'int8': adapters are merged into a base",
-        ),
-        (
             {"search.cache_dtype": "int8", "model.attention": "tpu_kernel"},
             "config.search.cache_dtype = 'int8': the decode kernel of model.attention=tpu_kernel",
         ),

@@ -33,6 +33,7 @@ from tba_jax.devices.placement import Asked, MeshShape
 from tba_jax.models import lora
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.hf.config_json import hf_config
+from tba_jax.models.quantized import quantize
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import param_axes, unstack_layers
 from tba_jax.run.placing import open_sites
@@ -93,6 +94,41 @@ def test_a_base_in_bfloat16_is_rounded_once():
     assert merged.dtype == jnp.bfloat16
     # Half a unit in the last of bfloat16's eight places, and the rounding of float32 sums.
     np.testing.assert_allclose(merged.astype(np.float32), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_what_is_merged_is_rounded_to_eight_bits_and_the_rest_once(num_devices):
+    policy = lora.with_adapters(DIVISIBLE, 2, 4.0, ("q", "down"))
+    base, adapters = random_params(DIVISIBLE), trained_adapters(policy)
+    apart = unstack_layers(base, DIVISIBLE)
+    exact, held = lora.adapted(apart, policy), quantize(apart, "int8")
+    rest = lora.unadapted(held, policy)
+    assert not rest["layers"][0].keys() & {"q", "q_scale", "down", "down_scale"}
+    if num_devices > 1:
+        mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
+        where = lowering.weight_shardings(DIVISIBLE, mesh)
+        exact = jax.device_put(exact, lora.adapted(where, policy))
+        where = lowering.weight_shardings(DIVISIBLE, mesh, "int8")
+        rest = jax.device_put(rest, lora.unadapted(where, policy))
+    found = lora.merge_into(lora.Base(exact, rest), adapters, config=policy, quantization="int8")
+    assert jax.tree.structure(found) == jax.tree.structure(held)
+    if num_devices > 1:
+        for x, wanted in zip(*map(jax.tree.leaves, (found, where)), strict=True):
+            assert x.sharding.is_equivalent_to(wanted, x.ndim)
+    merged = unstack_layers(lora.merge(base, adapters, config=policy), DIVISIBLE)
+    for i, (layer, wanted, before) in enumerate(
+        zip(found["layers"], merged["layers"], held["layers"], strict=True)
+    ):
+        for name in ("k", "up", "attn_norm", "up_scale"):
+            assert layer[name] is rest["layers"][i][name]
+            np.testing.assert_array_equal(layer[name], before[name])
+        for name in ("q", "down"):
+            assert layer[name].dtype == jnp.int8
+            scale = np.asarray(layer[f"{name}_scale"])
+            away = np.abs(np.asarray(layer[name], np.float32) * scale - wanted[name])
+            assert (away <= 0.5 * scale * (1 + 1e-4)).all(), name
+            # The adapters are in it: the base alone, rounded, is another matrix.
+            assert not np.array_equal(layer[name], before[name])
 
 
 def test_matrices_that_a_model_lacks_are_refused():

@@ -11,12 +11,13 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import override
+from tba_jax.config.resolved import is_gang
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.models.hf import config_json
-from tba_jax.planning import chips, estimates, layouts
+from tba_jax.planning import chips, estimates, fitting, layouts, programs
 from tba_jax.planning.model_shapes import PUBLISHED
 from tba_jax.run import training
 
@@ -112,7 +113,7 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
 
     def rows(free_bytes, platform="cuda", **changes):
         given = replace(config, changes)
-        return layouts._micro_batch_rows(given, shape, mesh, free_bytes, platform)
+        return fitting.micro_batch_rows(given, shape, mesh, free_bytes, platform)
 
     assert rows(70e9) == 7 * 20 and rows(12e9) == 40 and rows(6e9) == 8
     assert rows(70e9, "tpu") == 140 and rows(30e9) == 140 and rows(30e9, "tpu") == 80
@@ -120,7 +121,7 @@ def test_packed_rows_are_worked_on_by_whole_groups_where_memory_allows():
     # By hand the step needs 4.4 GB beside its rows: what was asked for is lowered until it fits.
     assert rows(5.2e9) == 4 and rows(3e9) == 8  # and where nothing does, it is left
     # The mesh divides rows, and groups need not lie on one device.
-    assert layouts.micro_batch_options(config, 4) == [
+    assert fitting.micro_batch_options(config, 4) == [
         4,
         8,
         16,
@@ -188,6 +189,74 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
         PlacementError, match="cannot lie on 2 hosts of 4 .*config.placement=whole_hosts"
     ):
         layouts.place(config, chips.parse_topology("v5e:2x4").devices())
+
+
+@pytest.mark.parametrize(
+    ("text", "mesh", "group", "searchers"),
+    [
+        ("v5e:2x4", (1, 8, 1), 1, 4),  # a gang of two hosts
+        ("v5p:2x2x4", (1, 16, 1), 1, 4),  # of four
+        ("v5e:2x2", (1, 4, 1), 1, 4),  # one process, which evaluates too
+    ],
+)
+def test_the_slice_of_a_fleet_is_its_trainers(text, mesh, group, searchers):
+    pytest.importorskip("libtpu")
+    topology, shape = chips.parse_topology(text), config_json.transformer_config(PUBLISHED[RHO])
+    config = replace(
+        freeze(PRESETS["get_config"]("gsm8k")), {"placement": "fleet", "batch.num_prompts": 16}
+    )
+    devices = topology.devices()
+    hosts, hbm = len({d.process_index for d in devices}), topology.chip.hbm_bytes
+    config, choice = layouts.choose(config, shape, devices, hbm)
+    # One process draws whole batches, so rows stay packed.
+    assert config.placement == choice.name == "fleet" and config.batch.packed_length
+    assert config.fleet.trainer_hosts == hosts and is_gang(config) == (hosts > 1)
+    placed = choice.placement
+    assert tuple(placed.trainer_mesh.shape.values()) == mesh
+    assert placed.trainer_mesh.size == len(devices)
+    assert placed.searcher_meshes[0].size == group == config.search.num_devices
+    assert choice.takes_turns == (hosts == 1)
+    # Slots for processes of a whole host each.
+    assert config.fleet.trainer == config.fleet.searcher == "TPU=4"
+    assert config.num_searchers == 4 and choice.num_groups == searchers
+    assert not layouts.usable_options(config, shape, devices)
+    batch = programs.abstract_batch(config, placed)
+    assert batch.rewards.shape == (16, 20)
+    held = programs.residents(config, shape, placed)
+    published = held["searcher"]["residents"]
+    assert ("weights being read" in published) == (hosts > 1)
+    assert programs.publication_mesh(config, placed) == placed.trainer_mesh
+    # The fields say it, and another number of hosts is refused.
+    assert layouts.place(config, devices).placement == placed
+    wrong = replace(config, {"fleet.trainer_hosts": hosts + 1})
+    with pytest.raises(PlacementError, match=f"this one has {hosts}; set --config.fleet.trainer_"):
+        layouts.place(wrong, devices)
+
+
+def test_a_gang_keeps_the_mesh_and_the_searchers_that_it_asks_for():
+    pytest.importorskip("libtpu")
+    config = freeze(PRESETS["get_config"]("gsm8k"))
+    config = replace(
+        config,
+        {
+            "placement": "fleet",
+            "fleet.trainer_hosts": 2,
+            "fleet.searcher": "TPU=1",
+            "mesh.model": 8,
+        },
+    )
+    devices = chips.parse_topology("v5e:2x4").devices()
+    choice = layouts.place(config, devices)
+    assert choice.placement.trainer_mesh.shape["model"] == 8 and choice.num_groups == 4
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+    chosen, _ = layouts.choose(config, shape, devices, chips.TPUS["v5e"].hbm_bytes)
+    assert (chosen.fleet.searcher, chosen.num_searchers) == ("TPU=1", 1)
+    # Seven prompts over seven of eight devices do not go, and no more of them are needed: heads do.
+    assert chosen.batch.num_prompts == 7 and chosen.mesh.model == 8
+    with pytest.raises(ValueError, match="mesh = '1 x 4 x 1': the 2 processes of the trainer"):
+        layouts.place(replace(config, {"mesh.fsdp": 4, "mesh.model": 1}), devices)
+    with pytest.raises(PlacementError, match="search.num_devices = 8: a searcher is planned for"):
+        layouts.place(replace(config, {"search.num_devices": 8}), devices)
 
 
 def test_a_slice_of_several_hosts_wants_a_pod():

@@ -177,13 +177,14 @@ def test_a_senseless_slice_is_one_line_and_exit_code_2():
         ("--programs=nothing", "no program 'nothing'; there are train_step, publish"),
         ("--config.model.path=/nowhere", "Give a folder that holds its config.json"),
         ("--config.num_step=3", "did you mean num_steps"),
+        ("--config.placement=fleet --compare", "with placement=fleet all of it trains"),
     ],
 )
 def test_a_senseless_command_is_refused(monkeypatch, capsys, argument, message):
     ready = planner()
     monkeypatch.setattr(plan, "Planner", lambda *_: ready)
     config = f"--config={ROOT / 'configs' / 'math.py'}"
-    assert plan.main([config, "--config.num_cpu_devices=1", argument]) == 2
+    assert plan.main([config, "--config.num_cpu_devices=1", *argument.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -205,6 +206,26 @@ def test_a_billion_parameters_on_a_tpu_slice():
     assert done.returncode == (0 if out["fits"] else 1)
     if not out["fits"]:
         assert out["advice"]
+
+
+@pytest.mark.slow
+def test_a_gang_of_a_fleet_is_planned_over_all_of_its_hosts():
+    pytest.importorskip("libtpu")
+    done = run(
+        "--config=configs/math.py",
+        "--topology=v5e:2x4",
+        "--config.placement=fleet",
+        "--config.fleet.trainer_hosts=2",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    out = json.loads(done.stdout.splitlines()[-1])
+    placed = out["placement"]
+    assert (placed["layout"], placed["trainer_devices"]) == ("fleet", 8)
+    assert {p["failure"] for p in out["programs"].values()} == {""}
+    # Gradients of eight devices are summed.
+    assert out["programs"]["train_step"]["collective_bytes"] > 0
+    assert "elsewhere, planned for devices like these" in done.stdout
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 
+from tba_jax.planning.table import balance_text
 from tba_jax.planning.verdict import GIB, Program, advice, balance, occupancies
 
 SIZES = {
@@ -20,6 +21,7 @@ SIZES = {
 }
 CONFIG = {
     "driver": "async",
+    "num_searchers": 2,
     "batch": {"num_length_buckets": 3},
     "optimizer": {"name": "adamw"},
     "model": {"param_dtype": "float32", "rollout_dtype": "bfloat16"},
@@ -32,6 +34,7 @@ def facts(**changes):
         "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
         "num_devices": 8,
         "takes_turns": False,
+        "searches_elsewhere": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
         "config": CONFIG,
@@ -211,3 +214,22 @@ def test_the_balance_compares_device_seconds():
 
 def test_no_balance_without_all_programs():
     assert balance(facts(), programs()[:2]) is None
+
+
+def test_a_fleet_is_told_how_many_searchers_keep_its_trainer_busy():
+    """A trainer without peers has what it evaluates with on its devices, and trains alone."""
+    given = facts(takes_turns=True, searches_elsewhere=True)
+    (both,) = occupancies(given, programs(temporaries=7.0))
+    # Beside the step there is no cache: it evaluates when training is over.
+    assert both.peak_bytes == (2 + 4 + 3 + 4 * 0.25 + 7) * GIB
+    weighed = balance(given, programs())
+    # A searcher makes 32 responses in 4.2 s, and a step takes 64 in 2 s.
+    assert weighed.searchers == pytest.approx(64 / 2.0 / (32 / weighed.round_s)) == 4.2
+    assert weighed.steps_per_hour == pytest.approx(3600 / (64 / (4 * 32 / weighed.round_s)))
+    assert "with 4.2 searchers" in balance_text(given, weighed)
+    # By processes of two.
+    (line,) = advice(given, programs(), [], weighed)
+    assert line.startswith("searchers would be waited for: 4.2 searchers keep the trainer busy")
+    assert "--config.fleet.max_searchers=6 (now 4)" in line
+    (slow,) = advice(given, programs(), [], dataclasses.replace(weighed, searchers=1.5))
+    assert slow.startswith("the trainer would be waited for: 1.5 ") and "searchers=2 (" in slow

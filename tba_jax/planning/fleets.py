@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A fleet on a slice: all of it trains, its searchers are elsewhere, on devices like these.
+
+The slice is the trainer's: one host, or those of a gang (`fleet.trainer_hosts`). What searchers
+are made of nobody says before they come, so they are planned for chips like the trainer's. The
+invariant it owns: what is chosen here, such processes accept.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.resolved import is_gang
+from tba_jax.config.schema import Config, replace
+from tba_jax.devices.config import parse_resources
+from tba_jax.devices.placement import PlacementError, hosts_of
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.sharding import Placement
+from tba_jax.models.transformer import TransformerConfig
+from tba_jax.planning import estimates, fitting
+from tba_jax.run import placing
+
+
+def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
+    """The trainer's mesh as the config asks for it, and that of one searcher.
+
+    Args:
+        config: with placement=fleet.
+        devices: of all processes of the trainer.
+
+    Raises:
+        PlacementError: the slice has another number of hosts, or a searcher wants more than one.
+        ConfigError: the mesh does not suit them.
+    """
+    hosts, wanted = hosts_of(devices), config.fleet.trainer_hosts
+    if wanted != len(hosts):
+        raise PlacementError(
+            f"config.fleet.trainer_hosts = {wanted}: the trainer of a fleet has all hosts of its "
+            f"slice, and this one has {len(hosts)}; set --config.fleet.trainer_hosts={len(hosts)}, "
+            "or plan for the trainer's hosts alone"
+        )
+    validate_devices(config, len(devices) // len(hosts), len(hosts))
+    found = placing.place_run(config, devices, hosts[0])
+    if not is_gang(config):
+        return found
+    # Like those of the last host: libtpu refuses groups that hold the first chip of a slice.
+    own = [d for d in devices if d.process_index == hosts[-1]]
+    each = asked(config).searcher_devices
+    if each > len(own):
+        raise PlacementError(
+            f"config.search.num_devices = {each}: a searcher is planned for a host like the "
+            f"trainer's, of {len(own)} devices; lower it"
+        )
+    return found._replace(searcher_meshes=(Mesh(np.array(own[:each]), ("model",)),))
+
+
+def choose_fleet(
+    config: Config,
+    model_config: TransformerConfig,
+    devices: Sequence[Any],
+    hbm_bytes: float,
+    judge_bytes: Callable[[int], float],
+) -> tuple[Config, list[str]]:
+    """(the config with meshes and resources for such a trainer, what is said of it).
+
+    A process of searchers takes a whole host like the trainer's, or what `fleet.searcher` says of
+    accelerators.
+
+    Args:
+        config: with placement=fleet.
+        model_config, devices, hbm_bytes, judge_bytes: as in `layouts.choose`.
+
+    Raises:
+        PlacementError: no mesh of all these devices divides batch and model.
+    """
+    hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
+    per_host = len(devices) // hosts
+    notes = [
+        "the slice is the trainer's (fleet.trainer_hosts); searchers are elsewhere, and planned "
+        "for devices like these"
+    ]
+    # A gang has all devices of its processes; one process brings the whole batch.
+    sizes = [len(devices)] if hosts > 1 else list(range(per_host, 0, -1))
+    if not any(fitting.mesh_exists(n, config, model_config, 0) for n in sizes):
+        given = config.batch.num_prompts
+        prompts = fitting.divisible_prompts(config, model_config, sizes, 0)
+        config = replace(config, {"batch.num_prompts": prompts})
+        notes.append(
+            f"batch.num_prompts is {prompts} instead of {given}, which no mesh of {len(devices)} "
+            "devices divides: batches of another size are another experiment"
+        )
+    size = next(n for n in sizes if fitting.mesh_exists(n, config, model_config, 0))
+    mesh = fitting.mesh_shape(size, config, model_config, 0)
+    kind = {"tpu": "TPU", "cuda": "GPU"}.get(platform, "CPU")
+    asked_for = int((parse_resources(config.fleet.searcher) or {}).get(kind, 0))
+    # Without peers the trainer's process evaluates as its searchers do, on its own devices.
+    pool = size if hosts == 1 else per_host
+    pool = asked_for if kind != "CPU" and 0 < asked_for <= pool else pool
+    held = estimates.held_bytes(config, model_config) / size
+    searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+    beside = held if hosts == 1 else 0.0
+    group = fitting.group_size(model_config, pool, per_host, hbm_bytes - beside, devices, searching)
+    free = hbm_bytes - held - (searching(group) if hosts == 1 else 0.0)
+    searchers = max(1, pool // group)
+    fields: dict[str, Any] = {
+        "mesh.data": mesh.data,
+        "mesh.fsdp": mesh.fsdp,
+        "mesh.model": mesh.model,
+        "fleet.trainer_hosts": hosts,
+        "num_searchers": searchers,
+        "search.num_devices": group,
+        "fleet.max_searchers": -(-config.fleet.max_searchers // searchers) * searchers,
+        "batch.micro_batch_rows": fitting.micro_batch_rows(
+            config, model_config, mesh, free, platform
+        ),
+    }
+    if kind != "CPU":
+        fields |= {"fleet.trainer": f"{kind}={per_host}", "fleet.searcher": f"{kind}={pool}"}
+    return replace(config, fields), notes
