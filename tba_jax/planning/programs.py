@@ -153,8 +153,9 @@ def residents(
         weights = lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
     if not shares_data(config) and policy.adapters is None:
-        # The first searcher of a host reads them in the trainer's layout, and arranges them.
-        searcher["weights being read"] = shard_bytes(weights)
+        # The first searcher of a host reads them in the trainer's layout, arranges and rounds them.
+        read = abstract_weights(config, model_config, placement)
+        searcher["weights being read"] = shard_bytes(read)
     if config.reference.placement == "searcher":
         searcher["reference parameters"] = shard_bytes(
             abstract_reference(config, model_config, placement)

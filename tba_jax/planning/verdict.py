@@ -310,6 +310,14 @@ def _savings(
         frees["--config.search.cache_dtype=int8 {} GiB of KV cache"] = cache * (
             0.7 if dtype == "float32" else 0.45
         )
+    if "searcher" in members and config["search"]["quantization"] == "none":
+        # What is read from files stays as it is; tables and norms too.
+        kept = facts["groups"]["searcher"]["residents"]
+        weights = kept.get("weights in use", 0.0) + kept.get("next weights", 0.0)
+        wide = config["model"]["rollout_dtype"] == "float32"
+        frees["--config.search.quantization=int8 {} GiB of weights"] = weights * (
+            0.7 if wide else 0.45
+        )
     moments = held.get("optimiser state", 0.0)
     if config["optimizer"]["name"] == "adamw":
         frees["--config.optimizer.name=adafactor {} GiB"] = moments
@@ -352,11 +360,16 @@ def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
             f"or {_larger_group(sizes)} (victims and classifiers stay whole on one device)"
         )
     if group == "searcher":
-        return f"{start}: {_larger_group(facts['sizes'])}"
+        once = ", or train adapters (--config.lora.rank), under which it has the weights once"
+        return f"{start}: {_larger_group(facts['sizes'])}{'' if _has_adapters(facts) else once}"
     return (
         f"{start}: make mesh.fsdp or mesh.model larger, store parameters in bfloat16 "
         "(--config.model.param_dtype=bfloat16), or take a larger slice"
     )
+
+
+def _has_adapters(facts: Mapping[str, Any]) -> bool:
+    return facts["config"]["lora"]["rank"] > 0
 
 
 def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:

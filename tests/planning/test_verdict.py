@@ -25,7 +25,8 @@ CONFIG = {
     "batch": {"num_length_buckets": 3},
     "optimizer": {"name": "adamw"},
     "model": {"param_dtype": "float32", "rollout_dtype": "bfloat16"},
-    "search": {"cache_dtype": ""},
+    "search": {"cache_dtype": "", "quantization": "none"},
+    "lora": {"rank": 0},
 }
 
 
@@ -135,7 +136,13 @@ def test_a_searcher_that_has_all_devices_of_its_host_is_not_told_to_take_more():
     crowded = facts(sizes=SIZES | {"next_group": 0})
     crowded["groups"]["searcher"]["residents"] = {"weights in use": 20 * GIB}
     lines = advice(crowded, programs(), occupancies(crowded, programs()), None)
-    assert any("take chips of more memory" in line for line in lines)
+    assert any("take chips of more memory" in x and "--config.lora.rank" in x for x in lines)
+    # 20 GiB of bfloat16; what has adapters or eight bits already is not told so.
+    assert any("--config.search.quantization=int8 9.0 GiB of weights" in line for line in lines)
+    less = {"lora": {"rank": 8}, "search": CONFIG["search"] | {"quantization": "int8"}}
+    given = crowded | {"config": CONFIG | less}
+    lines = advice(given, programs(), occupancies(given, programs()), None)
+    assert not any("lora" in line or "quantization" in line for line in lines)
     assert not any("num_devices" in line for line in lines)
 
 
@@ -158,7 +165,7 @@ def test_a_cache_that_is_too_large_gets_fewer_slots():
 def test_a_cache_that_is_too_large_could_have_eight_bits():
     held = facts(chip={"hbm_bytes": 4 * GIB, "overheads": {}})
     said = "--config.search.cache_dtype=int8 2.2 GiB of KV cache"
-    narrow = held | {"config": CONFIG | {"search": {"cache_dtype": "int8"}}}
+    narrow = held | {"config": CONFIG | {"search": CONFIG["search"] | {"cache_dtype": "int8"}}}
     for of, is_said in ((held, True), (narrow, False)):
         lines = advice(of, programs(), occupancies(of, programs()), None)
         assert (said in " ".join(lines)) == is_said
