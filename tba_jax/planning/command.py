@@ -12,7 +12,8 @@ it fits; 1: it does not, or does not compile; 2: the command makes no sense.
 
 Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice the placement is
 chosen and printed as config flags, unless --keep_placement asks for the config's own; with
---config.placement=fleet the slice is the trainer's, and searchers are elsewhere. --compare
+--config.placement=fleet the slice is the trainer's, and searchers are elsewhere, and with
+whole_hosts half of its hosts are. --compare
 plans a slice of several hosts in both ways, every host training and searching, and some hosts
 training while others search; it prints the faster that fits, and both rates. --search
 finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
@@ -30,6 +31,7 @@ from typing import Any, NamedTuple
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import ConfigError
+from tba_jax.devices.placement import MODES
 from tba_jax.planning import table
 from tba_jax.planning.children import Answer, ask
 from tba_jax.planning.verdict import Balance, Occupancy, Program, advice, balance, occupancies
@@ -316,14 +318,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.timeout_s,
         )
         chooses = bool(args.topology) and not args.keep_placement
-        facts = planner.describe(dataclasses.asdict(config), chooses=chooses)
-        if args.compare and facts["searches_elsewhere"]:
+        if args.compare and MODES[config.placement].searches_elsewhere:
             raise ConfigError(
                 "--compare weighs two ways to divide a slice, and with placement=fleet all of it "
                 "trains; leave it out, or give another --config.placement"
             )
+        given = dataclasses.asdict(config)
+        if args.compare and chooses:
+            given["placement"] = "auto"  # neither way is asked for
+        facts = planner.describe(given, chooses=chooses)
         if args.compare and facts["num_hosts"] > 1 and chooses:
-            facts, words = compare(planner, dataclasses.asdict(config), facts, say)
+            facts, words = compare(planner, given, facts, say)
             facts = {**facts, "notes": [*facts["notes"], words]}
         chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:

@@ -120,11 +120,12 @@ def choose(
 ) -> tuple[Config, Choice]:
     """The config with a placement for these devices; and that placement.
 
-    A fleet stays one (`fleets`). One host: `shared` on one device, else `split` in halves. Several:
-    the trainer gets half of the chips of each host where the chips allow it (v4 and v5p), elsewhere
-    all of them in turns with the searchers; rows are padded, since hosts cannot pack rows together.
-    Its mesh divides parameters over as many devices as the prompts of a batch can be divided over,
-    the rest is tensor-parallel. Searcher groups are as small as weights and cache allow.
+    A fleet stays one (`fleets`), and so do whole hosts. One host: `shared` on one device, else
+    `split` in halves. Several: the trainer gets half of the chips of each host where the chips
+    allow it (v4 and v5p), elsewhere all of them in turns with the searchers; rows are padded, since
+    hosts cannot pack rows together. Its mesh divides parameters over as many devices as the prompts
+    of a batch can be divided over, the rest is tensor-parallel. Searcher groups are as small as
+    weights and cache allow.
 
     A batch whose prompts no mesh of a pod divides gets more of them, which `notes` says.
 
@@ -136,7 +137,7 @@ def choose(
         judge_bytes: what models that give rewards take of the first device of a searcher group of
             a size; infinity where they cannot be divided over it.
         trainer_devices: of several hosts some train and the others search, about as many; 0: every
-            host does both.
+            host does both, unless the config asks for whole hosts: then half.
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -146,6 +147,8 @@ def choose(
         given = config
         config, notes = fleets.choose_fleet(config, model_config, devices, hbm_bytes, judge_bytes)
         return config, _placed(given, config, devices, notes)
+    if config.placement == WHOLE_HOSTS.name and len(hosts_of(devices)) > 1:
+        trainer_devices = trainer_devices or len(devices) / 2
     if trainer_devices:
         return _choose_whole_hosts(
             config, model_config, devices, hbm_bytes, judge_bytes, trainer_devices

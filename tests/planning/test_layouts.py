@@ -192,6 +192,28 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
 
 
 @pytest.mark.parametrize(
+    ("text", "model", "mesh", "groups"),
+    [
+        ("v6e:4x4", QWEN, (1, 8, 1), 2),
+        ("v5e:8x8", QWEN, (1, 32, 1), 7),  # the first host is idle
+        ("v5p:4x4x4", "meta-llama/Llama-3.1-70B-Instruct", (1, 32, 1), 8),
+    ],
+)
+def test_whole_hosts_that_are_asked_for_are_half_of_the_slice(text, model, mesh, groups):
+    pytest.importorskip("libtpu")
+    topology, shape = chips.parse_topology(text), config_json.transformer_config(PUBLISHED[model])
+    devices = topology.devices()
+    config = replace(freeze(PRESETS["get_config"]("math")), {"placement": "whole_hosts"})
+    config, choice = layouts.choose(config, shape, devices, topology.chip.hbm_bytes)
+    assert choice.name == config.placement == "whole_hosts" and not choice.takes_turns
+    assert tuple(choice.placement.trainer_mesh.shape.values()) == mesh
+    assert choice.num_groups == groups and config.search.num_devices == 4
+    assert any("are idle" in note for note in choice.notes) == (text == "v5e:8x8")
+    few, _ = layouts.choose(config, shape, devices, topology.chip.hbm_bytes, trainer_devices=1.0)
+    assert few.mesh.fsdp <= mesh[1]
+
+
+@pytest.mark.parametrize(
     ("text", "mesh", "group", "searchers"),
     [
         ("v5e:2x4", (1, 8, 1), 1, 4),  # a gang of two hosts
