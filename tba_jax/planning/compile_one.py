@@ -45,7 +45,6 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             folder of the persistent compilation cache or ""; `program`, a name, or "" for a
             description of the run; `chooses`, whether the placement is chosen for the slice.
 
-
     Raises:
         ValueError: the request makes no sense.
     """
