@@ -26,6 +26,7 @@ from commands import (
 )
 
 from tba_jax.run.checkpoint import load_host_states
+from tba_jax.storage import sealed
 from tba_jax.tasks.arithmetic import Arithmetic
 
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
@@ -306,9 +307,9 @@ def test_one_host_trains_and_two_search_beside_it(cache, folder):
 
 def edit_config(workdir, **fields):
     path = workdir / "config.json"
-    content = json.loads(path.read_text())
+    content = sealed.read(path)
     content["config"].update(fields)
-    path.write_text(json.dumps(content))
+    sealed.write(path, content)
 
 
 @pytest.mark.slow
