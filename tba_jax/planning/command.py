@@ -41,6 +41,8 @@ Ask = Callable[..., Answer]
 
 _FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
 
+_ROWS = "batch.micro_batch_rows"
+
 
 class Planner:
     """Questions about one config on one slice; each is answered by a child process.
@@ -129,6 +131,27 @@ def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | Non
         else:
             high = middle
     return candidates[low] if low >= 0 else None
+
+
+def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, Any]:
+    """A chosen placement with the micro-batch that the command asks for, where the mesh divides it.
+
+    Args:
+        planner: describes the other config.
+        facts: of the placement, with rows that were chosen for it.
+        rows: that the command asks for.
+    """
+    chosen = facts["changed_fields"]
+    if chosen.get(_ROWS, rows) == rows:
+        return facts
+    if rows not in facts["sizes"]["micro_batch_options"]:
+        note = f"batch.micro_batch_rows={rows} is not divided by the trainer's mesh; it is changed"
+        return {**facts, "notes": [*facts["notes"], note]}
+    changed = copy.deepcopy(facts["config"])
+    changed["batch"]["micro_batch_rows"] = rows
+    kept = {name: value for name, value in chosen.items() if name != _ROWS}
+    described = planner.describe(changed, chooses=False)
+    return {**described, "changed_fields": kept, "notes": facts["notes"]}
 
 
 def search(
@@ -330,6 +353,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.compare and facts["num_hosts"] > 1 and chooses:
             facts, words = compare(planner, given, facts, say)
             facts = {**facts, "notes": [*facts["notes"], words]}
+        rows = config.batch.micro_batch_rows
+        if chooses and any(o.startswith(f"--config.{_ROWS}") for o in overrides):
+            facts = keep_rows(planner, facts, rows)
         chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:
             found_fields = search(planner, facts["config"], say)

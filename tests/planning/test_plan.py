@@ -250,3 +250,26 @@ def test_a_run_finds_every_program_of_its_plan_in_the_cache(tmp_path):
     hits = set(re.findall(r"Persistent compilation cache hit for '(\w+)'", done.stderr))
     programs = {"train_step", "program", "prefill", "admit", "run_chunk", "_score"}
     assert {f"jit_{name}" for name in programs} <= hits
+
+
+class _Described:
+    """Answers with what it is asked for, as a planner that chooses nothing."""
+
+    def describe(self, config, *, chooses):
+        assert not chooses
+        return {"config": config, "changed_fields": {}, "notes": ("another",)}
+
+
+def test_rows_that_the_command_asks_for_are_kept():
+    facts = {
+        "config": {"batch": {"micro_batch_rows": 32}},
+        "changed_fields": {"batch.micro_batch_rows": 32, "mesh.fsdp": 8},
+        "sizes": {"micro_batch_options": [8, 16, 32]},
+        "notes": ["idle"],
+    }
+    kept = plan.keep_rows(_Described(), facts, 16)
+    assert kept["config"]["batch"]["micro_batch_rows"] == 16
+    assert kept["changed_fields"] == {"mesh.fsdp": 8} and kept["notes"] == ["idle"]
+    assert plan.keep_rows(_Described(), facts, 32) is facts
+    changed = plan.keep_rows(_Described(), facts, 12)
+    assert changed["config"] == facts["config"] and "=12 is not divided" in changed["notes"][-1]
