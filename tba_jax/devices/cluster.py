@@ -129,7 +129,7 @@ class Cluster:
         self._site: Site | None = None
         self._replicate: Callable[[Any], Any] | None = None
         self._rows: Any = None
-        self._num_sync_points = 0
+        self._num_sync_points, self._was_preempted = 0, False
 
     @property
     def number(self) -> int:
@@ -237,14 +237,17 @@ class Cluster:
     def is_preempted(self) -> bool:
         """Whether all members should stop here because a process of the run was told to end.
 
-        Every member must call this equally often; the answer is then the same in all of them.
+        Every member must call this equally often; the answer is then the same in all of them. Once
+        yes, it stays so: JAX says it at one call alone, and a caller may be waiting for data there.
         """
-        if not self._is_joined:
-            return False
+        if not self._is_joined or self._was_preempted:
+            return self._was_preempted
         from jax.experimental import multihost_utils
 
         self._num_sync_points += 1
-        return bool(multihost_utils.reached_preemption_sync_point(self._num_sync_points))
+        reached = multihost_utils.reached_preemption_sync_point(self._num_sync_points)
+        self._was_preempted = bool(reached)
+        return self._was_preempted
 
     def close(self) -> None:
         """Leave together: waits for the other processes to end, too."""
