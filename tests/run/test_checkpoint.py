@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.flow.state import PartState
@@ -52,6 +53,18 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
         np.testing.assert_array_equal(state["w"], value)
         assert state["w"].sharding == placed(n)
         assert host.parts["clock"].meta["elapsed_s"] == 1.5
+
+
+def test_a_save_does_not_ask_whether_a_process_was_told_to_end(tmp_path, monkeypatch):
+    # Of that JAX has one counter, which `Cluster.is_preempted` moves.
+    asked = []
+    monkeypatch.setattr(
+        multihost_utils, "reached_preemption_sync_point", lambda n: bool(asked.append(n))
+    )
+    checkpoints = Checkpoints(str(tmp_path / "checkpoints"))
+    checkpoints.save(3, {"w": jnp.arange(4.0)}, HOST)
+    checkpoints.close()
+    assert asked == [] and Checkpoints(str(tmp_path / "checkpoints")).latest_step() == 3
 
 
 def test_host_state_is_copied_before_save_returns(tmp_path):
