@@ -77,7 +77,9 @@ def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
     With several hosts none may stop by itself: an interruption goes into the next step's offer, and
     the plan of that step stops them all.
     """
-    return run.trainer.plan.stop if run.cluster.num_processes > 1 else interrupted()
+    if run.cluster.num_processes > 1:
+        return run.trainer.plan.stop
+    return run.is_interrupted(interrupted)  # a host that searches for it may be told to end
 
 
 class Pacing(Protocol):
