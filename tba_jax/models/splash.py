@@ -11,6 +11,7 @@ unless asked to. On other devices it runs interpreted: correct and very slow.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -47,10 +48,7 @@ def attend_causal(
         segments: which positions are valid, or the number of each one's sequence, 0 at padding.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
-    rows, heads = cache_axes(sharding)
-    of_rows = PartitionSpec(rows, None, heads)
-    specs = of_rows, of_rows, of_rows, PartitionSpec(rows)
-    return per_shard(_splash_causal, sharding, specs, of_rows)(q, k, v, segments)
+    return _of_rows(_splash_causal, sharding)(q, k, v, segments)
 
 
 def attend_masked(
@@ -67,10 +65,7 @@ def attend_masked(
         seen: whether each query sees each key; what sees none gives finite numbers.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
-    rows, heads = cache_axes(sharding)
-    of_rows = PartitionSpec(rows, None, heads)
-    specs = of_rows, of_rows, of_rows, PartitionSpec(rows)
-    return per_shard(_splash_pairs, sharding, specs, of_rows)(q, k, v, seen)
+    return _of_rows(_splash_pairs, sharding)(q, k, v, seen)
 
 
 def attend_after(
@@ -95,6 +90,15 @@ def attend_after(
     specs = responses, responses, responses, prompts, prompts, PartitionSpec(rows)
     run = per_shard(_splash_after, sharding, specs, responses)
     return run(q, k, v, keys, values, valid)
+
+
+def _of_rows(
+    function: Callable[..., Array], sharding: NamedSharding | None
+) -> Callable[..., Array]:
+    """function(q, k, v, what each row may see), on each device for its own rows and heads."""
+    rows, heads = cache_axes(sharding)
+    of_rows = PartitionSpec(rows, None, heads)
+    return per_shard(function, sharding, (of_rows, of_rows, of_rows, PartitionSpec(rows)), of_rows)
 
 
 def _splash_causal(

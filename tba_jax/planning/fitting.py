@@ -22,6 +22,16 @@ _SHARE_FOR_PROGRAMS = 0.15
 
 
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
+    """A trainer's mesh of so many devices: as much fsdp as prompts allow, the rest is `model`.
+
+    Args:
+        size: devices.
+        config, model_config: of the run.
+        hosts: that each bring some rows of a batch; 0: one brings all.
+
+    Raises:
+        PlacementError: no such mesh divides batch and model.
+    """
     prompts = config.batch.num_prompts
     for fsdp in range(size, 0, -1):
         model = size // fsdp
@@ -43,6 +53,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
 
 
 def mesh_exists(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> bool:
+    """Whether `mesh_shape` finds one."""
     try:
         mesh_shape(size, config, model_config, hosts)
     except PlacementError:

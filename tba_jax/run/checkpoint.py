@@ -32,6 +32,7 @@ from orbax.checkpoint import future as ocp_future
 from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
 from tba_jax.storage import counters, digests, saves
+from tba_jax.weights.versions import brief
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
 _READ_ERRORS = (
@@ -378,10 +379,10 @@ class Checkpoints:
             # Orbax counts a save as done when it begins.
             complete = [step for step in complete if step != self._saving]
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
-            why = f"{type(error).__name__}: {_brief(error)}"
+            why = f"{type(error).__name__}: {brief(error)}"
             if isinstance(error, TimeoutError):  # ours, or Orbax's, whose text names no setting
                 waited = time.monotonic() - self._since
-                reason = f"; {_brief(error)}" if str(error) else ""
+                reason = f"; {brief(error)}" if str(error) else ""
                 why = (
                     f"not complete after {waited:.0f} s (config.checkpoint.timeout_s = "
                     f"{self._timeout_s}{reason})"
@@ -462,20 +463,13 @@ class Checkpoints:
         )
         return CheckpointError(
             f"checkpoint {self._folder / str(step)} cannot be read: {type(error).__name__}: "
-            f"{_brief(error)}. {way_out}"
+            f"{brief(error)}. {way_out}"
         )
 
     def close(self) -> None:
         """Wait for the save under way, then release threads."""
         self.wait()
         self._manager.close()
-
-
-def _brief(error: BaseException) -> str:
-    """First line of an error's text; the middle of a long one is left out, as the end has why."""
-    line = (str(error).strip().splitlines() or ["(no message)"])[0]
-    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason
-    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"
 
 
 def load_host_states(

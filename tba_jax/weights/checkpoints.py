@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from tba_jax.models.trees import check_same_tree
 from tba_jax.storage import saves
 from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel
-from tba_jax.weights.versions import PublicationError, Versions, brief
+from tba_jax.weights.versions import PublicationError, Versions, brief, not_published
 
 
 class CheckpointTransport(DeliveringTransport):
@@ -90,11 +90,7 @@ class CheckpointTransport(DeliveringTransport):
             self._writer.wait_until_finished()
             self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
-            raise PublicationError(
-                f"publishing weights {self._versions.path(version)} failed: "
-                f"{type(error).__name__}: {brief(error)}. Make room or fix the storage, then run "
-                "the same command again"
-            ) from error
+            raise not_published(self._versions.path(version), error) from error
 
     def _read(self, version: int) -> Any:
         """A version that is as it was written.

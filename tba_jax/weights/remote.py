@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 from tba_jax.devices.sharding import storable
 from tba_jax.storage import saves
 from tba_jax.weights.transport import Published
-from tba_jax.weights.versions import PublicationError, Versions, brief
+from tba_jax.weights.versions import Versions, not_published
 
 POLL_S = 0.05
 
@@ -127,11 +127,7 @@ class VersionWriter:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
-            raise PublicationError(
-                f"publishing weights {self._versions.path(version)} failed: "
-                f"{type(error).__name__}: {brief(error)}. Make room or fix the storage, then run "
-                "the same command again"
-            ) from error
+            raise not_published(self._versions.path(version), error) from error
 
     def latest(self, reader: int) -> Published | None:
         """The newest version that was named, without weights: nobody reads them here."""

@@ -150,6 +150,14 @@ class Versions:
         )
 
 
+def not_published(path: object, error: BaseException) -> PublicationError:
+    """Of a version that could not be written there."""
+    return PublicationError(
+        f"publishing weights {path} failed: {type(error).__name__}: {brief(error)}. Make room or "
+        "fix the storage, then run the same command again"
+    )
+
+
 def brief(error: BaseException) -> str:
     """First line of an error's text; the middle of a long one is left out, as the end has why."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
