@@ -144,10 +144,16 @@ def make_mesh(shape):
     return Mesh(np.array(jax.devices()[: np.prod(shape)]).reshape(shape), MESH_AXES)
 
 
-def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False):
+def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, num_prompts=0):
     """(shardings, initial state, train step) on a mesh."""
+    heads = "log_z" in settings.objective.heads
     shardings = step_shardings(
-        DIVISIBLE, optimizer, make_mesh(shape), keep_reference=keep_reference
+        DIVISIBLE,
+        optimizer,
+        make_mesh(shape),
+        keep_reference=keep_reference,
+        log_z_layers=int(heads),
+        num_prompts=num_prompts,
     )
     params = jax.device_put(random_params(DIVISIBLE), shardings.state.params)
     state = make_init_state(optimizer, shardings)(params)

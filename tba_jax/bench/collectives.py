@@ -246,6 +246,11 @@ def compiled_step(case: Case) -> Any:
         weights=array(p, k, dtype=jnp.float32),
     )
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        batch,
+        shardings.of_batch(batch),
+    )
     step: Any = make_train_step(config, optimizer, schedule, settings, shardings)
     # Whole products: cut into windows, a gather becomes permutations in a loop, of as many bytes.
     whole = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}

@@ -162,7 +162,8 @@ def _trainer(
     shardings = make_step_shardings(config, shape, sites.trainer.mesh)
     state = make_init_state(optimizer, shardings)(jax.device_put(params, shardings.state.params))
     program = make_train_step(shape, optimizer, schedule, make_step_settings(config, ()), shardings)
-    batch = jax.device_put(first_batch(config, make_packing(config, 0)), shardings.batch)
+    batch = first_batch(config, make_packing(config, 0))
+    batch = jax.device_put(batch, shardings.of_batch(batch))
     step = program.lower(state, batch).compile()
     return state, lambda state: step(state, batch)
 

@@ -353,12 +353,13 @@ def _rows(config: Config) -> None:
     parts = config.mesh.data * config.mesh.fsdp
     updates = config.objective.minibatches
     prompts = config.batch.num_prompts
+    rows = prompts * config.objective.group_size
     need(
-        prompts % parts == 0,
+        parts <= rows,
         "batch.num_prompts",
         prompts,
-        f"must divide by mesh.data x mesh.fsdp = {parts}, which divide a batch by prompts",
-        f"Set --config.batch.num_prompts={-(-prompts // parts) * parts}.",
+        f"a batch has at most {rows} rows, and mesh.data x mesh.fsdp = {parts} devices divide them",
+        f"Set --config.batch.num_prompts={-(-parts // config.objective.group_size)} or more.",
     )
     need(
         config.mesh.fsdp == 1 or config.model.remat != "none",
@@ -383,7 +384,6 @@ def _rows(config: Config) -> None:
         "every micro-batch has a part for each update",
         f"Set --config.batch.micro_batch_rows={parts * updates} or a multiple.",
     )
-    rows = prompts * config.objective.group_size
     need(
         updates * parts <= rows,
         "objective.minibatches",

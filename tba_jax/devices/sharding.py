@@ -2,7 +2,7 @@
 """Meshes: of the trainer and the searchers, and how arrays are divided over them.
 
 Arrays are divided by one table, from the logical axes of a model to mesh axes; the rows of a batch
-by prompts, so that no group is ever divided. The invariants owned here: no mesh axis divides two
+over `BATCH_AXES`, whatever group they are of. The invariants owned here: no mesh axis divides two
 axes of one array, and weights pass from one set of devices to another piece by piece, never through
 the host and never whole through a device that keeps a part.
 """
@@ -74,11 +74,6 @@ class Placement(NamedTuple):
     def replicated_sharding(self) -> NamedSharding:
         """A full copy on each trainer device: scalars, metrics."""
         return NamedSharding(self.trainer_mesh, PartitionSpec())
-
-    @property
-    def batch_sharding(self) -> NamedSharding:
-        """Batches: axis p over BATCH_AXES, so that no group is divided."""
-        return NamedSharding(self.trainer_mesh, PartitionSpec(BATCH_AXES))
 
     @property
     def publication_mesh(self) -> Mesh:

@@ -11,6 +11,18 @@ from typing import Any, NamedTuple, TypeAlias
 HostOrDeviceArray: TypeAlias = Any
 
 
+OF_GROUPS = (
+    "prompt_lengths",
+    "response_lengths",
+    "rewards",
+    "reference_logprob",
+    "versions",
+    "weights",
+    "soft_values",
+)
+"""Fields of a batch that are known of prompts and their places; the others have rows."""
+
+
 class Batch(NamedTuple):
     """p prompts with up to K distinct responses each, in padded rows: a prompt and c responses.
 
@@ -34,8 +46,8 @@ class Batch(NamedTuple):
             temperature than the policy's, so that no version's log-probs are its behaviour's.
         weights: float32 [p k], how often each response was drawn; those of a prompt sum to K.
         is_action: bool [n c t], as in `Trajectory`; None: every response token is an action.
-        prompts: int32 [p x], the prompts alone, left-padded to a bucket; None unless a learned
-            log Z reads them.
+        prompts: int32 [q x], the prompts alone, left-padded to a bucket, and empty rows behind them
+            as far as devices divide them; None unless a learned log Z reads them.
         token_advantages: float32 [n c t], as in `Trajectory`, 0 at padding; None unless the
             objective reads them.
         soft_values: float32 [p k], of the prompt, nan where none is known; None unless a cached

@@ -57,7 +57,8 @@ class Packing:
         row_length: tokens of packed rows; 0: padded rows.
         shares_prompts: padded rows hold a prompt and up to K responses to it, packed ones a prompt
             before all of their responses to it; else each response has a prompt of its own.
-        row_multiple: the number of rows is a multiple (devices that divide them).
+        row_multiple: the number of rows is a multiple (devices that divide them), also of prompts
+            alone.
         micro_batch_rows: responses whose gradients are made at a time, a multiple too; 0: all.
         is_whole: all rows of a draw are in one micro-batch.
         has_prompts: prompts alone are part of the batch.
@@ -155,6 +156,7 @@ class Packing:
             of_slots["weights"] = np.where(is_there, equal, 0).astype(np.float32)
         if self.has_prompts:
             prompts = [d.prompt.tokens for d in draws]
+            prompts += [prompts[0][:0]] * (-len(prompts) % self.row_multiple)
             of_slots["prompts"] = left_pad(prompts, prompt, self.padding.pad_id)
         if self.has_soft_values:
             values = np.array([[d.soft_value] for d in draws], np.float32)

@@ -22,7 +22,9 @@ _SHARE_FOR_PROGRAMS = 0.15
 
 
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
-    """A trainer's mesh of so many devices: as much fsdp as prompts allow, the rest is `model`.
+    """A trainer's mesh of so many devices: as much fsdp as rows allow, the rest is `model`.
+
+    Rows need not divide over the devices, some are then empty: at most a fifth of them.
 
     Args:
         size: devices.
@@ -32,12 +34,14 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     Raises:
         PlacementError: no such mesh divides batch and model.
     """
-    prompts = config.batch.num_prompts
+    rows, prompts = _rows(config), config.batch.num_prompts
     for fsdp in range(size, 0, -1):
         model = size // fsdp
         divides = (
             size % fsdp == 0
-            and prompts % fsdp == 0
+            and 4 * (-rows % fsdp) <= rows
+            # Hosts that each bring some rows bring those of as many prompts.
+            and (hosts < 2 or prompts % fsdp == 0)
             # No row of a batch is divided over hosts that each bring some; 0: one brings all.
             and (not hosts or (size // hosts) % model == 0)
             and model_config.hidden_size % fsdp == 0
@@ -47,7 +51,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         if divides:
             return MeshShape(1, fsdp, model)
     raise PlacementError(
-        f"no mesh of {size} devices divides {prompts} prompts and a model of "
+        f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "
         f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
     )
 
@@ -92,14 +96,17 @@ def holds_state(
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     """Rows of a micro-batch that divide a batch and, over `num_parts` devices, themselves.
 
-    Packed rows need not divide the batch: powers of two, and what holds whole groups. Where a pass
-    over a batch makes several updates, each has its part of a micro-batch.
+    Packed rows need not divide the batch: powers of two, and what holds whole groups. Padded rows
+    are filled up with empty ones as far as devices divide them. Where a pass over a batch makes
+    several updates, each has its part of a micro-batch.
     """
-    k, num_parts = config.objective.group_size, num_parts * config.objective.minibatches
-    rows = config.batch.num_prompts * k
+    k = config.objective.group_size
+    responses = config.batch.num_prompts * k // _rows(config)
+    rows = -(-_rows(config) // num_parts) * num_parts * responses
+    num_parts *= config.objective.minibatches
     if config.batch.packed_length:
         options = {num_parts * 2**i for i in range(rows.bit_length())}
-        options |= {n for n in range(k, rows + 1, k) if n % num_parts == 0}
+        options |= {n for n in range(k, rows + 1, k) if n % num_parts == 0} | {rows}
         return sorted(n for n in options if n <= rows) or [num_parts]
     return [n for n in range(num_parts, rows + 1, num_parts) if rows % n == 0]
 
@@ -135,7 +142,8 @@ def micro_batch_rows(
         if shares:
             larger += [n for n in reversed(options) if wanted < n < k * num_parts]
     elif config.batch.packed_length:
-        larger = [n for n in reversed(options) if n % k == 0 and n > wanted]
+        whole = config.batch.num_prompts * k
+        larger = [n for n in reversed(options) if (n % k == 0 or n >= whole) and n > wanted]
         room *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
     is_possible = wanted % (num_parts * config.objective.minibatches) == 0 and (
         config.batch.packed_length or wanted in options
@@ -147,6 +155,12 @@ def micro_batch_rows(
         if needed <= free:
             return n
     return nearest  # too much all the same: the verdict says by how much
+
+
+def _rows(config: Config) -> int:
+    """Rows of a batch whose responses are all distinct, packed ones with one each."""
+    shares = config.batch.share_prompts and not config.batch.packed_length
+    return config.batch.num_prompts * (1 if shares else config.objective.group_size)
 
 
 def group_size(

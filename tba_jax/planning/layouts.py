@@ -123,9 +123,9 @@ def choose(
     A fleet stays one (`fleets`), and so do whole hosts. One host: `shared` on one device, else
     `split` in halves. Several: the trainer gets half of the chips of each host where the chips
     allow it (v4 and v5p), elsewhere all of them in turns with the searchers; rows are padded, since
-    hosts cannot pack rows together. Its mesh divides parameters over as many devices as the prompts
-    of a batch can be divided over, the rest is tensor-parallel. Searcher groups are as small as
-    weights and cache allow.
+    hosts cannot pack rows together. Its mesh divides parameters over as many devices as the rows of
+    a batch can be divided over (of a pod: its prompts), the rest is tensor-parallel. Groups of
+    searchers are as small as weights and cache allow.
 
     A batch whose prompts no mesh of a pod divides gets more of them, which `notes` says.
 

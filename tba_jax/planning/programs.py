@@ -185,14 +185,20 @@ def _trainer_programs(
     sizes, mesh = sizes_of(config), placement.trainer_mesh
     state = training.abstract_state(config, model_config, mesh)
     optimizer, schedule = training.make_optimizer_from(config)
+    shardings = training.make_step_shardings(config, model_config, mesh)
     train_step = make_train_step(
         modeling.policy_config(config, model_config),
         optimizer,
         schedule,
         training.make_step_settings(config, Ids().eos_ids, _num_shares(config, placement)),
-        training.make_step_shardings(config, model_config, mesh),
+        shardings,
     )
     batch = abstract_batch(config, placement)
+    batch = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        batch,
+        shardings.of_batch(batch),
+    )
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
     if isinstance(batch, PackedBatch):
@@ -364,7 +370,7 @@ def _scoring(
 
 
 def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
-    """The largest batch as ShapeDtypeStructs, divided over the trainer's mesh."""
+    """The largest batch as ShapeDtypeStructs, of all hosts together."""
     sizes, num_hosts = sizes_of(config), _num_shares(config, placement)
     p, k = sizes.prompts, sizes.group
     packing = training.make_packing(config, 0, num_hosts=num_hosts)
@@ -372,7 +378,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     n, c = shape.buckets[-1] * num_hosts, shape.responses
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.batch_sharding)
+        return jax.ShapeDtypeStruct(shape, dtype)
 
     of_responses: dict[str, Any] = {
         "prompt_lengths": array((p, k)),
@@ -381,7 +387,9 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
         "reference_logprob": array((p, k), jnp.float32),
         "versions": array((p, k)),
         "weights": array((p, k), jnp.float32),
-        "prompts": array((p, sizes.prompt)) if packing.has_prompts else None,
+        "prompts": array((-(-p // packing.row_multiple) * packing.row_multiple, sizes.prompt))
+        if packing.has_prompts
+        else None,
         "soft_values": array((p, k), jnp.float32) if packing.has_soft_values else None,
     }
     if config.batch.packed_length:

@@ -63,7 +63,7 @@ def _lower_step(
     def abstract(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
 
-    rows = jax.tree.map(lambda x: abstract(x, step.shardings.batch), batch)
+    rows = jax.tree.map(abstract, batch, step.shardings.of_batch(batch))
     frozen = ()
     if step.shardings.base is not None:
         dtype = jnp.dtype(config.model.param_dtype)

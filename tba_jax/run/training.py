@@ -160,6 +160,7 @@ def make_step_shardings(
         keep_reference=config.reference.placement == "trainer",
         log_z_layers=_log_z_layers(config),
         offload=config.optimizer.offload,
+        num_prompts=config.batch.num_prompts,
     )._replace(compiler_options=options)
 
 
@@ -327,15 +328,15 @@ def _batch_placer(
 ) -> Callable[[Batch | PackedBatch], Batch | PackedBatch]:
     """What puts a host's rows on the trainer's devices."""
     if shared.cluster.num_processes == 1:
-        return lambda batch: jax.device_put(batch, shardings.batch)
+        return lambda batch: jax.device_put(batch, shardings.of_batch(batch))
     if not shared.shares_data:
         # Every host has all rows, and its devices take theirs.
-        whole = functools.partial(_from_whole, sharding=shardings.batch)
-        return lambda batch: jax.tree.map(whole, batch)
+        return lambda batch: jax.tree.map(_from_whole, batch, shardings.of_batch(batch))
     # This host's rows; the others bring theirs.
-    make = functools.partial(jax.make_array_from_process_local_data, shardings.batch)
-    return lambda batch: jax.tree.map(make, batch)
+    return lambda batch: jax.tree.map(
+        jax.make_array_from_process_local_data, shardings.of_batch(batch), batch
+    )
 
 
-def _from_whole(array: np.ndarray, *, sharding: jax.sharding.Sharding) -> Array:
+def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

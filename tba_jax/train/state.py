@@ -6,6 +6,7 @@ reference) is made and kept where that parameter is, never whole on one device.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from jaxtyping import Array
 
 from tba_jax.devices.sharding import BATCH_AXES, shardings_like
 from tba_jax.devices.site import Site
+from tba_jax.flow.batch import OF_GROUPS, Batch, PackedBatch
 from tba_jax.models import lora
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.models.transformer import TransformerConfig, abstract_params
@@ -54,7 +56,8 @@ class StepShardings(NamedTuple):
 
     Attributes:
         state: a NamedSharding for each array of the train state.
-        batch: of every array of a batch.
+        batch: of the rows of a batch.
+        groups: of what a batch says of prompts and slots, [p ...].
         replicated: of the metrics.
         compute: how the step computes on the trainer's devices.
         base: of the frozen parameters beside adapters; None where all are trained.
@@ -64,12 +67,21 @@ class StepShardings(NamedTuple):
 
     state: TrainState
     batch: NamedSharding
+    groups: NamedSharding
     replicated: NamedSharding
     compute: ComputeSharding
     base: Any = None
     log_z_size: int = 0
     log_z_layers: int = 1
     compiler_options: Mapping[str, str | bool] = {}
+
+    def of_batch(self, batch: Batch | PackedBatch) -> Any:
+        """The sharding of each array of a batch; None where it has none."""
+        fields = {
+            name: None if x is None else self.groups if name in OF_GROUPS else self.batch
+            for name, x in batch._asdict().items()
+        }
+        return type(batch)(**fields)
 
     def fetched(self, opt_state: Any) -> Any:
         """The optimiser's state in device memory, where a step can compute with it."""
@@ -90,6 +102,7 @@ def step_shardings(
     keep_reference: bool,
     log_z_layers: int = 0,
     offload: bool = False,
+    num_prompts: int = 0,
 ) -> StepShardings:
     """The shardings of a train step: parameters by the table, what belongs to them likewise.
 
@@ -100,6 +113,8 @@ def step_shardings(
         keep_reference: the state holds a reference.
         log_z_layers: of a learned log Z; 0: there is none.
         offload: the optimiser's state lies in pinned host memory between steps.
+        num_prompts: p of a batch; what is known of them is divided where the mesh divides them, and
+            else every device has it. 0: it does.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -127,10 +142,14 @@ def step_shardings(
                 state.opt_state,
             )
         )
+    rows = NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     return StepShardings(
         state=state,
-        batch=NamedSharding(mesh, PartitionSpec(BATCH_AXES)),
-        replicated=NamedSharding(mesh, PartitionSpec()),
+        batch=rows,
+        groups=replicated if num_prompts % parts else rows,
+        replicated=replicated,
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
         log_z_size=config.hidden_size if log_z_layers else 0,

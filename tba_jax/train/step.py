@@ -76,6 +76,9 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
+        if shardings is not None:
+            of_batch = shardings.of_batch(batch)
+            batch = jax.tree.map(jax.lax.with_sharding_constraint, batch, of_batch)
         rows = make_rows(batch, state.step, config, settings.scoring, settings.remat, compute, base)
         c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
         size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
@@ -207,7 +210,8 @@ def _jitted(
     return jax.jit(
         train_step,
         donate_argnums=0,
-        in_shardings=(shardings.state, shardings.batch, *base),
+        # Of a batch `shardings.of_batch` says it, by its kind.
+        in_shardings=(shardings.state, None, *base),
         out_shardings=(shardings.state, shardings.replicated),
         compiler_options=dict(shardings.compiler_options) or None,
     )
@@ -251,19 +255,21 @@ def _log_z(
     base: Any,
 ) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
     """(learned log Z of every prompt, its pull-back to parameters and head)."""
-    prompts = batch.prompts
+    prompts, lengths = batch.prompts, batch.prompt_lengths[:, 0]
     assert prompts is not None, "a batch without prompts has no learned log Z"
+    # An empty row has a token too: no mean is of nothing.
+    empty = prompts.shape[0] - lengths.size
     return jax.vjp(
         lambda params, head: log_z(
             head,
             whole(base, params),
             prompts,
-            batch.prompt_lengths[:, 0],
+            jnp.pad(lengths, (0, empty), constant_values=1),
             config=config,
             compute_dtype=jnp.dtype(settings.scoring.compute_dtype),
             remat=settings.remat,
             sharding=sharding,
-        ),
+        )[: lengths.size],
         state.params,
         state.log_z_head,
     )

@@ -457,7 +457,10 @@ def test_micro_batches_divide_over_the_trainer(changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mesh.data": 3}, r"num_prompts = 16: must divide by .* = 3.*num_prompts=18"),
+        (
+            {"mesh.data": 9, "batch.num_prompts": 1, "objective.group_size": 8},
+            "num_prompts = 1: a batch has at most 8 rows, .* = 9 devices .*num_prompts=2 or more",
+        ),
         ({"mesh.fsdp": 2, "model.remat": "none"}, "model.remat=layers"),
         ({"search.top_p": 0.0}, r"top_p = 0.0: must lie in \(0, 1\]"),
         ({"search.min_new_tokens": 49}, "is above search.max_new_tokens = 48"),

@@ -92,6 +92,8 @@ def test_a_distinct_response_is_one_row_with_a_weight():
     assert batch.slots.tolist() == [[9], [13], [14], [0]] and batch.tokens.shape == (4, 8)
     assert (batch.tokens[3] == 0).all() and batch.rewards.tolist()[0] == [1.0, 0, 0, 0]
     assert batch.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2]]
+    filled = pack(weighted_draws(), group_size=4, has_prompts=True, row_multiple=3)
+    assert filled.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0] * 4]
     rows = pack(weighted_draws(), group_size=4, row_length=12, first_slot=8)
     assert rows.slots.tolist() == [[9] * 5 + [14] * 5 + [0] * 2, [13] * 3 + [0] * 9]
 

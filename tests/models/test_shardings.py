@@ -19,6 +19,7 @@ from fake_batches import (
     make_draws,
     make_mesh,
     sharded,
+    slow,
 )
 from fake_models import random_params, tiny_config
 from jax.sharding import PartitionSpec as P
@@ -29,6 +30,7 @@ from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
 from tba_jax.train.config import OptimizerSettings
+from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.objectives.vineppo import VinePpo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, step_shardings
@@ -201,3 +203,41 @@ def test_parts_of_a_batch_are_the_same_rows_on_any_mesh(shape, micro_batch_rows)
         assert int(metrics["train/updates"]) == 4
     # float32 sums in another order, carried through four updates
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), *results)
+
+
+LEARNED = replace(REMAT, objective=TrajectoryBalance("paper", "learned"))
+
+
+@pytest.mark.parametrize(
+    ("shape", "settings", "options"),
+    [
+        ((1, 4, 2), REMAT, {"row_length": 18, "shares_prompts": True}),
+        slow((2, 2, 2), REMAT, {}),
+        slow((1, 8, 1), REMAT, {"shares_prompts": True}),
+        slow((1, 4, 1), REMAT, {"row_length": 18, "micro_batch_rows": 4, "is_whole": True}),
+        slow((1, 4, 1), LEARNED, {"has_prompts": True}),
+    ],
+)
+def test_prompts_need_not_divide_over_the_devices(shape, settings, options):
+    """Seven, as the paper's GSM8K has: rows are filled up, and groups are known everywhere."""
+    draws, parts = make_draws(p=7), shape[0] * shape[1]
+    results = []
+    for own in ((1, 1, 1), shape):
+        cut = {"row_multiple": parts} if own == shape else {}
+        micro_batch = {x: options[x] for x in ("micro_batch_rows", "is_whole") if x in options}
+        of_mesh = replace(settings, **micro_batch, **cut)
+        shardings, state, step = sharded(own, of_mesh, num_prompts=7)
+        batch = lay_out(draws, **options, **cut)
+        assert own != shape or batch.tokens.shape[0] % parts == 0
+        placed = jax.device_put(batch, shardings.of_batch(batch))
+        assert placed.rewards.sharding.is_fully_replicated
+        assert placed.tokens.sharding.is_fully_replicated == (own != shape)
+        state, metrics = step(state, placed)
+        results.append(jax.device_get(((state.params, state.log_z_head), metrics)))
+    (wanted, wanted_metrics), (got, metrics) = results
+    # Sums in another order, as above.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-6), got, wanted)
+    for name in ("loss", "grad_norm", "log_z") if settings is LEARNED else ("loss", "grad_norm"):
+        np.testing.assert_allclose(
+            metrics[f"train/{name}"], wanted_metrics[f"train/{name}"], rtol=1e-4, err_msg=name
+        )

@@ -273,12 +273,35 @@ def test_a_gang_keeps_the_mesh_and_the_searchers_that_it_asks_for():
     shape = config_json.transformer_config(PUBLISHED[RHO])
     chosen, _ = layouts.choose(config, shape, devices, chips.TPUS["v5e"].hbm_bytes)
     assert (chosen.fleet.searcher, chosen.num_searchers) == ("TPU=1", 1)
-    # Seven prompts over seven of eight devices do not go, and no more of them are needed: heads do.
-    assert chosen.batch.num_prompts == 7 and chosen.mesh.model == 8
+    # Seven prompts divide over no eight devices; their rows do, but for a few empty ones.
+    assert chosen.batch.num_prompts == 7 and chosen.mesh.fsdp == 8
     with pytest.raises(ValueError, match="mesh = '1 x 4 x 1': the 2 processes of the trainer"):
         layouts.place(replace(config, {"mesh.fsdp": 4, "mesh.model": 1}), devices)
     with pytest.raises(PlacementError, match="search.num_devices = 8: a searcher is planned for"):
         layouts.place(replace(config, {"search.num_devices": 8}), devices)
+
+
+def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
+    shape = config_json.transformer_config(PUBLISHED[RHO])
+
+    def mesh(size, hosts=1, **changes):
+        given = {f"batch.{name}": value for name, value in changes.items()}
+        config = replace(freeze(PRESETS["get_config"]("gsm8k")), given)
+        found = fitting.mesh_shape(size, config, shape, hosts)
+        return found.fsdp, found.model
+
+    # Seven prompts with twenty responses each, packed and padded; or a row for each of the prompts.
+    assert mesh(4) == mesh(4, packed_length=0) == (4, 1) and mesh(8) == (8, 1)
+    shared = {"packed_length": 0, "share_prompts": True}
+    assert mesh(8, **shared) == (8, 1)  # one of eight
+    assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
+    # Two hosts with rows of their own, which bring as many prompts each.
+    assert mesh(8, 2, packed_length=0, num_prompts=6) == (2, 4)
+    fields = {f"batch.{name}": value for name, value in shared.items()}
+    config = replace(freeze(PRESETS["get_config"]("gsm8k")), fields)
+    # Each micro-batch has a whole group on each of four devices; the last row of eight is empty.
+    assert {80, 160} <= set(fitting.micro_batch_options(config, 4))
+    assert all(160 % n == 0 for n in fitting.micro_batch_options(config, 4))
 
 
 def test_a_slice_of_several_hosts_wants_a_pod():
