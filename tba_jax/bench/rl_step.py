@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--micro_batch_rows", type=int, default=16, help="of our step")
     parser.add_argument("--peer_micro_batch_rows", type=int, default=16, help="of the peer's")
+    parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
     parser.add_argument("--xla_preset", default="none", choices=tuple(xla.PRESETS), help="of ours")
     parser.add_argument("--peers", default="none", help="trl, or none")
     parser.add_argument("--peer_python", default=sys.executable, help="interpreter with the peer")
@@ -84,7 +85,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
             if side in peers:
                 report = processes.run_side(side, job, folder, env, command=peer)
             else:
-                overrides = _OURS[side] | {"xla.preset": args.xla_preset}
+                overrides = _OURS[side] | {"xla.preset": args.xla_preset, "model.remat": args.remat}
                 own = {"overrides": overrides, "workdir": str(folder / f"{side}-{repeat}")}
                 report = processes.run_side(side, job | own, folder, command=ours)
             found.append(report)
@@ -109,6 +110,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model_shape": args.model_shape,
         "num_params": written["num_params"],
         "workload": {name: getattr(args, name) for name in names},
+        "remat": args.remat,
         "xla_preset": args.xla_preset,
         "repeats": args.repeats,
         "hardware": processes.hardware(reports["tba_jax"][0]),
@@ -155,7 +157,7 @@ def _table(result: Mapping[str, Any]) -> list[str]:
     w, hw = result["workload"], result["hardware"]
     rows = [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "
-        f"float32, XLA preset {result['xla_preset']}",
+        f"float32, remat {result['remat']}, XLA preset {result['xla_preset']}",
         f"{w['prompts']} prompts of {w['prompt_tokens']} tokens x {w['group']} responses of "
         f"{w['response_tokens']}; {result['repeats']} x {w['steps']} steps",
         f"{hw['processor']}, {hw['num_cores']} cores; {hw['device']}",

@@ -70,13 +70,14 @@ def test_medians_are_over_the_steps_of_all_repeats():
 def test_figures_of_a_small_load(capsys):
     sizes = ["--model_shape=tiny", "--prompts=2", "--group=4", "--micro_batch_rows=4"]
     sizes += ["--prompt_tokens=8", "--response_tokens=6", "--peer_micro_batch_rows=4"]
-    assert rl_step.main([*sizes, "--repeats=1", "--steps=2", "--json"]) == 0
+    assert rl_step.main([*sizes, "--repeats=1", "--steps=2", "--remat=dots", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     parts = [result[part] for part in rl_step._PARTS]
     assert all(part > 0 for part in parts)
     # Few of them end before the limit: with probability of about 1/128 at each token.
     assert 4 < result["mean_response_tokens"] <= 6
     assert result["forms"]["share_prompts"]["step_s"] > 0
+    assert result["remat"] == "dots"
     assert result["peers"] == {} and len(result["step_s_of_repeats"]) == 1
 
 
