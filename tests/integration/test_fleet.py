@@ -11,7 +11,8 @@ import pytest
 from fleets import Fleet, below, check
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
-pytestmark = pytest.mark.slow
+# Beside other work, a fleet of this machine takes minutes to compile.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
 
 
 def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
