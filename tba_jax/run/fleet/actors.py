@@ -7,7 +7,7 @@ no device touched, before an actor is asked to work. Invariant: no call waits wi
 
 import contextlib
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tba_jax.flow.rounds import RoundCommit
 from tba_jax.run.fleet.link import Unreachable
 from tba_jax.run.fleet.machines import machine_name
 from tba_jax.run.fleet.messages import (
+    RUN_ENDED,
     Answer,
     Caller,
     Hello,
@@ -35,6 +36,7 @@ from tba_jax.run.fleet.messages import (
 from tba_jax.weights.stored import StoreError
 
 _TRAINER = "trainer-"
+_ENDED_S = 2.0  # between questions whether the run goes on after all
 
 
 def trainer_name(number: int, member: int = 0) -> str:
@@ -234,11 +236,25 @@ class SearcherProcess:
         party = open_party(self._config, self._workdir, self._slots, store, lambda text: None)
         host = machine_name(socket.gethostname(), ray.get_runtime_context().get_node_id())
         try:
-            self._end = search(party, self._line, host, self._lines.append)
+            self._end = self._until_dismissed(
+                lambda: search(party, self._line, host, self._lines.append)
+            )
         finally:
             party.shared.rewards.close()
         self._stop.set()
         return True
+
+    def _until_dismissed(self, search: Callable[[], str]) -> str:
+        """Why it may not search any more.
+
+        That the run has ended is no reason: the trainer may die before it has saved, and then
+        another one goes on. Who knows ends this process.
+        """
+        while (end := search()).endswith(RUN_ENDED):
+            if end != RUN_ENDED:  # which it is told whenever it asks again
+                self._lines.append(end)
+            self._stop.wait(_ENDED_S)
+        return end
 
     def status(self, since: int) -> tuple[str, list[str]]:
         """Why it has ended ("" while it goes on), and lines from number `since` on.

@@ -6,11 +6,12 @@ it shows is relayed. Responses that are given come from here. It knows nothing o
 no searcher is let in before the run is restored, nor after it has ended.
 """
 
+import contextlib
 import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class TrainerHost:
         cluster.close()
         return outcome
 
-    def _open(self, desk: Desk, clock: Callable[[], float]) -> None:
+    def _open(self, desk: Desk | None, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._desk = desk
 
@@ -148,7 +149,7 @@ class TrainerHost:
 
     def _ready(self) -> Desk:
         if self._desk is None:
-            raise Unreachable("the trainer is starting")
+            raise Unreachable("the trainer is starting, or has failed")
         return self._desk
 
 
@@ -156,14 +157,14 @@ def drive_fleet(
     run: Run,
     interrupted: Callable[[], bool],
     *,
-    open_desk: Callable[[Desk, Callable[[], float]], None],
+    open_desk: Callable[[Desk | None, Callable[[], float]], None],
 ) -> None:
     """Train beside searchers of other processes until the last step or an interruption.
 
     Args:
         run: its searchers only keep count.
         interrupted: looked at between steps.
-        open_desk: is given the desk when searchers may come.
+        open_desk: as in `opened`.
     """
     searchers = run.search.searchers
     streams = run.search.streams if isinstance(run.search, Search) else ()
@@ -192,15 +193,38 @@ def drive_fleet(
         **{name.removeprefix("fleet/"): value for name, value in desk.figures().items()},
         "by_searcher": desk.searchers(),
     }
-    open_desk(desk, run.clock)
-    try:
+    with opened(desk, run.clock, open_desk):
         beside = Beside(admission, stop, workers, count, desk.take_slot_use, figures)
         drive_beside(run, interrupted, beside)
         if is_gang(run.config) and publish_last(run):
             evaluate_last(run, desk)
+
+
+@contextlib.contextmanager
+def opened(
+    desk: Desk,
+    clock: Callable[[], float],
+    open_desk: Callable[[Desk | None, Callable[[], float]], None],
+) -> Iterator[None]:
+    """Searchers may come; after it they are told that the run has ended.
+
+    Where it fails they are told nothing: the run may go on in another process, or else somebody
+    ends them.
+
+    Args:
+        desk: for them.
+        clock: of the run.
+        open_desk: is given the desk when searchers may come, and None when it failed.
+    """
+    open_desk(desk, clock)
+    try:
+        yield
+        desk.close()
+    except BaseException:
+        open_desk(None, clock)
+        raise
     finally:
         desk.stop_lending()
-        desk.close()
 
 
 def _make_desk(run: Run, admission: Admission) -> Desk:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each response once, whatever arrives twice, late, or from whom it should not come any more."""
 
+import contextlib
 import json
 import re
 from collections import Counter
@@ -11,6 +12,7 @@ from fake_rounds import make_commit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import Part
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.state import PartState
@@ -20,6 +22,7 @@ from tba_jax.run.fleet.desk import Desk
 from tba_jax.run.fleet.link import Dismissed, Grants, Link, Loan, Rewind, Unreachable
 from tba_jax.run.fleet.messages import Hello, Vitals, decode, decode_part, encode, encode_part
 from tba_jax.run.fleet.seats import Terms
+from tba_jax.run.fleet.training import TrainerHost, opened
 from tba_jax.weights.stored import Stored
 
 IDENTITY = {"code": "1", "model": "m"}
@@ -320,6 +323,22 @@ def test_who_asks_after_the_end_is_told():
     house.desk.close()
     assert house.desk.assign(caller, 1, 0).verdict == "over"
     assert house.sit().refusal == "the run has ended"
+
+
+def test_searchers_of_a_trainer_that_failed_wait_for_another(tmp_path):
+    """That the run has ended they are told where it has: some other process may go on with it."""
+    host = TrainerHost(make_config(), tmp_path, ())
+    for fails in (True, False):
+        house = House()
+        with contextlib.suppress(LookupError), opened(house.desk, lambda: 1.0, host._open):
+            assert host.join(Hello((0,), "a", IDENTITY))[0].seats
+            if fails:
+                raise LookupError("of a member of its gang")
+        if fails:
+            with pytest.raises(Unreachable, match="starting, or has failed"):
+                host.join(Hello((0,), "a", IDENTITY))
+        else:
+            assert host.join(Hello((0,), "a", IDENTITY))[0].refusal == "the run has ended"
 
 
 def test_commits_come_back_exactly():

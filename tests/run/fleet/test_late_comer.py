@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A searcher that comes back when the run has ended."""
+"""A searcher that comes back when the run has ended, and one whose trainer says so and dies."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from tba_jax.devices.worker import StopFlag
 from tba_jax.run.fleet import searching
 from tba_jax.run.fleet.messages import RUN_ENDED, Welcome
 
@@ -22,3 +23,15 @@ def test_a_run_that_has_ended_is_no_refusal(monkeypatch, refusal, end):
     party = SimpleNamespace(shared=SimpleNamespace(config=config), slots=(0,), clock=clock)
     told = []
     assert searching.search(party, door, "here", told.append) == end and not told
+
+
+def test_who_is_told_of_the_end_asks_again(monkeypatch):
+    """The trainer may die after that, and another one go on; who knows ends the process."""
+    actors = pytest.importorskip("tba_jax.run.fleet.actors")
+    monkeypatch.setattr(actors, "_ENDED_S", 0.0)
+    process = object.__new__(actors.SearcherProcess)
+    process._lines, process._stop = [], StopFlag()
+    told = f"searcher 0 ends: {RUN_ENDED}"
+    ends = iter([told, RUN_ENDED, RUN_ENDED, "searcher 0 ends: another process is it now"])
+    assert process._until_dismissed(lambda: next(ends)).endswith("another process is it now")
+    assert process._lines == [told]
