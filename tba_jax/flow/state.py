@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a part of a run gives to a checkpoint, and takes back from one."""
 
-import io
-import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 
 
 class PartState(NamedTuple):
@@ -33,30 +33,25 @@ class Saveable(Protocol):
         ...
 
 
-_META = "__meta__"
-
-
 def pack_states(states: Mapping[str, PartState]) -> bytes:
-    """States by name as npz bytes, exact; nothing is pickled."""
+    """States by name as bytes, exact."""
     arrays = {
         f"{name}/{key}": np.asarray(value)
         for name, state in states.items()
         for key, value in state.arrays.items()
     }
-    metas = {name: state.meta for name, state in states.items()}
-    arrays[_META] = np.frombuffer(json.dumps(metas).encode(), np.uint8)
-    out = io.BytesIO()
-    np.savez(out, allow_pickle=False, **arrays)
-    return out.getvalue()
+    return pack_arrays(arrays, {name: state.meta for name, state in states.items()})
 
 
 def unpack_states(data: bytes) -> dict[str, PartState]:
-    """Inverse of `pack_states`."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as entries:
-        metas = json.loads(entries[_META].tobytes().decode())
-        arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
-        for full_key in entries.files:
-            if full_key != _META:
-                name, key = full_key.split("/", 1)
-                arrays[name][key] = entries[full_key]
+    """Inverse of `pack_states`.
+
+    Raises:
+        ValueError: the bytes are not intact.
+    """
+    entries, metas = unpack_arrays(data)
+    arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
+    for full_key, array in entries.items():
+        name, key = full_key.split("/", 1)
+        arrays[name][key] = array
     return {name: PartState(arrays[name], meta) for name, meta in metas.items()}

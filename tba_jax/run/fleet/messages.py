@@ -6,19 +6,14 @@ that was replaced long ago; each names who sent it. Nothing here knows how messa
 Invariant: what was encoded comes back exactly, and what was damaged on the way is refused.
 """
 
-import io
 import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
-
 from tba_jax.evaluation.evaluator import Part
+from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
 from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
 from tba_jax.weights.stored import Stored
-
-_META_KEY = "__meta__"
 
 
 class Hello(NamedTuple):
@@ -130,13 +125,8 @@ class Vitals(NamedTuple):
 
 
 def encode(commits: Sequence[RoundCommit]) -> bytes:
-    """Commits as npz bytes, metadata as JSON in them; nothing is pickled."""
-    arrays, meta = pack_commits(commits)
-    text = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    out = io.BytesIO()
-    entries: dict[str, Any] = {**arrays, _META_KEY: text}
-    np.savez(out, **entries)
-    return out.getvalue()
+    """Commits as bytes; nothing is pickled."""
+    return pack_arrays(*pack_commits(commits))
 
 
 def encode_part(part: Part) -> bytes:
@@ -166,11 +156,8 @@ def decode(data: bytes) -> list[RoundCommit]:
         ValueError: the bytes are damaged, or another version wrote them.
     """
     try:
-        with np.load(io.BytesIO(data), allow_pickle=False) as entries:
-            arrays = {name: entries[name] for name in entries.files}
-        meta = json.loads(arrays.pop(_META_KEY).tobytes().decode())
-        return unpack_commits(arrays, meta)
-    except (KeyError, OSError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        return unpack_commits(*unpack_arrays(data))
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{len(data):,} bytes of responses cannot be read ({type(error).__name__}: {error}); "
             "they were damaged on the way, or sent by another version of tba_jax"
