@@ -83,6 +83,10 @@ class StepShardings(NamedTuple):
         }
         return type(batch)(**fields)
 
+    def placed(self, batch: Batch | PackedBatch) -> Batch | PackedBatch:
+        """A batch as `of_batch` says, inside a program."""
+        return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
+
     def fetched(self, opt_state: Any) -> Any:
         """The optimiser's state in device memory, where a step can compute with it."""
 

@@ -76,9 +76,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch | PackedBatch, base: Any = None
     ) -> tuple[TrainState, dict[str, Array]]:
-        if shardings is not None:
-            of_batch = shardings.of_batch(batch)
-            batch = jax.tree.map(jax.lax.with_sharding_constraint, batch, of_batch)
+        batch = batch if shardings is None else shardings.placed(batch)
         rows = make_rows(batch, state.step, config, settings.scoring, settings.remat, compute, base)
         c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
         size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
