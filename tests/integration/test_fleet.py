@@ -81,10 +81,11 @@ def test_weights_of_a_fleet_go_through_the_object_store(tmp_path):
 GANG = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
 
 
-def test_a_gang_loses_a_member_and_begins_again_as_a_whole(tmp_path):
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_gang_loses_a_member_and_begins_again_as_a_whole(member, tmp_path):
     fleet = Fleet(tmp_path / "run", **GANG, **{"eval.period": 4})
     fleet.until_step(5)
-    assert fleet.kill("TrainerProcess", 1)
+    assert fleet.kill("TrainerProcess", member)
     assert fleet.end() == 0, fleet.told()
     assert (
         fleet.told().count("a process of the trainer died (its process ended); all of it is") == 1
