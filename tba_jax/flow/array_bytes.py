@@ -27,12 +27,12 @@ def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
         meta: JSON-compatible.
 
     Raises:
-        ValueError: an array of objects.
+        ValueError: an array of objects, or of what numpy itself has no name for (bfloat16).
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in arrays.items():
-        if x.dtype.hasobject or x.dtype.names:
-            raise ValueError(f"array {name!r} has dtype {x.dtype}; wanted numbers")
+        if x.dtype.hasobject or x.dtype.kind == "V":
+            raise ValueError(f"array {name!r} has dtype {x.dtype}; wanted one of numpy's own")
     said = {name: [x.dtype.str, x.shape] for name, x in arrays.items()}
     head = json.dumps({"arrays": said, "meta": meta}).encode()
     # With its checksum and line end.

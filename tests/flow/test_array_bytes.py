@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays as bytes: exact, aligned, and refused when one of them was damaged."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -39,6 +40,8 @@ def test_whatever_byte_is_damaged_it_is_refused():
             unpack_arrays(data[:end])
 
 
-def test_objects_are_refused():
-    with pytest.raises(ValueError, match="'x' has dtype object; wanted numbers"):
-        pack_arrays({"x": np.array([None])}, None)
+@pytest.mark.parametrize("dtype", ["object", "bfloat16"])
+def test_what_would_not_come_back_is_refused(dtype):
+    x = np.zeros(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else object)
+    with pytest.raises(ValueError, match=f"'x' has dtype {dtype}; wanted one of numpy's own"):
+        pack_arrays({"x": x}, None)
