@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models import attention, shared_prompts
-from tba_jax.models.fused_logprobs import fused_logprobs
+from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
@@ -184,6 +184,16 @@ def row_token_logprobs(
     return _beside(logprobs.reshape(b, c, t), hidden, in_response, readout)
 
 
+def _table(sharding: ComputeSharding | None) -> dict[str, int]:
+    """How the output table is cut: into parts of devices, and these into blocks."""
+    if sharding is None:
+        return {}
+    return {
+        "vocab_shards": sharding.vocab_shards,
+        "vocab_block": vocab_block_on(sharding.platform),
+    }
+
+
 def _response_logprobs(
     params: Any,
     hidden: Float[Array, "n t d"],
@@ -201,7 +211,7 @@ def _response_logprobs(
             targets,
             temperature=scoring.temperature,
             chunk_tokens=scoring.chunk_tokens,
-            vocab_shards=1 if sharding is None else sharding.vocab_shards,
+            **_table(sharding),
             kept_bytes=scoring.kept_bytes,
         )
 
@@ -275,7 +285,7 @@ def packed_token_logprobs(
         tokens[:, 1:],
         temperature=scoring.temperature,
         chunk_tokens=scoring.chunk_tokens,
-        vocab_shards=1 if sharding is None else sharding.vocab_shards,
+        **_table(sharding),
         kept_bytes=scoring.kept_bytes,
     )
     # Nothing predicts the first token of a row.

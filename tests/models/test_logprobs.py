@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.site import any_device
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import transformer
 from tba_jax.models.logprobs import packed_token_logprobs, response_mask, token_logprobs
 from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding
 
 CONFIG = tiny_config()
 EOS = 2
@@ -52,7 +54,16 @@ def decoded(params):
 
 
 def score(
-    params, tokens, prompt_lengths, response_lengths, *, t=6, config=CONFIG, remat="none", **scoring
+    params,
+    tokens,
+    prompt_lengths,
+    response_lengths,
+    *,
+    t=6,
+    config=CONFIG,
+    remat="none",
+    sharding=None,
+    **scoring,
 ):
     return token_logprobs(
         params,
@@ -63,6 +74,7 @@ def score(
         config=config,
         scoring=Scoring(**{"temperature": 0.7, "kept_bytes": 0, **scoring}),
         remat=remat,
+        sharding=sharding,
     )
 
 
@@ -173,6 +185,23 @@ def _equations(jaxpr):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from _equations(inner)
+
+
+@pytest.mark.parametrize(("platform", "rows"), [("cuda", 8192), ("cpu", 2048)])
+def test_a_block_of_the_table_is_as_large_as_its_platform_wants(decoded, platform, rows):
+    tokens, prompt_lengths, out = decoded
+    # Two blocks of 8,192 and a rest.
+    config = tiny_config(vocab_size=16_384 + 100, attention="xla")
+    run = functools.partial(
+        score, config=config, sharding=ComputeSharding(config, any_device(platform))
+    )
+    params = random_params(config)
+    args = params, tokens, prompt_lengths, out.lengths
+    found = jax.jit(lambda *x: run(*x)).lower(*args).as_text()
+    assert {n for n in (8192, 2048) if f"tensor<1x{n}x" in found} == {rows}
+    wanted = score(params, tokens, prompt_lengths, out.lengths, config=config)
+    # Sums over the vocabulary in another order.
+    np.testing.assert_allclose(run(*args), wanted, atol=2e-5)
 
 
 def test_an_untied_table_is_the_one_that_is_used(decoded):
