@@ -4,8 +4,9 @@
 XLA's own `cost_analysis` counts the body of a loop once, whatever its number of trips: a model
 scanned over 28 layers looks like one of a single layer. Here every computation is costed by itself
 and a loop's body and condition are multiplied by its trips. These are, in this order: XLA's
-`known_trip_count`; the constant that the condition compares the counter with (how JAX lowers scan
-and fori_loop, counted from 0 by 1); what the caller says, for loops whose end depends on data. The
+`known_trip_count`; the constant that the condition compares the counter with, less where it starts
+and divided by its step (JAX's scan and fori_loop count from 0 by 1, loops that XLA:TPU makes of a
+product and its collective by 2); what the caller says, for loops whose end depends on data. The
 larger branch of a conditional counts.
 
 FLOPs are those of matrix products (dot and convolution, two per multiply-add), as in every MFU.
@@ -138,7 +139,7 @@ class _Counter:
             return Cost()
         if opcode == "while":
             condition, loop = called(x, "condition"), called(x, "body")
-            trips = self._trips(x, condition[0])
+            trips = self._trips(x, body)
             once = self.computation(loop[0]) + self.computation(condition[0])
             if trips is None:
                 return once.times(self._unknown_trips) + Cost(unknown_loops=1)
@@ -169,26 +170,66 @@ class _Counter:
         traffic = _fusion_traffic(x, body, self._module.computations)
         return dataclasses.replace(inner, num_bytes=traffic, launches=1)
 
-    def _trips(self, x: Instruction, condition: str) -> int | None:
+    def _trips(self, x: Instruction, body: Mapping[str, Instruction]) -> int | None:
+        """Of a loop whose counter has to stay below a constant; None: that is not its condition."""
         known = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes)
-        return int(known[1]) if known else self._compared_with(condition)
-
-    def _compared_with(self, condition: str) -> int | None:
-        """The constant that a loop's counter has to stay below, where that is the condition."""
-        body = self._module.computations[condition]
-        root = next(i for i in body.values() if i.is_root)
-        operands = [body[name] for name in root.operands]
-        if root.opcode == "fusion":  # of a comparison whose constant may be outside
-            inside = self._module.computations[called(root, "calls")[0]]
-            root = next(i for i in inside.values() if i.is_root)
-            operands = [
-                operands[int(i.literal)] if (i := inside[name]).opcode == "parameter" else i
-                for name in root.operands
-            ]
-        is_below = root.opcode == "compare" and "direction=LT" in root.attributes
+        if known:
+            return int(known[1])
+        condition = self._module.computations[called(x, "condition")[0]]
+        test, operands = self._unfused(_root(condition), condition)
+        is_below = test.opcode == "compare" and "direction=LT" in test.attributes
         if not is_below or operands[1].opcode != "constant":
             return None
-        return int(operands[1].literal)
+        limit, counter = int(operands[1].literal), _index(operands[0])
+        if counter is None:
+            return limit
+        first = _copied(body[x.operands[0]], counter, body)
+        start = int(first.literal) if first is not None and first.opcode == "constant" else 0
+        return -(-(limit - start) // self._step(called(x, "body")[0], counter))
+
+    def _step(self, loop: str, counter: int) -> int:
+        """What a loop's body adds to its counter, an element of its tuple; 1 where nobody knows."""
+        body = self._module.computations[loop]
+        following = _copied(_root(body), counter, body)
+        if following is None:
+            return 1
+        added, operands = self._unfused(following, body)
+        constants = [int(i.literal) for i in operands if i.opcode == "constant"]
+        return constants[0] if added.opcode == "add" and constants else 1
+
+    def _unfused(
+        self, x: Instruction, body: Mapping[str, Instruction]
+    ) -> tuple[Instruction, list[Instruction]]:
+        """It and its operands; of a fusion, what is computed in it, of operands in and outside."""
+        operands = [body[name] for name in x.operands]
+        if x.opcode != "fusion":
+            return x, operands
+        inside = self._module.computations[called(x, "calls")[0]]
+        root = _root(inside)
+        return root, [
+            operands[int(i.literal)] if (i := inside[name]).opcode == "parameter" else i
+            for name in root.operands
+        ]
+
+
+def _root(body: Mapping[str, Instruction]) -> Instruction:
+    return next(x for x in body.values() if x.is_root)
+
+
+def _index(x: Instruction) -> int | None:
+    """Which element of a tuple is taken; None where none is."""
+    found = re.search(r"\bindex=(\d+)", x.attributes)
+    return int(found[1]) if found and x.opcode == "get-tuple-element" else None
+
+
+def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> Instruction | None:
+    """What an element of a tuple is a copy of; None where no tuple is written out."""
+    if x.opcode != "tuple":
+        return None
+    found = body[x.operands[element]]
+    while found.opcode in ("copy", "bitcast"):
+        found = body[found.operands[0]]
+    return found
 
 
 def _is_launch(x: Instruction) -> bool:

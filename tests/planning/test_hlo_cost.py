@@ -65,6 +65,53 @@ def test_a_loop_that_ends_when_its_data_says_so_takes_the_callers_number():
     assert (found.flops, found.unknown_loops) == (7 * 2 * 64**3, 1)
 
 
+# As XLA:TPU writes the gradient of a weight that eight devices divide: two parts of it a trip.
+BY_STEPS = """HloModule m
+%below (c: (f32[8,8], u32[])) -> pred[] {
+  %c = (f32[8,8]{1,0}, u32[]) parameter(0)
+  %i = u32[] get-tuple-element(%c), index=1
+  %limit = u32[] constant(LIMIT)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+%adds (j: u32[]) -> u32[] {
+  %j = u32[] parameter(0)
+  %by = u32[] constant(2)
+  ROOT %sum = u32[] add(%j, %by)
+}
+%once (d: (f32[8,8], u32[])) -> (f32[8,8], u32[]) {
+  %d = (f32[8,8]{1,0}, u32[]) parameter(0)
+  %x = f32[8,8]{1,0} get-tuple-element(%d), index=0
+  %k = u32[] get-tuple-element(%d), index=1
+  %two = u32[] constant(2)
+  %y = f32[8,8]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %next = u32[] NEXT
+  %copied = u32[] copy(%next)
+  ROOT %out = (f32[8,8]{1,0}, u32[]) tuple(%y, %copied)
+}
+ENTRY %main (z: f32[8,8]) -> f32[8,8] {
+  %z = f32[8,8]{1,0} parameter(0)
+  %start = u32[] constant(START)
+  %given = (f32[8,8]{1,0}, u32[]) tuple(%z, %start)
+  %while = (f32[8,8]{1,0}, u32[]) while(%given), condition=%below, body=%once
+  ROOT %w = f32[8,8]{1,0} get-tuple-element(%while), index=0
+}"""
+
+
+@pytest.mark.parametrize(
+    ("following", "start", "limit", "trips"),
+    [
+        ("add(%k, %two)", 0, 4, 2),
+        ("add(%two, %k)", 0, 5, 3),
+        ("fusion(%k), kind=kLoop, calls=%adds", 2, 8, 3),
+        ("negate(%k)", 0, 4, 4),
+    ],
+)
+def test_a_loop_that_counts_by_steps_or_not_from_0_has_fewer_trips(following, start, limit, trips):
+    text = BY_STEPS.replace("NEXT", following).replace("START", str(start))
+    found = program_cost(text.replace("LIMIT", str(limit)))
+    assert (found.flops, found.unknown_loops) == (trips * 2 * 8**3, 0)
+
+
 def test_an_update_in_place_costs_the_update_and_a_slice_its_result():
     def write(cache, row, at):
         return jax.lax.dynamic_update_slice(cache, row, (at, 0))
