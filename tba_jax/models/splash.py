@@ -174,8 +174,18 @@ class _AfterPrompt(splash_mask.Mask):
     def shape(self) -> tuple[int, ...]:
         return self.own, self.own + self.prompt
 
-    def __getitem__(self, idx: Any) -> np.ndarray:
-        rows, columns = (np.arange(n)[at] for n, at in zip(self.shape, idx, strict=True))
+    def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
+        rows, columns = (np.arange(*at.indices(n)) for n, at in zip(self.shape, idx, strict=True))
+        of_rows, of_columns = rows[[0, -1]] // self.length, columns[[0, -1]] // self.length
+        # Nearly all blocks are seen whole or not at all, and there are 66,000 of them of four
+        # responses of 32,768 tokens: a millisecond each where every pair is compared.
+        if columns[0] >= self.own:
+            return np.ones((len(rows), len(columns)), bool)
+        if columns[-1] < self.own:
+            if columns[0] > rows[-1] or of_columns[1] < of_rows[0]:
+                return np.zeros((len(rows), len(columns)), bool)
+            if columns[-1] <= rows[0] and of_columns[0] == of_rows[1]:
+                return np.ones((len(rows), len(columns)), bool)
         is_same = rows[:, None] // self.length == columns[None] // self.length
         is_own = is_same & (columns[None] <= rows[:, None])
         return is_own | (columns >= self.own)[None]

@@ -82,7 +82,10 @@ def test_responses_behind_their_prompt_see_what_two_parts_show_them(head_dim, le
     assert_same(attend("tpu_kernel"), attend("xla"), args, weight)
 
 
-@pytest.mark.parametrize(("own", "prompt", "length"), [(256, 128, 70), (512, 256, 128)])
+@pytest.mark.parametrize(
+    ("own", "prompt", "length"),
+    [(256, 128, 70), (512, 256, 128), (1024, 128, 384), (1024, 128, 512)],
+)
 def test_the_mask_of_responses_is_made_block_by_block(own, prompt, length):
     mask = splash._AfterPrompt(own, prompt, length)
     rows, columns = np.ogrid[:own, : own + prompt]
