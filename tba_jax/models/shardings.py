@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
+from tba_jax.devices.platform import Platform
 from tba_jax.devices.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
 from tba_jax.devices.site import Site
 from tba_jax.models import transformer
@@ -52,7 +53,8 @@ class ComputeSharding:
 
     def __init__(self, config: TransformerConfig, site: Site) -> None:
         """Raises ValueError when the mesh does not divide the model."""
-        mesh, self.platform = site.mesh, site.platform
+        mesh = site.mesh
+        self.platform: Platform = site.platform
         self._is_divided, self.vocab_shards = site.is_divided, 1
         self.cache: NamedSharding | None = None
         if not self._is_divided:
