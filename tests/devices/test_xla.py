@@ -69,7 +69,7 @@ def test_what_is_no_option_is_refused_with_the_config():
 def test_the_train_step_is_compiled_with_them():
     where: Any = SingleDeviceSharding(jax.devices()[0])
     given = {"xla_no_such_thing": "1"}
-    shardings = StepShardings(where, where, where, where, compiler_options=given)
+    shardings = StepShardings(where, where, where, where, where, compiler_options=given)
     step: Any = _jitted(lambda state, batch: (state, batch), shardings)
     with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_thing"):
         step.lower(jnp.ones(2), jnp.ones(2)).compile()
