@@ -100,15 +100,16 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     are filled up with empty ones as far as devices divide them. Where a pass over a batch makes
     several updates, each has its part of a micro-batch.
     """
-    k = config.objective.group_size
-    responses = config.batch.num_prompts * k // _rows(config)
-    rows = -(-_rows(config) // num_parts) * num_parts * responses
-    num_parts *= config.objective.minibatches
+    k, of_update = config.objective.group_size, num_parts * config.objective.minibatches
+    responses = config.batch.num_prompts * k
     if config.batch.packed_length:
-        options = {num_parts * 2**i for i in range(rows.bit_length())}
-        options |= {n for n in range(k, rows + 1, k) if n % num_parts == 0} | {rows}
-        return sorted(n for n in options if n <= rows) or [num_parts]
-    return [n for n in range(num_parts, rows + 1, num_parts) if rows % n == 0]
+        rows = -(-responses // of_update) * of_update
+        options = {of_update * 2**i for i in range(rows.bit_length())} | {rows}
+        options |= {n for n in range(k, rows + 1, k) if n % of_update == 0}
+        return sorted(n for n in options if n <= rows)
+    rows = -(-_rows(config) // num_parts) * num_parts * (responses // _rows(config))
+    found = [n for n in range(of_update, rows + 1, of_update) if rows % n == 0]
+    return found or [of_update]  # which the run fills up as well
 
 
 def micro_batch_rows(

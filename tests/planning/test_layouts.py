@@ -304,6 +304,16 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     assert all(160 % n == 0 for n in fitting.micro_batch_options(config, 4))
 
 
+@pytest.mark.parametrize("packed", [0, 1024])
+def test_each_update_has_its_part_of_every_micro_batch(packed):
+    """Also of one that holds all of a batch, whose 140 rows divide over no 8."""
+    fields = {"batch.packed_length": packed, "batch.share_prompts": False}
+    config = replace(freeze(PRESETS["get_config"]("gsm8k")), {**fields, "objective.minibatches": 4})
+    options = fitting.micro_batch_options(config, 2)
+    assert options and all(n % 8 == 0 for n in options)
+    assert not packed or max(options) == 144
+
+
 def test_a_slice_of_several_hosts_wants_a_pod():
     pytest.importorskip("libtpu")
     config = freeze(PRESETS["get_config"]("gsm8k"))
