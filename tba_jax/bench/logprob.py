@@ -31,7 +31,8 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array, Float, Float32, Int
 
 from tba_jax.bench import reporting
-from tba_jax.models.fused_logprobs import VOCAB_BLOCK, fused_logprobs
+from tba_jax.devices.platform import platform_of
+from tba_jax.models.fused_logprobs import fused_logprobs, vocab_block_on
 from tba_jax.models.scoring import KEPT_BYTES
 from tba_jax.planning import roofline
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vocab_size", type=int, default=152_064)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--vocab_block", type=int, default=VOCAB_BLOCK, help="of the fused form")
+    parser.add_argument("--vocab_block", type=int, default=0, help="0: the platform's")
     parser.add_argument("--kept_bytes", type=int, default=KEPT_BYTES, help="of logits, fused form")
     parser.add_argument("--chunk_tokens", type=int, default=8192, help="of the fused form")
     parser.add_argument("--repeats", type=int, default=5)
@@ -70,8 +71,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         ValueError: an option is out of range, or libtpu does not know or have the topology.
     """
     for name in ("d", "vocab_size", "tokens", "vocab_block", "chunk_tokens", "repeats"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name}={getattr(args, name)}; wanted at least 1")
+        least = 0 if name == "vocab_block" else 1
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name}={getattr(args, name)}; wanted at least {least}")
     # First, because it fails soonest.
     result_of_tpu = {}
     if args.topology:
@@ -133,6 +135,8 @@ def compile_sides(
     args: argparse.Namespace, where: jax.sharding.Sharding
 ) -> dict[str, jax.stages.Compiled]:
     """Both sides, by name: (hidden, table, targets, cotangent) -> (log-probs, two gradients)."""
+    device = next(iter(where.device_set))
+    vocab_block = args.vocab_block or vocab_block_on(platform_of(device))
 
     def fused(
         hidden: Float[Array, "n d"], table: Float[Array, "v d"], targets: Int[Array, " n"]
@@ -143,7 +147,7 @@ def compile_sides(
             targets[None],
             temperature=_TEMPERATURE,
             chunk_tokens=args.chunk_tokens,
-            vocab_block=args.vocab_block,
+            vocab_block=vocab_block,
             kept_bytes=args.kept_bytes,
         )[0]
 
