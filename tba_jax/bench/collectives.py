@@ -189,7 +189,7 @@ def compiled_step(case: Case) -> Any:
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
-    from tba_jax.devices.sharding import MESH_AXES
+    from tba_jax.devices.sharding import MESH_AXES, placed_shapes
     from tba_jax.flow.batch import Batch
     from tba_jax.models import transformer
     from tba_jax.models.scoring import Scoring
@@ -246,11 +246,7 @@ def compiled_step(case: Case) -> Any:
         weights=array(p, k, dtype=jnp.float32),
     )
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        shardings.of_batch(batch),
-    )
+    batch = placed_shapes(batch, shardings.of_batch(batch))
     step: Any = make_train_step(config, optimizer, schedule, settings, shardings)
     # Whole products: cut into windows, a gather becomes permutations in a loop, of as many bytes.
     whole = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}

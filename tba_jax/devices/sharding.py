@@ -90,6 +90,13 @@ class Placement(NamedTuple):
         return Mesh(devices.reshape(-1, fsdp, model), MESH_AXES)
 
 
+def placed_shapes(tree: Any, shardings: Any) -> Any:
+    """Shapes and dtypes of a tree's arrays, each where its sharding says."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
+    )
+
+
 def place(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:

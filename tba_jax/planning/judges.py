@@ -20,7 +20,7 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
 from tba_jax.devices.platform import platform_of
-from tba_jax.devices.sharding import Placement
+from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.attacks import make_embed_program
 from tba_jax.evaluation.metrics import distance_rows, make_distance_program
@@ -136,15 +136,9 @@ def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> 
             raise ValueError(f"the {role} must be {wanted}, and its config.json describes another")
         tree = abstract_params(shape, dtype)
         if is_divided:
-            return _placed(tree, on_mesh(mesh, param_shardings(shape, mesh)))
+            return placed_shapes(tree, on_mesh(mesh, param_shardings(shape, mesh)))
     first = SingleDeviceSharding(mesh.devices.flat[0])
-    return _placed(tree, jax.tree.map(lambda _: first, tree))
-
-
-def _placed(tree: Any, shardings: Any) -> Any:
-    return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
-    )
+    return placed_shapes(tree, jax.tree.map(lambda _: first, tree))
 
 
 def _ints(*shape: int, dtype: Any = jnp.int32) -> Any:

@@ -19,7 +19,7 @@ from tba_jax.config.resolved import shares_data
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
-from tba_jax.devices.sharding import Placement
+from tba_jax.devices.sharding import Placement, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.padding import length_buckets
@@ -194,11 +194,7 @@ def _trainer_programs(
         shardings,
     )
     batch = abstract_batch(config, placement)
-    batch = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        batch,
-        shardings.of_batch(batch),
-    )
+    batch = placed_shapes(batch, shardings.of_batch(batch))
     publish, params = _publication(config, model_config, placement)
     frozen = _frozen(config, model_config, placement)
     if isinstance(batch, PackedBatch):

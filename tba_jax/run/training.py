@@ -15,6 +15,7 @@ from jaxtyping import Array
 from tba_jax.config.schema import Config
 from tba_jax.devices import xla
 from tba_jax.devices.ahead import Ahead
+from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.batch_bytes import pack_batch, unpack_batch
@@ -195,11 +196,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
         ),
         params,
     )
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        shapes,
-        make_step_shardings(config, model_config, mesh).state,
-    )
+    return placed_shapes(shapes, make_step_shardings(config, model_config, mesh).state)
 
 
 def make_buffer(shared: Shared) -> ReplayBuffer:
