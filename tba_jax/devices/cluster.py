@@ -11,6 +11,7 @@ ends, and says what to do.
 
 import contextlib
 import dataclasses
+import ipaddress
 import json
 import subprocess
 import sys
@@ -284,6 +285,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
             num_processes=address.num_processes if known else None,
             process_id=address.process_id if known else None,
             cluster_detection_method="deactivate" if known else None,
+            coordinator_bind_address=bind_address(address.coordinator),
             heartbeat_timeout_seconds=heartbeat_s,
             shutdown_timeout_seconds=shutdown_s,
         )
@@ -299,6 +301,18 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
             f"{_brief(error)}. Start the same command on every host"
         ) from error
     return Cluster(jax.process_index(), jax.process_count())
+
+
+def bind_address(coordinator: str) -> str | None:
+    """Return the address on which process 0 listens; None: every interface, the default of JAX.
+
+    Processes of one machine announce a loopback address, which nothing outside can reach.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):  # a name
+        if ipaddress.ip_address(host).is_loopback:
+            return coordinator
+    return coordinator if host == "localhost" else None
 
 
 @contextlib.contextmanager

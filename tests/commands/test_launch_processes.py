@@ -8,11 +8,13 @@ import sys
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tba_jax.commands.launch_processes import launch
 
+ROOT = Path(__file__).parents[2]
 CHILD = """
 import os, signal, sys, time
 who = int(sys.argv[-1].split("=")[1])
@@ -80,6 +82,26 @@ def test_an_interruption_reaches_every_process(capfd):
     finally:
         timer.cancel()
     assert code == 0 and "[0] saved" in out and "[1] saved" in out
+
+
+def test_processes_of_one_machine_listen_on_loopback(capfd, monkeypatch):
+    """Process 0 has JAX's coordinator."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
+    body = """
+    from listening import beyond_loopback, listening
+    from tba_jax.devices.cluster import resolve_address, start
+    coordinator, number, process = (flag.split("=")[1] for flag in sys.argv[-3:])
+    address = resolve_address(coordinator, int(number), int(process), {})
+    cluster = start(address, num_cpu_devices=1, heartbeat_s=20, shutdown_s=20)
+    own = [os.getpid()]
+    print(coordinator in listening(own))
+    print("reachable", beyond_loopback(own))
+    cluster.close()
+    """
+    code, out, err = run(body, capfd)
+    assert code == 0, err
+    assert "[0] True" in out and "[1] False" in out, out
+    assert out.count("reachable {}") == 2, out
 
 
 def test_command_line():

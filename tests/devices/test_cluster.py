@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 from jax.experimental import multihost_utils
 
-from tba_jax.devices.cluster import Address, Cluster, PeerError, peer_errors, resolve_address
+from tba_jax.devices.cluster import (
+    Address,
+    Cluster,
+    PeerError,
+    bind_address,
+    peer_errors,
+    resolve_address,
+)
 
 
 def test_address_comes_from_flags_then_from_the_environment():
@@ -39,6 +46,16 @@ def test_address_comes_from_flags_then_from_the_environment():
 def test_a_part_of_an_address_is_refused(flags, environment, message):
     with pytest.raises(ValueError, match=message):
         resolve_address(*flags, environment)
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:1", "127.0.1.1:1", "localhost:1", "[::1]:1"])
+def test_a_loopback_coordinator_listens_on_loopback(coordinator):
+    assert bind_address(coordinator) == coordinator
+
+
+@pytest.mark.parametrize("coordinator", ["10.0.0.1:1", "host:1", "[fe80::1]:1", ""])
+def test_any_other_coordinator_listens_on_every_interface(coordinator):
+    assert bind_address(coordinator) is None
 
 
 def test_one_process_talks_to_itself():
