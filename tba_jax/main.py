@@ -156,7 +156,7 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
 def _run_pod(config: Config, workdir: Path) -> int:
     """`main` in a process of a pod: join the others, let process 0 claim the work directory."""
     from tba_jax.devices.cluster import LastWords, PeerError, peer_errors
-    from tba_jax.run.conduct import Outside, conduct
+    from tba_jax.run.conduct import conduct
 
     interrupted = Interruption()
     cluster = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
@@ -188,7 +188,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
                     hold=hold,
                     accept_changed=_ACCEPT_CHANGED.value,
                     start_s=_PROCESS_START,
-                    outside=Outside(team=team),
+                    team=team,
                 )
         held.close()
         code = 0

@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many searchers one trainer's process can serve: the real protocol and payloads, through Ray.
+"""How many searchers one trainer's process can serve: the real protocol, payloads and channel.
 
     python -m tba_jax.bench.fleet [--searchers=0,1,10,100,1000] [--period_s=60] [--json]
 
-Searchers are simulated, many to a process: each asks for tickets and puts `--responses` responses
-of `--tokens` tokens every `--period_s` seconds, evenly spread. On the other side is an actor with
-the desk, outboxes and a replay buffer, whose other thread merges, draws a batch and multiplies
-matrices for about as long as `--step_ms`. The two processes are pinned to a core each where there
-are two. Windows with and without puts take turns, as a shared machine is never equally fast for
-long: `step` is the mean time of a step beside that of the neighbouring window without puts (median
-and range over `--windows` pairs; without searchers it is what the machine itself does). Then put +
-acknowledge (p50, p99), and bytes a second of the windows with puts. Lower --period_s until one of
-them gives way; then the trainer's share of its core says what saturated. Needs the extra `fleet`.
+Searchers are simulated, many to a process: each requests tickets and puts `--responses` responses
+of `--tokens` tokens every `--period_s` seconds, evenly spread. The other process has the search
+server, outboxes and a replay buffer; one of its threads merges, draws a batch and multiplies
+matrices for about `--step_ms`. The two processes are pinned to one core each where there are two.
+
+Windows with and without puts alternate, as a shared machine is never equally fast for long: `step`
+is the mean time of a step beside that of the neighbouring window without puts (median and range
+over `--windows` pairs; 0 searchers show the noise of the machine). Then put + acknowledgement (p50,
+p99), and bytes a second of the windows with puts. Lower --period_s until one of them gives way; the
+trainer's share of its core then says what saturated.
 """
 
 import argparse
+import json
+import multiprocessing
 import os
+import secrets
 import sys
 import threading
 import time
@@ -26,16 +30,18 @@ from typing import Any
 import numpy as np
 
 from tba_jax.bench.reporting import run_command
-from tba_jax.evaluation.evaluator import Part
+from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
+from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
+from tba_jax.remote.messages import Heartbeat, JoinRequest, SearcherKey, pack_json
+from tba_jax.remote.search_channel import RemoteSearchServer, search_handlers
+from tba_jax.remote.search_server import SearchServer
+from tba_jax.remote.searcher_table import ServerSettings
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.fleet.desk import Desk
-from tba_jax.run.fleet.messages import Answer, Caller, Hello, Vitals, Welcome, decode, encode
-from tba_jax.run.fleet.seats import Terms
 
 SAMPLES, PROMPTS = 16, 16  # responses of a ticket, prompts of a batch
 DEADLINE_S = 120.0
@@ -43,25 +49,25 @@ MATRIX = 256
 
 
 class NoEvaluations:
-    """Nothing to evaluate, as the desk asks for it."""
+    """An evaluation queue without evaluations."""
 
-    def lend(self) -> None:
-        """No part is left."""
+    def lease(self) -> None:
+        """Return None: there is nothing to evaluate."""
 
-    def hand_in(self, loan: tuple[int, int], part: Part) -> bool:
-        """Nothing was lent."""
-        del loan, part
+    def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
+        """Return False: there are no leases."""
+        del lease, shard
         return False
 
-    def take_back(self, loan: tuple[int, int]) -> None:
-        """Nothing was lent."""
+    def withdraw(self, lease: Lease) -> None:
+        """Do nothing: there are no leases."""
 
 
 class Trainer:
-    """The other side: a desk, and a thread that trains, as far as the processor can tell.
+    """The trainer's side: a search server, and a thread that merges, draws and computes.
 
     Args:
-        num_searchers: slots.
+        num_searchers: of the run.
         step_ms: of a step without searchers.
         core: that this process is pinned to; -1: none.
     """
@@ -69,16 +75,16 @@ class Trainer:
     def __init__(self, num_searchers: int, step_ms: float, core: int) -> None:
         if core >= 0:
             os.sched_setaffinity(0, {core})
-        slots = range(max(1, num_searchers))
-        self._outboxes = {slot: Outbox(64 * 2**20) for slot in slots}
+        searchers = range(max(1, num_searchers))
+        self._outboxes = {i: Outbox(64 * 2**20) for i in searchers}
         self._buffer = ReplayBuffer(ReplaySettings(max_bytes=2**28), 0)
-        self._desk = Desk(
-            Terms("bench", {}, SAMPLES, silence_s=1e6, num_tickets_ahead=1024),
+        self.server = SearchServer(
+            ServerSettings("bench", {}, SAMPLES, heartbeat_timeout_s=1e6, max_tickets=1024),
             self._outboxes,
-            Admission(Demand(PROMPTS, 1.0, 0, 1), list(slots)),
+            Admission(Demand(PROMPTS, 1.0, 0, 1), list(searchers)),
             NoEvaluations(),
             clock=time.monotonic,
-            tell=lambda line: None,
+            log=lambda line: None,
         )
         self._step_s = step_ms / 1e3
         self._stop = threading.Event()
@@ -116,13 +122,13 @@ class Trainer:
         """A window begins."""
         self._steps.clear()
         self._since, self._cpu = time.perf_counter(), time.process_time()
-        self._num_bytes = int(self._desk.figures()["fleet/put_bytes"])
+        self._num_bytes = int(self.server.metrics()["fleet/put_bytes"])
 
     def end(self) -> dict[str, float]:
         """Figures of the window; the mean time of its steps is nan without any."""
         seconds = time.perf_counter() - self._since
         steps = list(self._steps)
-        received = self._desk.figures()["fleet/put_bytes"] - self._num_bytes
+        received = self.server.metrics()["fleet/put_bytes"] - self._num_bytes
         return {
             "step_ms": 1e3 * sum(steps) / len(steps) if steps else float("nan"),
             "steps": len(steps),
@@ -134,17 +140,27 @@ class Trainer:
         """`run` ends."""
         self._stop.set()
 
-    def join(self, hello: Hello) -> tuple[Welcome, float]:
-        """`Desk.join`."""
-        return self._desk.join(hello), 0.0
 
-    def assign(self, caller: Caller, wanted: int, seen: int, vitals: Vitals) -> Answer:
-        """`Desk.assign`."""
-        return self._desk.assign(caller, wanted, seen, vitals)
+def serve(pipe: Any, num_searchers: int, step_ms: float, core: int) -> None:
+    """Run a trainer in this process until `stop` is called over its channel.
 
-    def put(self, caller: Caller, data: bytes) -> Answer:
-        """`Desk.put` of encoded commits."""
-        return self._desk.put(caller, decode(data), len(data))
+    Args:
+        pipe: receives the endpoint of the channel.
+        num_searchers, step_ms, core: as in `Trainer`.
+    """
+    trainer = Trainer(num_searchers, step_ms, core)
+
+    def calls(method: Any) -> Any:
+        return lambda data: pack_json(method())
+
+    handlers = {
+        **search_handlers(lambda: trainer.server),
+        **{name: calls(getattr(trainer, name)) for name in ("ready", "begin", "end", "stop")},
+    }
+    channel = ChannelServer(handlers, secrets.token_hex(16), is_local=True).start()
+    pipe.send(tuple(channel.endpoint))
+    trainer.run()
+    channel.close()
 
 
 def make_commits(
@@ -180,11 +196,10 @@ def make_commits(
 
 
 class Searchers:
-    """Simulated ones of one process, who put in turn.
+    """Simulated searchers of one process, which put one after the other.
 
     Args:
-        ray: the module.
-        trainer: handle of the other side.
+        server: of the trainer.
         args: the command's.
         number: how many.
 
@@ -193,19 +208,18 @@ class Searchers:
         num_late: puts that could not begin when they were due, as no thread was free.
     """
 
-    def __init__(self, ray: Any, trainer: Any, args: argparse.Namespace, number: int) -> None:
+    def __init__(self, server: RemoteSearchServer, args: argparse.Namespace, number: int) -> None:
         self.latencies: list[float] = []
         self.num_late = 0
-        self._ray, self._trainer, self._args = ray, trainer, args
+        self._server, self._args = server, args
         self._rng = np.random.default_rng(0)
         self._lock = threading.Lock()
-        self._callers: list[Caller] = []
-        self._seen = [0] * number
+        self._keys: list[SearcherKey] = []
+        self._first_unseen = [0] * number
         self._num_puts, self._elapsed = 0, 0.0
         for first in range(0, number, 64):
-            hello = Hello(tuple(range(first, min(number, first + 64))), "bench", {})
-            welcome, _ = ray.get(trainer.join.remote(hello), timeout=DEADLINE_S)
-            self._callers += [seat.caller for seat in welcome.seats]
+            request = JoinRequest(tuple(range(first, min(number, first + 64))), "bench", {})
+            self._keys += [start.key for start in server.join(request).starts]
 
     def work(self, seconds: float) -> None:
         """Put what is due in the next seconds; time stands still for searchers in between."""
@@ -214,15 +228,15 @@ class Searchers:
         threads = self._args.threads
         with ThreadPoolExecutor(threads) as pool:
             futures = []
-            while self._callers:
-                due = self._num_puts * self._args.period_s / len(self._callers)
+            while self._keys:
+                due = self._num_puts * self._args.period_s / len(self._keys)
                 if due >= until:
                     break
                 wait = begun + due - time.perf_counter()
                 if wait > 0:
                     time.sleep(wait)
                 self.num_late += sum(not f.done() for f in futures[-threads:]) == threads
-                futures.append(pool.submit(self._put, self._num_puts % len(self._callers)))
+                futures.append(pool.submit(self._put, self._num_puts % len(self._keys)))
                 self._num_puts += 1
             time.sleep(max(0.0, begun + until - time.perf_counter()))
             for future in futures:
@@ -230,20 +244,19 @@ class Searchers:
         self._elapsed = until
 
     def _put(self, i: int) -> None:
-        ray, caller = self._ray, self._callers[i]
-        ask = self._trainer.assign.options(concurrency_group="io")
+        key = self._keys[i]
         num_tickets = max(1, self._args.responses // SAMPLES)
-        question = ask.remote(caller, num_tickets, self._seen[i], Vitals())
-        tickets = ray.get(question, timeout=DEADLINE_S).tickets
+        tickets = self._server.request_tickets(
+            key, num_tickets, self._first_unseen[i], Heartbeat()
+        ).tickets
         if not tickets:
-            return  # back-pressure
-        self._seen[i] = tickets[-1] + 1
-        data = encode(make_commits(i, tickets, self._args.tokens, self._rng))
+            return  # the outbox is full
+        self._first_unseen[i] = tickets[-1] + 1
+        commits = make_commits(i, tickets, self._args.tokens, self._rng)
         start = time.perf_counter()
-        message = self._trainer.put.options(concurrency_group="io").remote(caller, data)
-        answer = ray.get(message, timeout=DEADLINE_S)
-        if answer.verdict != "ok":
-            raise ValueError(f"a put was answered {answer.verdict}: {answer.why}")
+        response = self._server.put(key, commits)
+        if response.status != "ok":
+            raise ValueError(f"a put was answered {response.status}: {response.reason}")
         with self._lock:
             self.latencies.append(time.perf_counter() - start)
 
@@ -274,59 +287,49 @@ def summary(
     return row
 
 
-def measure_one(ray: Any, actor: Any, args: argparse.Namespace, count: int) -> dict[str, Any]:
-    """Windows without and with so many searchers, by turns."""
-    trainer = actor.options(num_cpus=0).remote(count, args.step_ms, args.trainer_core)
-    running = trainer.run.options(concurrency_group="run").remote()
+def measure_one(args: argparse.Namespace, count: int) -> dict[str, Any]:
+    """Figures of windows without and with `count` searchers, which alternate."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(
+        target=serve, args=(theirs, count, args.step_ms, args.trainer_core), daemon=True
+    )
+    process.start()
+    if not pipe.poll(DEADLINE_S):
+        raise TimeoutError(f"the trainer's process did not start within {DEADLINE_S:.0f} s")
+    endpoint = Endpoint(*pipe.recv())
+    channel = Channel(lambda: endpoint, timeout_s=DEADLINE_S)
 
-    def ask(method: Any) -> Any:
-        return ray.get(method.remote(), timeout=DEADLINE_S)
+    def ask(method: str) -> Any:
+        return json.loads(channel.call(method))
 
-    ask(trainer.ready)
-    searchers = Searchers(ray, trainer, args, count)
+    ask("ready")
+    searchers = Searchers(RemoteSearchServer(channel), args, count)
     seconds = args.seconds / args.windows
     pairs = []
     for _ in range(args.windows):
-        ask(trainer.begin)
+        ask("begin")
         time.sleep(seconds)
-        free = ask(trainer.end)
-        ask(trainer.begin)
+        free = ask("end")
+        ask("begin")
         searchers.work(seconds)
-        pairs.append((free, ask(trainer.end)))
-    ask(trainer.stop)
-    ray.get(running, timeout=DEADLINE_S)
-    ray.kill(trainer)
+        pairs.append((free, ask("end")))
+    ask("stop")
+    process.join(DEADLINE_S)
     row = summary(pairs, searchers.latencies)
     return {"searchers": count, **row, "late": searchers.num_late}
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Figures for each number of searchers."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(f"needs Ray ({error}); pip install 'tba_jax[fleet]'") from error
     try:
         counts = [int(part) for part in args.searchers.split(",")]
     except ValueError as error:
         raise ValueError(f"--searchers={args.searchers}: wanted numbers with commas") from error
-    remote: Any = ray.remote
-    actor = remote(concurrency_groups={"run": 1, "io": 8})(Trainer)
     args.trainer_core = 1 if (os.cpu_count() or 1) > 1 else -1
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=2**27,
-        include_dashboard=False,
-        log_to_driver=False,
-    )
-    try:
-        if args.trainer_core > 0:
-            os.sched_setaffinity(0, {0})
-        rows = [measure_one(ray, actor, args, count) for count in counts]
-    finally:
-        ray.shutdown()
+    if args.trainer_core > 0:
+        os.sched_setaffinity(0, {0})
+    rows = [measure_one(args, count) for count in counts]
     return {
         "period_s": args.period_s,
         "responses": args.responses,

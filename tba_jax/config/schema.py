@@ -20,6 +20,7 @@ from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings, Xla
 from tba_jax.devices.placement import MODES, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
+from tba_jax.remote.config import RemoteSettings
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
@@ -113,6 +114,7 @@ class Config:
     reference: ReferenceSettings = ReferenceSettings()
     search: SearchSettings = SearchSettings()
     replay: ReplaySettings = ReplaySettings()
+    remote: RemoteSettings = RemoteSettings()
     pod: PodSettings = PodSettings()
     fleet: FleetSettings = FleetSettings()
     sync: SyncSettings = SyncSettings()

@@ -19,6 +19,7 @@ import numpy as np
 from tba_jax.decoding.engine import Decoded, Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.evaluation.config import EvalSettings
+from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import part_means
@@ -54,25 +55,6 @@ Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
 
 # Named floats made of all responses of one evaluation, e.g. {"win_rate": 0.61}.
 MetricFunction = Callable[[Responses], Mapping[str, float]]
-
-
-class Part(NamedTuple):
-    """Responses to some of the prompts, as they travel between devices, threads and processes.
-
-    Attributes:
-        first: number of its first prompt; the others follow.
-        tokens, has_eos, texts, rewards, parts, measured: as in `Responses`, as lists.
-        is_first_kind: whether a response is of the task's first kind.
-    """
-
-    first: int
-    tokens: list[list[list[int]]]
-    has_eos: list[list[bool]]
-    texts: list[list[str]]
-    rewards: list[list[float | None]]
-    parts: Mapping[str, list[list[float]]]
-    is_first_kind: list[list[bool]]
-    measured: Mapping[str, list[list[float]]]
 
 
 class Station(NamedTuple):
@@ -203,7 +185,7 @@ class Evaluator:
         """
         return self.merge([self._answer(params, 0, len(self.prompts), 0, 0)])
 
-    def part(self, params: Any, number: int, station: int = 0) -> Part:
+    def part(self, params: Any, number: int, station: int = 0) -> EvaluationShard:
         """One part.
 
         Args:
@@ -216,7 +198,7 @@ class Evaluator:
         # The last one is filled up with prompts of the one before: all parts have one shape.
         return self._answer(params, stop - self.part_size, stop, first, station)
 
-    def merge(self, parts: Sequence[Part]) -> Evaluation:
+    def merge(self, parts: Sequence[EvaluationShard]) -> Evaluation:
         """The figures of all parts together, in whatever order they come.
 
         Raises:
@@ -255,7 +237,9 @@ class Evaluator:
             rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
 
-    def _answer(self, params: Any, begin: int, stop: int, first: int, station: int) -> Part:
+    def _answer(
+        self, params: Any, begin: int, stop: int, first: int, station: int
+    ) -> EvaluationShard:
         """Decode prompts `begin` to `stop`; grade and measure those from `first` on."""
         decoder, grader, measures = self._stations[station]
         n, params = self._num_samples, decoder.weights(params)
@@ -289,7 +273,7 @@ class Evaluator:
         measured: dict[str, list[list[float]]] = {}
         for measure in measures:
             measured.update(measure(params, responses))
-        return Part(
+        return EvaluationShard(
             first,
             by_prompt([row.tolist() for row in tokens]),
             decoded.has_eos.tolist(),
@@ -301,7 +285,7 @@ class Evaluator:
         )
 
 
-def _joined(parts: Sequence[Part], prompts: Sequence[Prompt]) -> Responses:
+def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:
     """The responses of all parts, in order.
 
     Raises:

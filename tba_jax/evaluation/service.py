@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tba_jax.evaluation.evaluator import Evaluation, Evaluator, Part
+from tba_jax.evaluation.evaluator import Evaluation, Evaluator
+from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 
 
 class Finished(NamedTuple):
@@ -37,12 +38,12 @@ class _Version:
     left: collections.deque[int]
     missing: int
     is_begun: bool = False
-    lent: set[int] = dataclasses.field(default_factory=set)
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    leased: set[int] = dataclasses.field(default_factory=set)
+    parts: list[EvaluationShard] = dataclasses.field(default_factory=list)
 
     def forget_params(self) -> None:
         """Once nobody here can begin another part: the devices need the room."""
-        if not self.left and not self.lent:
+        if not self.left and not self.leased:
             self.params = []
 
 
@@ -131,10 +132,10 @@ class EvaluationService:
         self._merge(blocking=False)
         return True
 
-    def lend(self) -> tuple[int, int] | None:
-        """A part for somebody elsewhere to do, as (version, number); None where none is left.
+    def lease(self) -> Lease | None:
+        """Return a shard for another process to work on; None where none is left.
 
-        It is missing until it is handed in, or taken back and done by somebody else.
+        The shard is missing until `complete` or `withdraw` is called for the lease.
         """
         with self._lock:
             version = next((v for v in self._requests if v.left), None)
@@ -143,34 +144,33 @@ class EvaluationService:
             if not version.is_begun:
                 version.start_s, version.is_begun = self._clock(), True
             number = version.left.popleft()
-            version.lent.add(number)
-            return version.version, number
+            version.leased.add(number)
+            return Lease(version.version, number)
 
-    def hand_in(self, loan: tuple[int, int], part: Part) -> bool:
-        """Take in a part that was lent; False where it was taken back before."""
+    def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
+        """Accept a leased shard; False where the lease was withdrawn before."""
         with self._lock:
-            version = self._lent(loan)
+            version = self._end_lease(lease)
             if version is None:
                 return False
-            version.parts.append(part)
+            version.parts.append(shard)
             version.missing -= 1
             version.forget_params()
             self._pass_on()
             return True
 
-    def take_back(self, loan: tuple[int, int]) -> None:
-        """A part that was lent is to be done by somebody else, if it was not handed in."""
+    def withdraw(self, lease: Lease) -> None:
+        """End a lease that was not completed, so that another searcher gets the shard."""
         with self._lock:
-            version = self._lent(loan)
+            version = self._end_lease(lease)
             if version is not None:
-                version.left.appendleft(loan[1])
+                version.left.appendleft(lease.shard)
 
-    def _lent(self, loan: tuple[int, int]) -> _Version | None:
-        """The version that a part is lent of, which now it is not; the lock is held."""
-        number = loan[1]
+    def _end_lease(self, lease: Lease) -> _Version | None:
+        """Return the version of an active lease and end the lease; the caller holds the lock."""
         for version in self._requests:
-            if version.version == loan[0] and number in version.lent:
-                version.lent.remove(number)
+            if version.version == lease.version and lease.shard in version.leased:
+                version.leased.remove(lease.shard)
                 return version
         return None
 
@@ -245,7 +245,7 @@ class EvaluationService:
             shares: what `take_shares` returned for the same version, by host.
         """
         for of_version in zip(*shares, strict=True):
-            parts = [Part(**part) for share in of_version for part in share["parts"]]
+            parts = [EvaluationShard(**part) for share in of_version for part in share["parts"]]
             first = of_version[self._host]
             self._complete.append(
                 _Version(

@@ -31,7 +31,6 @@ from tba_jax.run.start import open_start
 from tba_jax.run.training import build_trainer, make_buffer, make_step_program
 from tba_jax.run.whole_hosts.remote_search import RemoteSearch
 from tba_jax.run.whole_hosts.team import Team, make_remote_search
-from tba_jax.weights.stored import Store
 
 
 def build(
@@ -44,7 +43,6 @@ def build(
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
     team: Team | None = None,
-    store: Store | None = None,
 ) -> Run:
     """Make every part and restore the newest checkpoint of the work directory, if there is one.
 
@@ -56,7 +54,7 @@ def build(
         progress: the display that phases are announced on.
         extra_writers: more metric sinks.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        team, store: as in `conduct.Outside`.
+        team: as in `conduct`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -78,7 +76,7 @@ def build(
             search = build_searchers(
                 shared,
                 transport=make_transport(
-                    config, shared.policy, shared.sites, shared.workdir, start.base, publish, store
+                    config, shared.policy, shared.sites, shared.workdir, start.base, publish
                 ),
                 references=start.references,
                 # All are taken before the first step, whatever became of the file since.

@@ -7,7 +7,7 @@ It prints nothing but progress; what an outcome means to a user is the command's
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 
@@ -32,25 +32,12 @@ from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.whole_hosts.team import Team
 from tba_jax.run.workdir import Outcome
-from tba_jax.weights.stored import Store
 
 Drive = Callable[[Run, Callable[[], bool]], None]
 """Moves the parts of a run until its last step, or until the function says to stop."""
 
 _SHOWN = 500
 """Lines of metrics.jsonl that the display of a resumed run begins with, evaluations aside."""
-
-
-class Outside(NamedTuple):
-    """What leads to searchers that are other processes.
-
-    Attributes:
-        team: the hosts that search for those that conduct; None where each searches itself.
-        store: of objects, where weights travel through one.
-    """
-
-    team: Team | None = None
-    store: Store | None = None
 
 
 def conduct(
@@ -64,7 +51,7 @@ def conduct(
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
-    outside: Outside = Outside(),  # noqa: B008  # a tuple of Nones
+    team: Team | None = None,
 ) -> Outcome:
     """Build, drive, evaluate at the end, write the report.
 
@@ -78,7 +65,7 @@ def conduct(
         start_s: `time.perf_counter` when the run's time began to count.
         display: what is shown goes there; None: to standard output.
         drive: moves the parts in place of the configured driver; `replaying` is one such.
-        outside: what leads to searchers that are other processes.
+        team: the hosts that search for those that conduct; None where each searches itself.
 
     Raises:
         UserError: the reward function cannot be used.
@@ -87,7 +74,7 @@ def conduct(
     """
     if display is None:
         display = make_display(config, workdir, is_shown=cluster.is_primary)
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, outside)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, team)
     if hold is not None:
         hold.begin()
     try:
@@ -137,7 +124,7 @@ def _open(
     hold: Hold | None,
     accept_changed: Collection[str],
     progress: Display,
-    outside: Outside,
+    team: Team | None,
 ) -> Run:
     """The connected parts, with a display."""
     try:
@@ -153,8 +140,7 @@ def _open(
             progress=progress,
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
             accept_changed=accept_changed,
-            team=outside.team,
-            store=outside.store,
+            team=team,
         )
         run.hold = hold
         return run

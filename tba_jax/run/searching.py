@@ -51,9 +51,7 @@ from tba_jax.tasks.registry import Task
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
-from tba_jax.weights.objects import ObjectTransport, StoredVersions
-from tba_jax.weights.reading import Source, VersionReader
-from tba_jax.weights.stored import Store
+from tba_jax.weights.reading import VersionReader
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.versions import Versions
 
@@ -181,7 +179,6 @@ def make_transport(
     workdir: Path,
     base: Any,
     publish: Callable[[Any], Any] | None,
-    store: Store | None = None,
 ) -> Transport:
     """The weight transport; where adapters are trained they alone travel, and `base` stays.
 
@@ -192,7 +189,6 @@ def make_transport(
         workdir: of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: as `make_publication_program` makes it; None in a process that only reads.
-        store: of objects, where weights travel through one.
     """
     arrival = make_arrival(config, policy, sites, base)
     wanted, merges = arrival.shardings, arrival.merges
@@ -200,21 +196,9 @@ def make_transport(
     timeout_s = config.checkpoint.timeout_s
     way = transport_of(config)
     if publish is None:
-        source: Source = Versions(workdir)
-        if way == "object_store":
-            assert store is not None, "validated: a fleet has one"
-            source = StoredVersions(store.get)
         files = published_files(config, policy, sites.publication.mesh)
-        transport = VersionReader(source, files, wanted, timeout_s=timeout_s, layout=arrival.layout)
-    elif way == "object_store":
-        assert store is not None, "validated: a fleet has one"
-        transport = ObjectTransport(
-            store.put,
-            sites.trainer.in_turn(publish),
-            wanted,
-            keep=config.sync.keep,
-            timeout_s=timeout_s,
-            layout=arrival.layout,
+        transport = VersionReader(
+            Versions(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
     elif way == "memory":
         program = sites.trainer.in_turn(publish)

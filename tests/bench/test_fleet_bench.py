@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax.bench.fleet import SAMPLES, Trainer, main, make_commits, summary, table
-from tba_jax.run.fleet.messages import Hello, Vitals, encode
+from tba_jax.remote.messages import Heartbeat, JoinRequest, pack_put, unpack_put
 
 
 def test_a_put_of_simulated_responses_is_counted_and_trained_on():
@@ -17,12 +17,12 @@ def test_a_put_of_simulated_responses_is_counted_and_trained_on():
     worker.start()
     trainer.ready()
     trainer.begin()
-    welcome, _ = trainer.join(Hello((0, 1), "bench", {}))
-    caller = welcome.seats[1].caller
-    tickets = trainer.assign(caller, 2, 0, Vitals()).tickets
-    data = encode(make_commits(1, tickets, 32, np.random.default_rng(0)))
-    assert trainer.put(caller, data).verdict == "ok"
-    assert trainer.put(caller, data).verdict == "duplicate"
+    server = trainer.server
+    key = server.join(JoinRequest((0, 1), "bench", {})).starts[1].key
+    tickets = server.request_tickets(key, 2, 0, Heartbeat()).tickets
+    data = pack_put(key, make_commits(1, tickets, 32, np.random.default_rng(0)))
+    assert server.put(*unpack_put(data), len(data)).status == "ok"
+    assert server.put(*unpack_put(data)).status == "duplicate"
     deadline = time.monotonic() + 30
     while trainer._outboxes[1].counts[1] and time.monotonic() < deadline:
         time.sleep(0.01)  # the trainer merges at its own pace
@@ -57,6 +57,5 @@ def test_the_table_has_a_line_for_each_number():
 
 
 def test_numbers_that_are_none_are_one_line(capsys):
-    pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
     assert main(["--searchers=many"]) == 1
     assert "--searchers=many: wanted numbers with commas" in capsys.readouterr().err

@@ -10,8 +10,9 @@ import pytest
 from fake_models import load_folder
 
 from tba_jax.config.schema import make_config
-from tba_jax.evaluation.evaluator import Part, Station, pass_at_k
+from tba_jax.evaluation.evaluator import Station, pass_at_k
 from tba_jax.evaluation.service import EvaluationService
+from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.evaluating import make_evaluator
@@ -139,7 +140,10 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
     assert [len(part.tokens) for part in parts] == [1, 3, 3]
     assert parted.merge(parts) == wanted
     # As they travel from host to host.
-    assert parted.merge([Part(**json.loads(json.dumps(p._asdict()))) for p in parts]) == wanted
+    assert (
+        parted.merge([EvaluationShard(**json.loads(json.dumps(p._asdict()))) for p in parts])
+        == wanted
+    )
     with pytest.raises(ValueError, match=r"begin at prompts \[0, 3\] and hold 6; wanted all 7"):
         parted.merge(parts[1:])
 

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from tba_jax.evaluation.evaluator import Part
 from tba_jax.evaluation.service import EvaluationService, Finished
+from tba_jax.flow.evaluation_shard import EvaluationShard
 
 
 class Notes:
@@ -19,7 +19,7 @@ class Notes:
 
     def part(self, params, number, station=0):
         self.done.append((params, number, station))
-        return Part(number, [[[number]]], [], [[params]], [], {}, [], {})
+        return EvaluationShard(number, [[[number]]], [], [[params]], [], {}, [], {})
 
     def run(self, params):
         self.done.append((params, "whole"))

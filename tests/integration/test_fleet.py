@@ -25,7 +25,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     assert "it starts again where there is room" in fleet.told()
     assert "it is made again and goes on from the newest checkpoint (step " in fleet.told()
     report = check(fleet.workdir, 12)
-    assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"there"}
+    assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"connected"}
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
 
 
@@ -64,18 +64,6 @@ def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
     report = check(fleet.workdir, 30)
     assert 0 < report["staleness"]["max"] <= 2
     assert report["idle_s"]["trainer"] > 0
-
-
-def test_weights_of_a_fleet_go_through_the_object_store(tmp_path):
-    """The trainer, which owns the objects, is killed once."""
-    fields = {"sync.transport": "object_store", "eval.period": 4}
-    fleet = Fleet(tmp_path / "run", **fields)
-    fleet.until_step(5)
-    assert fleet.kill("TrainerProcess")
-    assert fleet.end() == 0, fleet.told()
-    report = check(fleet.workdir, 12)
-    assert report["fleet"]["searchers"] == 2 and report["sync"]["count"] > 2
-    assert not (fleet.workdir / "weights").exists()
 
 
 GANG = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}

@@ -13,10 +13,10 @@ from fake_rounds import distinct_responses, make_commit
 
 from tba_jax.config.schema import make_config
 from tba_jax.devices.cluster import Cluster, PeerError
-from tba_jax.evaluation.evaluator import Part
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.batch_bytes import pack_batch, unpack_batch
+from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.state import PartState
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.outbox import Outbox
@@ -129,7 +129,7 @@ class Notes:
     num_parts = 2
 
     def part(self, params, number, station=0):
-        return Part(number, [[[number]]], [], [[params]], [], {}, [], {})
+        return EvaluationShard(number, [[[number]]], [], [[params]], [], {}, [], {})
 
     def merge(self, parts):
         return sorted(part.first for part in parts)

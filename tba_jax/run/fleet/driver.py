@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
 import signal
 import time
 import uuid
@@ -18,7 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.config.resolved import transport_of
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
@@ -93,8 +93,7 @@ def _ray(config: Config) -> Iterator[Any]:
         wanted += [_resources(config.fleet.searcher)] * num_hosts(config)
         cpus = sum(each.get("num_cpus", 0) for each in wanted)
         options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
-        if transport_of(config) != "object_store":  # for weights, what Ray thinks right
-            options |= {"object_store_memory": 2**27}
+        options |= {"object_store_memory": 2**27}  # no message travels through it
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -178,6 +177,7 @@ class _Fleet:
         self._display = display
         self._namespace = f"tba_jax-{run_id_of(workdir)}-{uuid.uuid4().hex[:8]}"
         self._fields = dataclasses.asdict(config)
+        self._token = secrets.token_hex(16)
         self._accept_changed = list(accept_changed)
         self._deaths = 0
         self._step = self._newest_step()
@@ -221,7 +221,7 @@ class _Fleet:
                 namespace=self._namespace,
                 max_restarts=0,
                 **options,
-            ).remote(self._fields, str(self._workdir), self._accept_changed)
+            ).remote(self._fields, str(self._workdir), self._accept_changed, self._token)
             for member in range(self._config.fleet.trainer_hosts)
         ]
         self._trainer = self._members[0]

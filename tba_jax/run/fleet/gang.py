@@ -14,12 +14,12 @@ from typing import Any
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Address, Cluster, start
+from tba_jax.remote.search_server import SearchServer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run import evaluations
 from tba_jax.run.beside import POLL_S
 from tba_jax.run.drivers import drive_async
 from tba_jax.run.errors import FleetError
-from tba_jax.run.fleet.desk import Desk
 from tba_jax.run.run import Run
 from tba_jax.run.shared import Shared
 from tba_jax.run.whole_hosts.home import RemoteSearcher
@@ -88,7 +88,7 @@ def publish_last(run: Run) -> bool:
     return True
 
 
-def evaluate_last(run: Run, desk: Desk) -> None:
+def evaluate_last(run: Run, server: SearchServer) -> None:
     """Have searchers evaluate the final policy, which is published; for the first member.
 
     Raises:
@@ -97,14 +97,14 @@ def evaluate_last(run: Run, desk: Desk) -> None:
     version = run.trainer.step_index
     limit_s = run.config.fleet.trainer_silence_s
     run.logs.progress.phase("searchers evaluate the final policy")
-    desk.ring(version)
+    server.set_version(version)
     run.evaluations.request(version, [None])
     alone_since = time.monotonic()
     while not run.evaluations.is_idle:
         run.evaluations.merge()
-        desk.sweep()
+        server.lose_silent_searchers()
         now = time.monotonic()
-        alone_since = now if desk.lends else alone_since
+        alone_since = now if server.gives_leases else alone_since
         if now - alone_since > limit_s:
             raise FleetError(
                 f"no searcher has come for {limit_s:.0f} s (config.fleet.trainer_silence_s) to "

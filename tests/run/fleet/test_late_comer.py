@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tba_jax.devices.worker import StopFlag
-from tba_jax.run.fleet import searching
-from tba_jax.run.fleet.messages import RUN_ENDED, Welcome
+from tba_jax.remote.messages import RUN_ENDED, JoinResponse
+from tba_jax.run import search_process
 
 
 @pytest.mark.parametrize(
@@ -16,13 +16,13 @@ from tba_jax.run.fleet.messages import RUN_ENDED, Welcome
 )
 def test_a_run_that_has_ended_is_no_refusal(monkeypatch, refusal, end):
     """A driver ends a run when all are refused, and must not while closing figures are made."""
-    monkeypatch.setattr(searching, "identity_of", lambda shared: {})
-    door = SimpleNamespace(join=lambda hello: (Welcome((), refusal=refusal), 1.0))
+    monkeypatch.setattr(search_process, "identity_of", lambda shared: {})
+    server = SimpleNamespace(join=lambda request: JoinResponse((), refusal=refusal))
     config = SimpleNamespace(fleet=SimpleNamespace(trainer_silence_s=1.0))
     clock = SimpleNamespace(set=lambda seconds: None)
-    party = SimpleNamespace(shared=SimpleNamespace(config=config), slots=(0,), clock=clock)
+    process = SimpleNamespace(shared=SimpleNamespace(config=config), searchers=(0,), clock=clock)
     told = []
-    assert searching.search(party, door, "here", told.append) == end and not told
+    assert search_process.search(process, server, "here", told.append) == end and not told
 
 
 def test_who_is_told_of_the_end_asks_again(monkeypatch):

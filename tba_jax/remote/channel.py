@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Channel: request and response bytes between the processes of a run, over HTTP.
+
+A `ChannelServer` runs in the process that owns the data of the run; every other process has a
+`Channel`. A request is a method name and bytes, and carries a bearer token. The traffic is not
+encrypted: use it inside a private network (docs/security.md).
+"""
+
+import asyncio
+import concurrent.futures
+import hmac
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import urllib3
+import uvicorn
+
+from tba_jax.devices.worker import StopFlag, Worker
+
+Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
+"""Returns the response to a request, or a future of the response.
+
+Raises:
+    NotReady: the owner cannot respond yet; the client tries again.
+    ValueError: the request is invalid; the client receives the message.
+"""
+
+MAX_REQUEST_BYTES = 2**30
+_START_S = 30.0
+_STOP_S = 10.0
+_FUTURE_S = 5.0  # a response that takes longer is requested again
+
+
+class Unreachable(Exception):
+    """No response arrived in time; the request may have arrived all the same."""
+
+
+class ChannelError(RuntimeError):
+    """The channel cannot be used: wrong token, blocked port, or another program at the address."""
+
+
+class NotReady(Exception):
+    """The process at the other end is starting, or has failed."""
+
+
+class Endpoint(NamedTuple):
+    """Where a channel server listens.
+
+    Attributes:
+        addresses: HOST:PORT candidates, in the order in which clients try them.
+        token: bearer token of the run.
+    """
+
+    addresses: tuple[str, ...]
+    token: str
+
+
+class ChannelServer:
+    """HTTP server of the process that owns the data of a run.
+
+    Args:
+        handlers: by method name. They run on several threads.
+        token: bearer token that every request must carry.
+        port: to listen on, 0 for any free port.
+        is_local: listen on the loopback interface alone.
+        num_threads: threads that run handlers.
+
+    Raises:
+        ChannelError: the port is in use or not permitted.
+    """
+
+    def __init__(
+        self,
+        handlers: Mapping[str, Handler],
+        token: str,
+        *,
+        port: int = 0,
+        is_local: bool = False,
+        num_threads: int = 8,
+    ) -> None:
+        self._handlers = dict(handlers)
+        self._authorization = f"Bearer {token}".encode()
+        self._token, self._is_local = token, is_local
+        host = "127.0.0.1" if is_local else "0.0.0.0"
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise ChannelError(
+                f"remote.port={port}: cannot listen on {host}:{port} ({error}). Set "
+                "--config.remote.port to a free port that the firewall lets through, or to 0 for "
+                "any free port"
+            ) from error
+        self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "channel-handler")
+        config = uvicorn.Config(
+            self._respond,
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=1,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = uvicorn.Server(config)
+        self._stop = StopFlag()
+        self._worker = Worker("channel-server", self._serve, self._stop)
+
+    def _serve(self) -> bool:
+        self._server.run(sockets=[self._socket])
+        self._stop.set()
+        return True
+
+    def start(self) -> "ChannelServer":
+        """Start to listen; returns self."""
+        self._worker.start()
+        waited = threading.Event()
+        for _ in range(int(_START_S / 0.01)):
+            self._stop.check()
+            if self._server.started:
+                return self
+            waited.wait(0.01)
+        raise ChannelError(f"the channel server did not start within {_START_S:.0f} s")
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return self._socket.getsockname()[1]
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Addresses and token for the other processes."""
+        hosts = ["127.0.0.1"] if self._is_local else own_addresses()
+        return Endpoint(tuple(f"{host}:{self.port}" for host in hosts), self._token)
+
+    def close(self) -> None:
+        """Stop to listen; requests under way get a moment to end."""
+        self._server.should_exit = True
+        self._worker.join(_STOP_S)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._socket.close()
+
+    async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request, as an ASGI application."""
+        if scope["type"] != "http":
+            return
+        status, body = await self._result(scope, receive)
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _result(self, scope: Any, receive: Any) -> tuple[int, bytes]:
+        headers = dict(scope["headers"])
+        # Before the body is read: a sender without the token must not fill the memory.
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._authorization):
+            return 401, b"wrong token"
+        handler = self._handlers.get(scope["path"].strip("/"))
+        if handler is None or scope["method"] != "POST":
+            return 404, f"there is no method {scope['path']!r}".encode()
+        if int(headers.get(b"content-length", b"0")) > MAX_REQUEST_BYTES:
+            return 413, f"a request may have {MAX_REQUEST_BYTES:,} bytes".encode()
+        chunks = []
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return 499, b""
+            chunks.append(message.get("body", b""))
+            if not message.get("more_body"):
+                break
+        try:
+            loop = asyncio.get_running_loop()
+            found = await loop.run_in_executor(self._threads, handler, b"".join(chunks))
+            if isinstance(found, concurrent.futures.Future):
+                found = await asyncio.wait_for(asyncio.wrap_future(found), _FUTURE_S)
+            return 200, found
+        except (NotReady, TimeoutError, asyncio.CancelledError) as error:
+            return 503, str(error).encode()
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            return 400, f"{type(error).__name__}: {error}".encode()
+
+
+class Channel:
+    """Requests to the channel server of a run; thread-safe.
+
+    Args:
+        locate: returns the endpoint; called again after a failure, since a restarted owner may
+            listen elsewhere. Raises `Unreachable` where there is none at the moment.
+        timeout_s: longest wait for a response.
+    """
+
+    def __init__(self, locate: Callable[[], Endpoint], *, timeout_s: float) -> None:
+        self._locate = locate
+        self._timeout = urllib3.Timeout(connect=min(5.0, timeout_s), read=timeout_s)
+        self._pool = urllib3.PoolManager(maxsize=64, retries=False, timeout=self._timeout)
+        self._lock = threading.Lock()
+        self._connected: tuple[str, str] | None = None  # address, token
+
+    def call(self, method: str, body: bytes = b"") -> bytes:
+        """Return the response to a request.
+
+        Raises:
+            Unreachable: no response; the message names every address and its error.
+            ChannelError: the token is wrong, or another program answers.
+            ValueError: the server refused the request as invalid.
+        """
+        with self._lock:
+            connected = self._connected
+        if connected is not None:
+            try:
+                return self._post(*connected, method, body)
+            except Unreachable:
+                with self._lock:
+                    self._connected = None
+                raise
+        endpoint = self._locate()
+        failures = []
+        for address in endpoint.addresses:
+            try:
+                response = self._post(address, endpoint.token, method, body)
+            except Unreachable as error:
+                failures.append(str(error))
+                continue
+            with self._lock:
+                self._connected = address, endpoint.token
+            return response
+        raise Unreachable("; ".join(failures) or "the trainer has no address")
+
+    def _post(self, address: str, token: str, method: str, body: bytes) -> bytes:
+        try:
+            response = self._pool.request(
+                "POST",
+                f"http://{address}/{method}",
+                body=body,
+                headers={"authorization": f"Bearer {token}"},
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise Unreachable(f"{address}: {_brief(error)}") from error
+        if response.status == 200:
+            return response.data
+        text = response.data[:500].decode(errors="replace")
+        if response.status == 401:
+            raise ChannelError(
+                f"{address} refuses the token of this run (HTTP 401). Another run listens there: "
+                "start the same command on every machine, or set another --config.remote.port"
+            )
+        if response.status == 400:
+            raise ValueError(text)
+        if response.status in (499, 503):
+            raise Unreachable(f"{address}: {text or 'not ready'}")
+        raise ChannelError(
+            f"{address} answers HTTP {response.status} to {method!r} ({text!r}): another program "
+            "or another version of tba_jax listens there. Install the same version on every machine"
+        )
+
+
+def _brief(error: BaseException) -> str:
+    """The innermost cause; urllib3 wraps a few layers around it."""
+    while error.__cause__ is not None or error.__context__ is not None:
+        inner = error.__cause__ or error.__context__
+        assert inner is not None
+        error = inner
+    return f"{type(error).__name__}: {error}"[:200]
+
+
+def own_addresses() -> list[str]:
+    """Return the addresses of this machine, the one of the default route first."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses the interface
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass  # there is no default route
+    try:
+        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+    except OSError:
+        entries = []  # the host name has no address
+    found += [str(entry[4][0]) for entry in entries]
+    return list(dict.fromkeys([*found, "127.0.0.1"]))

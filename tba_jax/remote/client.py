@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SearcherClient: requests tickets for one searcher and sends the responses of finished tickets.
+
+Finished tickets wait in the searcher's own outbox. `SearcherClient.step` sends them until the
+search server acknowledges them, and requests as many tickets as the searcher has room for.
+Invariant: a finished ticket is dropped only after its acknowledgement
+(tests/remote/test_search_server.py).
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
+from tba_jax.flow.rounds import RoundCommit
+from tba_jax.remote.channel import Unreachable
+from tba_jax.remote.messages import (
+    Heartbeat,
+    JoinRequest,
+    JoinResponse,
+    Response,
+    SearcherKey,
+    SearcherStart,
+)
+from tba_jax.replay.outbox import Outbox
+
+# Longest time between two heartbeats of a searcher that has enough work.
+_HEARTBEAT_S = 2.0
+
+
+class Rewind(Exception):
+    """The trainer was restored: join again, and sample again what the checkpoint does not hold."""
+
+
+class Dismissed(Exception):
+    """This process may not run the searcher any more; the message says why."""
+
+
+class SearchRequests(Protocol):
+    """Requests to a search server: the server itself in its own process, else a channel to it.
+
+    Every method raises `Unreachable` where no response arrives in time.
+    """
+
+    def join(self, request: JoinRequest) -> JoinResponse:
+        """See `SearchServer.join`."""
+        ...
+
+    def request_tickets(
+        self, key: SearcherKey, max_tickets: int, first_unseen: int, heartbeat: Heartbeat
+    ) -> Response:
+        """See `SearchServer.request_tickets`."""
+        ...
+
+    def put(self, key: SearcherKey, commits: Sequence[RoundCommit]) -> Response:
+        """See `SearchServer.put`."""
+        ...
+
+    def return_lease(
+        self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
+    ) -> Response:
+        """See `SearchServer.return_lease`."""
+        ...
+
+
+class TicketQuota:
+    """Admitted tickets that a searcher has not started; the admission of a remote searcher."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tickets: deque[int] = deque()
+
+    def add(self, tickets: tuple[int, ...]) -> None:
+        """Add admitted tickets, in ascending order."""
+        with self._lock:
+            self._tickets.extend(tickets)
+
+    def admit(self, searcher: int, version: int) -> bool:
+        """Return whether the searcher may start its next ticket, and count it as started."""
+        del searcher, version
+        with self._lock:
+            if self._tickets:
+                self._tickets.popleft()
+                return True
+            return False
+
+    def commit(self, searcher: int, latency_s: float, version: int) -> None:
+        """Do nothing: the search server counts open tickets."""
+
+    def __len__(self) -> int:
+        with self._lock:
+            return len(self._tickets)
+
+
+class LeasedShard:
+    """The evaluation shard that a searcher works on, at most one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lease: Lease | None = None
+        self._is_started = False
+        self._result: tuple[Lease, EvaluationShard | None] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the searcher has no lease."""
+        with self._lock:
+            return self._lease is None
+
+    def offer(self, lease: Lease) -> None:
+        """Set the shard to work on next."""
+        with self._lock:
+            self._lease, self._is_started = lease, False
+
+    def start(self) -> Lease | None:
+        """Return the shard to work on, once."""
+        with self._lock:
+            if self._lease is None or self._is_started:
+                return None
+            self._is_started = True
+            return self._lease
+
+    def finish(self, lease: Lease, shard: EvaluationShard | None) -> None:
+        """Store the result; None: the searcher could not work on the shard."""
+        with self._lock:
+            self._result = lease, shard
+
+    @property
+    def result(self) -> tuple[Lease, EvaluationShard | None] | None:
+        """A result that was not sent yet."""
+        with self._lock:
+            return self._result
+
+    def clear(self) -> None:
+        """Forget the lease after its result was sent."""
+        with self._lock:
+            self._lease = self._result = None
+
+
+class SearcherClient:
+    """The messages of one searcher; a worker calls `step`.
+
+    Args:
+        start: of the searcher, from the join response.
+        server: search server, or a channel to it.
+        outbox: where the searcher commits finished tickets.
+        quota: receives admitted tickets.
+        leased: receives leases, and holds their results.
+        room: returns the number of tickets that the searcher could start now.
+        heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set here.
+        on_version: called with the newest complete policy version.
+        clock: monotonic seconds.
+        timeout_s: without any response for this long the trainer counts as gone.
+    """
+
+    def __init__(
+        self,
+        start: SearcherStart,
+        server: SearchRequests,
+        outbox: Outbox,
+        quota: TicketQuota,
+        leased: LeasedShard,
+        *,
+        room: Callable[[], int],
+        heartbeat: Callable[[tuple[float, ...]], Heartbeat],
+        on_version: Callable[[int], None],
+        clock: Callable[[], float],
+        timeout_s: float,
+    ) -> None:
+        self._key = start.key
+        self._server = server
+        self._outbox = outbox
+        self._quota = quota
+        self._leased = leased
+        self._room = room
+        self._heartbeat = heartbeat
+        self._on_version = on_version
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._unsent: list[RoundCommit] = []
+        self._put_s: list[float] = []
+        self._first_unseen = int(start.position["next_round"])
+        self._next_request_s = self._next_heartbeat_s = self._last_response_s = clock()
+
+    def step(self) -> bool:
+        """Send finished tickets and request more; False where there was nothing to send.
+
+        Raises:
+            Rewind, Dismissed: the search server said so.
+            TimeoutError: the trainer did not respond for `timeout_s`.
+        """
+        did_put = self._put()
+        did_return = self._return_lease()
+        return self._request_tickets() or did_put or did_return
+
+    def _put(self) -> bool:
+        if not self._unsent:
+            self._unsent = self._outbox.take()
+            if not self._unsent:
+                return False
+        start = self._clock()
+        if self._send(lambda: self._server.put(self._key, self._unsent)) is None:
+            return False
+        self._unsent = []
+        self._put_s.append(self._clock() - start)
+        return True
+
+    def _return_lease(self) -> bool:
+        result = self._leased.result
+        if result is None:
+            return False
+        if self._send(lambda: self._server.return_lease(self._key, *result)) is None:
+            return False
+        self._leased.clear()
+        self._next_heartbeat_s = self._clock()  # the server may have another shard
+        return True
+
+    def _request_tickets(self) -> bool:
+        now = self._clock()
+        wanted = max(0, self._room() - len(self._quota))
+        if now < (self._next_request_s if wanted else self._next_heartbeat_s):
+            return False
+        can_evaluate = self._leased.is_free
+        heartbeat = self._heartbeat(tuple(self._put_s))._replace(can_evaluate=can_evaluate)
+        response = self._send(
+            lambda: self._server.request_tickets(self._key, wanted, self._first_unseen, heartbeat)
+        )
+        if response is None:
+            return False
+        self._put_s.clear()
+        self._quota.add(response.tickets)
+        if response.lease is not None and can_evaluate:
+            self._leased.offer(response.lease)
+        self._first_unseen = max([self._first_unseen, *(t + 1 for t in response.tickets)])
+        self._next_request_s = self._clock() + response.retry_s
+        self._next_heartbeat_s = self._clock() + _HEARTBEAT_S
+        return bool(response.tickets)
+
+    def _send(self, request: Callable[[], Response]) -> Response | None:
+        """Return the response to a request, None where none arrived."""
+        try:
+            response = request()
+        except Unreachable as error:
+            silent_s = self._clock() - self._last_response_s
+            if silent_s > self._timeout_s:
+                raise TimeoutError(
+                    f"searcher {self._key.searcher} has not reached the trainer for "
+                    f"{silent_s:.0f} s ({error}) and ends. The same command resumes the run"
+                ) from error
+            return None
+        self._last_response_s = self._clock()
+        if response.status == "rewind":
+            raise Rewind(response.reason)
+        if response.status in ("fenced", "refused", "ended"):
+            raise Dismissed(f"searcher {self._key.searcher} ends: {response.reason}")
+        if response.version >= 0:
+            self._on_version(response.version)
+        return response

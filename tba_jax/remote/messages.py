@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between searchers and the search server, and their bytes.
+
+Calls may fail after they succeeded: every message may arrive twice, late, or from a searcher that
+was replaced. Every message therefore names its sender.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
+from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
+from tba_jax.flow.rounds import RoundCommit, pack_commits, unpack_commits
+
+RUN_ENDED = "the run has ended"
+
+
+class JoinRequest(NamedTuple):
+    """Request of a process to run searchers.
+
+    Attributes:
+        searchers: IDs of the searchers that the process runs.
+        host: name of the machine, for log lines.
+        identity: names of the code, model, data and run in that process.
+    """
+
+    searchers: tuple[int, ...]
+    host: str
+    identity: Mapping[str, str]
+
+
+class SearcherKey(NamedTuple):
+    """Sender of a message.
+
+    Attributes:
+        epoch: name of the search server that the searcher joined.
+        searcher: searcher ID.
+        incarnation: number of the process that runs this searcher, from 1.
+    """
+
+    epoch: str
+    searcher: int
+    incarnation: int
+
+
+class SearcherStart(NamedTuple):
+    """Where a searcher starts.
+
+    Attributes:
+        key: sender of the searcher's later messages.
+        position: `Outbox.position` from which the searcher continues.
+    """
+
+    key: SearcherKey
+    position: Mapping[str, Any]
+
+
+class JoinResponse(NamedTuple):
+    """Response to a join request.
+
+    Attributes:
+        starts: one for each searcher; empty when the process is refused.
+        version: newest complete policy version, -1 for none.
+        refusal: reason why the process may not search, "" when it may. `RUN_ENDED` is no error.
+        run_s: seconds of running time of the run.
+    """
+
+    starts: tuple[SearcherStart, ...]
+    version: int = -1
+    refusal: str = ""
+    run_s: float = 0.0
+
+
+Status = Literal["ok", "duplicate", "rewind", "fenced", "refused", "ended"]
+
+
+class Response(NamedTuple):
+    """Response to every other message.
+
+    Attributes:
+        status: ok; duplicate: everything in the message had arrived before; rewind: the trainer was
+            restored, and the searcher must join again; fenced: another process runs this searcher;
+            refused: the message is invalid, see `reason`; ended: the run has ended.
+        tickets: tickets that the searcher may start.
+        version: newest complete policy version, -1 for none.
+        has_room: whether the trainer's outbox takes more responses.
+        retry_s: seconds after which the next ticket request may get more.
+        reason: explanation for a person.
+        lease: evaluation shard to work on next, None for none.
+    """
+
+    status: Status
+    tickets: tuple[int, ...] = ()
+    version: int = -1
+    has_room: bool = True
+    retry_s: float = 0.0
+    reason: str = ""
+    lease: Lease | None = None
+
+
+class Heartbeat(NamedTuple):
+    """Metrics that a searcher sends with every ticket request.
+
+    Attributes:
+        idle_s: seconds without work since the searcher joined.
+        put_s: seconds from sending to acknowledgement of each put since the last heartbeat.
+        slot_use: (tokens sampled, decode-slot steps) since the last heartbeat.
+        can_evaluate: whether the searcher takes an evaluation shard.
+        version: policy version with which the next ticket would start, -1 for none.
+    """
+
+    idle_s: float = 0.0
+    put_s: tuple[float, ...] = ()
+    slot_use: tuple[int, int] = (0, 0)
+    can_evaluate: bool = False
+    version: int = -1
+
+
+def pack_put(key: SearcherKey, commits: Sequence[RoundCommit]) -> bytes:
+    """Return a put request as bytes with a checksum."""
+    arrays, meta = pack_commits(commits)
+    return pack_arrays(arrays, {"key": key, "commits": meta})
+
+
+def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
+    """Inverse of `pack_put`.
+
+    Raises:
+        ValueError: the bytes are damaged, or another version of tba_jax wrote them.
+    """
+    try:
+        arrays, meta = unpack_arrays(data)
+        return SearcherKey(*meta["key"]), unpack_commits(arrays, meta["commits"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(data, "responses", error) from error
+
+
+def pack_lease_result(key: SearcherKey, lease: Lease, shard: EvaluationShard | None) -> bytes:
+    """Return the result of a lease as JSON bytes."""
+    return json.dumps([key, lease, None if shard is None else shard._asdict()]).encode()
+
+
+def unpack_lease_result(data: bytes) -> tuple[SearcherKey, Lease, EvaluationShard | None]:
+    """Inverse of `pack_lease_result`.
+
+    Raises:
+        ValueError: the bytes are damaged, or another version of tba_jax wrote them.
+    """
+    try:
+        key, lease, shard = json.loads(data)
+        found = None if shard is None else EvaluationShard(**shard)
+        return SearcherKey(*key), Lease(*lease), found
+    except (TypeError, ValueError) as error:
+        raise _unreadable(data, "an evaluation shard", error) from error
+
+
+def _unreadable(data: bytes, what: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{len(data):,} bytes of {what} cannot be read ({type(error).__name__}: {error}): they "
+        "were damaged in transit or sent by another version of tba_jax. Install the same version "
+        "on every machine"
+    )
+
+
+def pack_json(value: Any) -> bytes:
+    """Return a message as JSON bytes; named tuples become lists."""
+    return json.dumps(value).encode()
+
+
+def unpack_join_request(data: bytes) -> JoinRequest:
+    """Inverse of `pack_json` for a join request."""
+    searchers, host, identity = json.loads(data)
+    return JoinRequest(tuple(searchers), host, identity)
+
+
+def unpack_join_response(data: bytes) -> JoinResponse:
+    """Inverse of `pack_json` for a join response."""
+    starts, version, refusal, run_s = json.loads(data)
+    return JoinResponse(
+        tuple(SearcherStart(SearcherKey(*key), position) for key, position in starts),
+        version,
+        refusal,
+        run_s,
+    )
+
+
+def unpack_response(data: bytes) -> Response:
+    """Inverse of `pack_json` for a response."""
+    status, tickets, version, has_room, retry_s, reason, lease = json.loads(data)
+    return Response(
+        status,
+        tuple(tickets),
+        version,
+        has_room,
+        retry_s,
+        reason,
+        None if lease is None else Lease(*lease),
+    )
+
+
+def unpack_heartbeat(values: Sequence[Any]) -> Heartbeat:
+    """Return the heartbeat that these JSON values stand for."""
+    idle_s, put_s, slot_use, can_evaluate, version = values
+    return Heartbeat(idle_s, tuple(put_s), (slot_use[0], slot_use[1]), can_evaluate, version)

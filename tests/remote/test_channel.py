@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel: bytes over HTTP, with a token, deadlines and clear errors."""
+
+import concurrent.futures
+import http.client
+import socket
+import threading
+import time
+
+import pytest
+
+from tba_jax.remote import channel as channels
+from tba_jax.remote.channel import Channel, ChannelError, ChannelServer, Endpoint, Unreachable
+
+
+@pytest.fixture
+def server():
+    """A server with one method for each kind of response."""
+    release = threading.Event()
+    later: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+
+    def slow(data):
+        release.wait(30.0)
+        return data
+
+    def not_ready(data):
+        raise channels.NotReady("the trainer is starting")
+
+    handlers = {
+        "echo": lambda data: data,
+        "slow": slow,
+        "not_ready": not_ready,
+        "invalid": lambda data: bytes(int(data)),
+        "later": lambda data: later,
+    }
+    found = ChannelServer(handlers, "secret", is_local=True).start()
+    found.release, found.later = release, later
+    yield found
+    release.set()
+    found.close()
+
+
+def connect(server, timeout_s=10.0, **changed):
+    endpoint = server.endpoint._replace(**changed)
+    return Channel(lambda: endpoint, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**22])
+def test_bytes_come_back(server, size):
+    assert connect(server).call("echo", bytes(size)) == bytes(size)
+
+
+def test_a_local_server_listens_on_loopback_alone(server):
+    assert server.endpoint.addresses == (f"127.0.0.1:{server.port}",)
+    others = [a for a in channels.own_addresses() if a != "127.0.0.1"]
+    for address in others:
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            assert probe.connect_ex((address, server.port)) != 0
+
+
+def test_a_wrong_token_is_refused_before_the_body_is_read(server):
+    with pytest.raises(ChannelError, match=r"refuses the token of this run \(HTTP 401\)"):
+        connect(server, token="other").call("echo", b"x")
+    link = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10.0)
+    link.putrequest("POST", "/echo")
+    link.putheader("content-length", str(2**29))
+    link.endheaders()  # no body follows
+    assert link.getresponse().status == 401
+    link.close()
+
+
+def test_an_unreachable_owner_is_named_with_every_address():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    endpoint = Endpoint((f"127.0.0.1:{port}", f"localhost:{port}"), "secret")
+    with pytest.raises(Unreachable) as raised:
+        Channel(lambda: endpoint, timeout_s=2.0).call("echo")
+    assert f"127.0.0.1:{port}: " in str(raised.value) and f"localhost:{port}" in str(raised.value)
+    assert "refused" in str(raised.value)
+
+
+def test_addresses_are_tried_in_order_and_the_reachable_one_is_kept(server):
+    tried = []
+
+    def locate():
+        tried.append(1)
+        return Endpoint(("127.0.0.1:9", *server.endpoint.addresses), "secret")
+
+    channel = Channel(locate, timeout_s=10.0)
+    assert [channel.call("echo", b"a"), channel.call("echo", b"b")] == [b"a", b"b"]
+    assert len(tried) == 1
+
+
+def test_a_slow_owner_exceeds_the_deadline_and_is_located_again(server):
+    tried = []
+
+    def locate():
+        tried.append(1)
+        return server.endpoint
+
+    channel = Channel(locate, timeout_s=0.5)
+    assert channel.call("echo") == b""
+    start = time.monotonic()
+    with pytest.raises(Unreachable, match="timed out"):
+        channel.call("slow")
+    assert time.monotonic() - start < 5.0
+    assert channel.call("echo", b"again") == b"again" and len(tried) == 2
+
+
+def test_an_owner_that_is_not_ready_and_an_invalid_request_differ(server):
+    channel = connect(server)
+    with pytest.raises(Unreachable, match="the trainer is starting"):
+        channel.call("not_ready")
+    with pytest.raises(ValueError, match="invalid literal for int"):
+        channel.call("invalid", b"x")
+    with pytest.raises(ChannelError, match="HTTP 404 .* another version of tba_jax"):
+        channel.call("no_such_method")
+
+
+def test_a_response_may_come_later(server, monkeypatch):
+    channel = connect(server)
+    threading.Timer(0.3, server.later.set_result, [b"now"]).start()
+    assert channel.call("later") == b"now"
+    pending: concurrent.futures.Future[bytes] = concurrent.futures.Future()
+    server._handlers["never"] = lambda data: pending
+    monkeypatch.setattr(channels, "_FUTURE_S", 0.1)
+    with pytest.raises(Unreachable):
+        channel.call("never")
+
+
+def test_a_port_in_use_is_one_line(server):
+    with pytest.raises(ChannelError) as raised:
+        ChannelServer({}, "other", port=server.port, is_local=True)
+    message = str(raised.value)
+    assert f"remote.port={server.port}: cannot listen on 127.0.0.1:{server.port}" in message
+    assert "Set --config.remote.port to a free port" in message and "\n" not in message
+
+
+def test_a_closed_server_frees_its_port(server):
+    other = ChannelServer({"echo": bytes}, "secret", is_local=True).start()
+    port = other.port
+    other.close()
+    again = ChannelServer({"echo": bytes}, "secret", port=port, is_local=True).start()
+    again.close()
+    assert not any(
+        t.name == "channel-server" and t.is_alive()
+        for t in threading.enumerate()
+        if t.ident == again._worker._thread.ident
+    )
