@@ -18,7 +18,7 @@ def shares_data(config: Config) -> bool:
     return MODES[config.placement].shares_data and not is_gang(config)
 
 
-def transport_of(config: Config) -> Literal["memory", "checkpoint", "object_store"]:
+def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
     """How published weights travel: as files where searchers are on other machines."""
     if config.sync.transport == "auto":
         mode = MODES[config.placement]

@@ -52,13 +52,6 @@ def validate(config: Config) -> None:
         "directory",
         "Set --config.sync.transport=auto.",
     )
-    need(
-        transport_of(config) != "object_store" or MODES[config.placement].searches_elsewhere,
-        "sync.transport",
-        config.sync.transport,
-        f"with placement={config.placement} there is no Ray, whose object store that is",
-        "Set --config.sync.transport=auto, or --config.placement=fleet.",
-    )
     if config.task.start_path:
         _start_data(config)
     check_method(config)
@@ -226,9 +219,8 @@ def _fleet(config: Config) -> None:
         transport_of(config) != "memory",
         "sync.transport",
         config.sync.transport,
-        "the weights of a fleet go to other processes, through the work directory, which all "
-        "machines share, or Ray's object store",
-        "Set --config.sync.transport=auto or object_store.",
+        "the searchers of a fleet are other processes, which read weights from the work directory",
+        "Set --config.sync.transport=auto.",
     )
     need(
         ownership_of(config) == "any",
@@ -251,14 +243,6 @@ def _fleet(config: Config) -> None:
 def _gang(config: Config) -> None:
     """A trainer of several processes in a fleet."""
     hosts = config.fleet.trainer_hosts
-    need(
-        transport_of(config) == "checkpoint",
-        "sync.transport",
-        config.sync.transport,
-        f"the {hosts} processes of the trainer (fleet.trainer_hosts) write weights together, as "
-        "files of the work directory",
-        "Set --config.sync.transport=auto.",
-    )
     need(
         config.replay.late != "wait",
         "replay.late",

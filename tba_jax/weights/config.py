@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the weights' way from trainer to searchers."""
+"""Settings of weight publication."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,11 +11,10 @@ from tba_jax.settings import Section, field
 class SyncSettings(Section):
     """How published weights reach searchers."""
 
-    transport: Literal["auto", "memory", "checkpoint", "object_store"] = field(
+    transport: Literal["auto", "memory", "checkpoint"] = field(
         "auto",
-        "memory; checkpoint: through Orbax in the work directory; object_store: through Ray "
-        "(placement=fleet); auto: memory, and checkpoint where searchers are elsewhere "
-        "(placement=whole_hosts, fleet)",
+        "memory; checkpoint: versions on disk, in the work directory; auto: memory, and "
+        "checkpoint where searchers run in other processes than the trainer",
         on_resume=True,
     )
-    keep: int = field(2, "checkpoint, object_store: published versions that are kept", at_least=2)
+    keep: int = field(2, "checkpoint: published versions that are kept", at_least=2)

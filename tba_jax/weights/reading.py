@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as a process reads them that only searches: versions that another one publishes.
+"""Published weights as a process reads them that only searches.
 
-Whoever drives `poll` reads the newest version that it was told of, from files or from objects of a
-store. What is deleted or written again while it is read is read again, or a newer one. Invariant:
-searchers see a version that is as it was written, or the one before.
+`poll` reads the newest announced version from disk. A version that is deleted or written again
+during the read is read again, or a newer one.
+
+Invariant: searchers see a whole version or the one before.
 """
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tba_jax.weights.transport import Layout, Mailbox, Published
-from tba_jax.weights.versions import PublicationError
-
-
-class Source(Protocol):
-    """Where versions are: files or objects of a store."""
-
-    def path(self, version: int) -> Any:
-        """Its name, for people."""
-        ...
-
-    def damage(self, version: int) -> list[str]:
-        """What of it is not as it was written, or missing; a clause each."""
-        ...
-
-    def read(self, version: int, abstract: Any) -> Any:
-        """Its arrays, as `abstract` says; raises PublicationError."""
-        ...
+from tba_jax.weights.versions import PublicationError, Versions
 
 
 class VersionReader:
@@ -50,7 +35,7 @@ class VersionReader:
 
     def __init__(
         self,
-        versions: Source,
+        versions: Versions,
         abstract: Any,
         shardings: Sequence[Any],
         *,

@@ -25,11 +25,7 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     "change, words",
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
-        ({"sync.transport": "memory"}, "through the work directory, .* or Ray's object store"),
-        (
-            {"placement": "auto", "sync.transport": "object_store"},
-            "with placement=auto there is no Ray",
-        ),
+        ({"sync.transport": "memory"}, "read weights from the work directory"),
         ({"search.ownership": "by_prompt"}, "a slot that no machine fills"),
         ({"num_searchers": 3}, "config.fleet.max_searchers = 4: a process has num_searchers = 3"),
         ({"fleet.searcher": "GPU"}, "config.fleet.searcher = 'GPU': wanted NAME=NUMBER"),
@@ -39,7 +35,6 @@ def test_a_fleet_that_cannot_be_is_refused(change, words):
     validate(make_config(FLEET))
     with pytest.raises(ValueError, match=words):
         validate(make_config({**FLEET, **change}))
-    validate(make_config({**FLEET, "sync.transport": "object_store"}))
 
 
 def test_resources():
@@ -71,7 +66,6 @@ def test_a_gang_has_all_devices_of_its_processes():
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"sync.transport": "object_store"}, "write weights together, as files"),
         (
             {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "trainer"},
             "leave out a publication while the one before is written",
