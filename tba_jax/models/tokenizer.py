@@ -10,9 +10,8 @@ one the model has an embedding for.
 """
 
 import functools
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +75,23 @@ class Tokenizer:
                 "tokenizer_config.json",
             )
         )
+        _check_ids(folder / "tokenizer.json", library)
+        eos_ids = [
+            *_declared_eos_ids(folder / "generation_config.json", generation),
+            *_declared_eos_ids(folder / "config.json", model),
+        ]
+        vocab_size = model.get("vocab_size")
+        if vocab_size is not None and not _is_id(vocab_size):
+            raise ValueError(
+                f"{folder / 'config.json'}: vocab_size = {vocab_size!r:.60}, want a whole number. "
+                "Download the file again"
+            )
         if _says_everything(folder, library, settings):
-            tokenizer = _Plain(folder / "tokenizer.json", settings)
+            tokenizer = _read(folder, lambda: _Plain(folder / "tokenizer.json", settings))
         else:
             tokenizer = _of_transformers(folder)
         try:
-            return cls(tokenizer, _declared_eos_ids(generation, model), model.get("vocab_size"))
+            return cls(tokenizer, eos_ids, vocab_size)
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
 
@@ -325,30 +335,93 @@ def _of_transformers(folder: Path) -> Any:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # seconds to import: only when needed
 
-    try:
-        # False, not the default: that one asks at the terminal.
-        return AutoTokenizer.from_pretrained(
+    # False, not the default: that one asks at the terminal.
+    return _read(
+        folder,
+        lambda: AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ImportError, KeyError, ValueError) as error:
+        ),
+    )
+
+
+def _read(folder: Path, load: Callable[[], Any]) -> Any:
+    """Return the tokenizer that `load` makes of the files in `folder`.
+
+    Raises:
+        ValueError: the library refuses the files.
+    """
+    try:
+        return load()
+    except Exception as error:  # `tokenizers` raises Exception itself for files it cannot read
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"{folder}: the tokenizer cannot be read ({reason})") from error
+        raise ValueError(
+            f"{folder}: the tokenizer cannot be read ({reason}). Correct the tokenizer files, or "
+            "download them again"
+        ) from error
 
 
-def _declared_eos_ids(*contents: Mapping[str, Any]) -> list[int]:
-    """End-of-sequence ids of generation_config.json and config.json, in that order."""
-    ids: list[int] = []
-    for content in contents:
-        declared = content.get("eos_token_id")
-        ids += declared if isinstance(declared, list) else [] if declared is None else [declared]
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value < 2**31
+
+
+def _check_ids(path: Path, library: Mapping[str, Any]) -> None:
+    """Check the token IDs of a tokenizer.json.
+
+    Args:
+        path: of the file, for messages.
+        library: contents of the file.
+
+    Raises:
+        ValueError: an ID is not a whole number from 0, or two tokens have the same ID.
+    """
+    model, added = library.get("model"), library.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    # Other models keep a list, whose tokens have their index as ID.
+    ids = [*vocabulary.items()] if isinstance(vocabulary, dict) else []
+    if not isinstance(added, list | None):
+        raise ValueError(f"{path}: added_tokens = {added!r:.60}; want a list. Correct the file")
+    for token in added or ():
+        if not isinstance(token, dict) or not {"id", "content", "special"} <= token.keys():
+            raise ValueError(
+                f"{path}: added token {token!r:.80}; want an object with id, content and special. "
+                "Download the file again"
+            )
+        ids.append((token["content"], token["id"]))
+    names: dict[int, str] = {}
+    for name, token_id in ids:
+        if not _is_id(token_id) or token_id < 0:
+            raise ValueError(
+                f"{path}: token {name!r:.60} has the ID {token_id!r:.40}; want a whole number from "
+                "0. Correct the file, or download it again"
+            )
+        if names.setdefault(token_id, name) != name:
+            raise ValueError(
+                f"{path}: the tokens {names[token_id]!r:.60} and {name!r:.60} have the same ID "
+                f"{token_id}. Correct the file, or download it again"
+            )
+
+
+def _declared_eos_ids(path: Path, content: Mapping[str, Any]) -> list[int]:
+    """Return the end-of-sequence IDs of a generation_config.json or config.json.
+
+    Args:
+        path: of the file, for messages.
+        content: of the file.
+
+    Raises:
+        ValueError: eos_token_id is neither a whole number nor a list of whole numbers.
+    """
+    declared = content.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    ids = [token_id for token_id in ids if token_id is not None]
+    if not all(map(_is_id, ids)):
+        raise ValueError(
+            f"{path}: eos_token_id = {declared!r:.60}; want a token ID, a list of token IDs or "
+            "null. Correct the file, or download it again"
+        )
     return ids
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Contents of a file; empty where there is none."""
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not even text
-        raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
+    """Return the JSON object of a file; {} where there is no file."""
+    return folders.read_json(path) if path.is_file() else {}

@@ -197,7 +197,13 @@ def test_the_dtype_of_the_parameters_is_kept_when_saving(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("dtype", "code"), [(ml_dtypes.float8_e4m3fn, "F8_E4M3"), (np.int8, "I8")])
+@pytest.mark.parametrize(
+    ("dtype", "code"),
+    [
+        (ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+        *((np.int8, "I8"), (np.int32, "I32"), (np.uint8, "U8"), (np.bool_, "BOOL")),
+    ],
+)
 def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
     make_folder(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -206,6 +212,7 @@ def test_quantised_tensors_are_refused_by_name(tmp_path, dtype, code):
     message = rf"of a dtype other than F64, F32, F16, BF16: model\.norm\.weight \({code}\)"
     with pytest.raises(ValueError, match=message):
         load_folder(tmp_path)
+    assert hf_weights.fingerprint(tmp_path)  # a run takes it before it loads the weights
 
 
 def test_parameters_of_other_dtypes_are_not_saved(tmp_path):

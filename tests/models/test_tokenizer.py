@@ -17,6 +17,7 @@ import tokenizers
 from tba_jax.models import tokenizer as tokenizer_module
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.run.errors import is_mendable
 
 SHARED = Path(__file__).parents[2] / ".." / "shared"
 STORIES = SHARED / "models" / "stories260k"
@@ -325,6 +326,58 @@ def test_damaged_file_is_named(tmp_path, name):
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"{name}: not valid JSON.*Download the file again"):
         Tokenizer.load(tmp_path)
+
+
+FILES = ("generation_config.json", "config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        *((name, lambda content: [content], f"{name}: holds no JSON object") for name in FILES),
+        *(
+            (name, lambda content, x=x: {"eos_token_id": x}, f"{name}: eos_token_id = .*; want a")
+            for name in ("generation_config.json", "config.json")
+            for x in (["a"], "a", 1.5, True, {"a": 1}, [[1]])
+        ),
+        *(
+            ("config.json", lambda content, x=x: {"vocab_size": x}, "vocab_size = .*, want a whole")
+            for x in ("a", [3], 1.5)
+        ),
+        *(
+            ("tokenizer.json", lambda content, x=x: vocabulary(content, {"a": x}), "token 'a' has")
+            for x in (-3, 1.5, "x", 2**31)
+        ),
+        ("tokenizer.json", lambda content: vocabulary(content, {"a": 4, "b": 4}), "the same ID 4"),
+        ("tokenizer.json", lambda content: added(content, id=4), "'b' and '<bos>' have the same"),
+        ("tokenizer.json", lambda content: added(content, id=-3), "token '<bos>' has the ID -3"),
+        ("tokenizer.json", lambda content: {**content, "added_tokens": ["x"]}, "added token 'x'; "),
+        ("tokenizer.json", lambda content: {**content, "added_tokens": "x"}, "want a list"),
+        ("tokenizer.json", lambda content: {**content, "model": None}, "the tokenizer cannot be"),
+        ("tokenizer_config.json", lambda content: {**content, "eos_token": 3}, "tokenizer cannot"),
+        ("tokenizer_config.json", lambda _: {"tokenizer_class": 3}, "the tokenizer cannot be read"),
+    ],
+)
+def test_a_file_with_unusable_values_is_named(tmp_path, file, change, message):
+    make_folder(tmp_path)
+    path = tmp_path / file
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(change(content)))
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert is_mendable(caught.value)
+
+
+def vocabulary(content, ids):
+    """A tokenizer.json in which some words have other IDs."""
+    model = content["model"]
+    return {**content, "model": {**model, "vocab": {**model["vocab"], **ids}}}
+
+
+def added(content, **values):
+    """A tokenizer.json whose first added token has other values."""
+    first, *others = content["added_tokens"]
+    return {**content, "added_tokens": [{**first, **values}, *others]}
 
 
 def test_tokenizer_that_is_code_is_refused(tmp_path):

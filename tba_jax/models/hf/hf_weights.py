@@ -162,7 +162,10 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
     entries, _ = _entries(Path(folder))
     for name, entry in sorted(entries.items()):
         mapped = safetensors_file.map_file(entry.path)
-        values = safetensors_file.view(mapped, entry).reshape(-1)
+        if entry.dtype in safetensors_file.DTYPES:
+            values = safetensors_file.view(mapped, entry).reshape(-1)
+        else:  # a mask, say, which loading passes over or refuses
+            values = mapped[entry.start : entry.start + entry.num_bytes]
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         middle = values.size // 2
         for part in (values[:_SAMPLED_VALUES], values[middle : middle + _SAMPLED_VALUES]):

@@ -37,12 +37,14 @@ class Entry(NamedTuple):
         dtype: its code in the file; `DTYPES` has those that can be read.
         shape: its shape.
         start: first byte, counted from the start of the file.
+        num_bytes: length.
     """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
+    num_bytes: int
 
 
 def entries(path: Path) -> dict[str, Entry]:
@@ -62,11 +64,12 @@ def entries(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         header = json.loads(file.read(length))
     data = _LENGTH_BYTES + length
-    return {
-        name: Entry(path, x["dtype"], tuple(x["shape"]), data + x["data_offsets"][0])
-        for name, x in header.items()
-        if name != "__metadata__"
-    }
+    found: dict[str, Entry] = {}
+    for name, x in header.items():
+        if name != "__metadata__":
+            start, end = x["data_offsets"]
+            found[name] = Entry(path, x["dtype"], tuple(x["shape"]), data + start, end - start)
+    return found
 
 
 def map_file(path: Path) -> np.ndarray:
@@ -76,9 +79,8 @@ def map_file(path: Path) -> np.ndarray:
 
 def view(mapped: np.ndarray, entry: Entry) -> np.ndarray:
     """A tensor of a mapped file; nothing is copied."""
-    dtype = DTYPES[entry.dtype]
-    end = entry.start + math.prod(entry.shape) * dtype.itemsize
-    return mapped[entry.start : end].view(dtype).reshape(entry.shape)
+    data = mapped[entry.start : entry.start + entry.num_bytes]
+    return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
 
 def write(
