@@ -25,6 +25,8 @@ T = TypeVar("T")
 _LARGEST = 2**31
 _LARGEST_BYTES = 2**53
 _LARGEST_FLOAT = 1e30
+# Smaller numbers are 0 in float32, or their reciprocal is infinite.
+_SMALLEST_FLOAT = 1e-30
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -157,8 +159,13 @@ class Setting:
         )
         if ok and not self._has_size(value):
             need(False, self.name, value, self._size, f"The default is {self.default}.")
+        if ok and self.type is float and 0 < abs(value) < _SMALLEST_FLOAT:
+            rule = f"must be 0 or at least {_SMALLEST_FLOAT:g} in size, as smaller numbers are 0"
+            need(False, self.name, value, rule, f"The default is {self.default}.")
         if self.choices:
             remedy = f"Set --config.{self.name}={self.default} for the default behaviour."
+        elif self.at_most is not None and self.type is int:
+            remedy = f"The default is {self.default}."
         elif self.at_most is not None:
             remedy = f"Give a share, not a percent; the default is {self.default}."
         else:

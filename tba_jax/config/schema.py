@@ -87,6 +87,7 @@ class Config:
         "searchers (threads of the asynchronous driver); of several hosts: of all; "
         "placement=fleet: of a process of searchers",
         at_least=1,
+        at_most=4096,
     )
     placement: PlacementName = field(
         "auto",
@@ -95,7 +96,11 @@ class Config:
         on_resume=True,
     )
     num_cpu_devices: int = field(
-        1, "devices that the CPU backend divides the machine into", at_least=1, on_resume=True
+        1,
+        "devices that the CPU backend divides the machine into",
+        at_least=1,
+        at_most=1024,
+        on_resume=True,
     )
     compilation_cache: str = field(
         "auto",

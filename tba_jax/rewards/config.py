@@ -9,8 +9,9 @@ from tba_jax.settings import Dtype, Section, field, need, share
 
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
-# Beyond as many, memory (of SymPy, 0.1 GB each) and the pipe that they share say how many it is.
-MOST_WORKERS = 32
+# Each process takes memory (0.1 GB with SymPy), and all processes read one pipe.
+DEFAULT_MAX_WORKERS = 32
+MAX_WORKERS = 512
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class RewardSettings(Section):
     num_workers: int = field(
         0,
         "reward processes, shared by all searchers of a process; 0: half of its cores, at most "
-        f"{MOST_WORKERS}",
+        f"{DEFAULT_MAX_WORKERS}",
         at_least=0,
+        at_most=MAX_WORKERS,
         on_resume=True,
     )
     timeout_s: float = field(10.0, "per item; a hung worker is killed", above=0, on_resume=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tba_jax.rewards.config import (
-    MOST_WORKERS,
+    DEFAULT_MAX_WORKERS,
     ClassifierSettings,
     RewardSettings,
     VictimSettings,
@@ -140,14 +140,14 @@ def _beside_model(kind: RewardKind) -> RewardKind:
 
 
 def workers_by_cores() -> int:
-    """Reward processes where the config leaves it open: half of the cores, 1 to MOST_WORKERS.
+    """Return the default number of reward processes: half of the cores, in a range from 1.
 
     The other half is for the threads that feed devices, which a waiting device costs more than a
     reward that is late.
     """
     # Only Linux tells which cores are this process's.
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(own // 2, MOST_WORKERS))
+    return max(1, min(own // 2, DEFAULT_MAX_WORKERS))
 
 
 def _make_functions(settings: Sections, use: Use) -> "RewardSource":

@@ -155,6 +155,13 @@ def _no_rows(path: str) -> ValueError:
 def _files_of(source: str, split: Split) -> list[str]:
     """Raises ValueError where there are none, or two kinds."""
     files = _files(source, split) if os.path.isdir(source) else [source]
+    for path in files:
+        # Opening a pipe waits for a writer, and rows are read a second time by their place.
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise ValueError(
+                f"{path} cannot be read (not a regular file, but a pipe, device or folder). Write "
+                "its rows to a file, and give that file"
+            )
     if not files:
         raise ValueError(
             f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory); "

@@ -2,6 +2,7 @@
 """Rows from JSON lines, Parquet and the hub, and the place that each is from."""
 
 import json
+import os
 import sys
 import types
 
@@ -102,6 +103,22 @@ def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs the package `pyarrow`: pip install 'tba_jax\[hub"):
         list(read_rows(str(path), "train"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
+@pytest.mark.parametrize("reader", [read_rows, lambda *args: open_rows(*args, lambda *_: None)])
+def test_only_regular_files_are_read(tmp_path, kind, reader):
+    path = tmp_path / "train.jsonl"
+    if kind == "pipe":
+        os.mkfifo(path)  # to open it would wait until somebody writes to it
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+    sources = [tmp_path] if kind == "folder" else [tmp_path, path]
+    for source in sources:
+        with pytest.raises(ValueError, match=r"train\.jsonl cannot be read \(not a regular file"):
+            [*reader(str(source), "train")]
 
 
 def test_two_files_for_one_split_are_refused(tmp_path):
