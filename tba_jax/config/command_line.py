@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax.config import methods, presets
+from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
 
@@ -77,6 +78,8 @@ def _check_fields(arguments: Sequence[str]) -> None:
         field = argument.removeprefix("--config.").split("=")[0]
         if not argument.startswith("--config.") or field in SETTINGS:
             continue
+        if field in RETIRED:
+            raise ConfigError(f"config.{field} exists no more: {RETIRED[field].advice}")
         near = difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
         near = near or [f for f in SETTINGS if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"

@@ -11,6 +11,7 @@ from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.figures import FIGURES
 from tba_jax.report.files import Run, load_run
+from tba_jax.storage.whole_files import write_whole
 
 
 def build_report(workdir: str | os.PathLike[str]) -> Path:
@@ -32,11 +33,9 @@ def write_report(run: Run) -> Path:
         file = folder / f"{figure.name}.png"
         if light is not None and dark is not None:
             pictures[figure.name] = plots.to_png(light), plots.to_png(dark)
-            file.write_bytes(pictures[figure.name][0])
+            write_whole(file, pictures[figure.name][0])
         else:
             file.unlink(missing_ok=True)
     page = run.workdir / "report.html"
-    new_page = run.workdir / "report.html.new"
-    new_page.write_text(report_page.render(run, pictures), encoding="utf-8")
-    os.replace(new_page, page)
+    write_whole(page, report_page.render(run, pictures).encode())
     return page

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from tba_jax.storage.whole_files import open_no_follow
+
 _BLOCK = 2**16
 _LINES = 2**22  # bytes of lines that are read at once
 
@@ -163,9 +165,9 @@ class JsonlWriter:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._end_keep()
-            with open(self._path, "ab+") as file:
+            with open(self._path, "ab+", opener=open_no_follow) as file:
                 file.truncate(_end_of_lines(file))
-            self._file = open(self._path, "a", encoding="utf-8")
+            self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
         except OSError as error:
             raise LogError(
                 f"{self._path} cannot be written ({error.strerror}). Move it away or mend the "
@@ -222,13 +224,13 @@ class JsonlWriter:
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
             try:
-                with open(unfinished, "wb") as out:
+                with open(unfinished, "wb", opener=open_no_follow) as out:
                     out.write(b"%d\n" % start)
                     out.writelines(self._wanted_lines(wanted, start))
                 self._file.close()
                 os.replace(unfinished, self._kept_path)
                 self._end_keep()
-                self._file = open(self._path, "a", encoding="utf-8")
+                self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
             except OSError as error:
                 raise LogError(
                     f"cutting back {self._path} failed ({error.strerror}). Make room or fix the "
@@ -262,7 +264,10 @@ class JsonlWriter:
         """What `keep` wants to stay takes the place of the lines that it came from."""
         if not self._kept_path.is_file():
             return
-        with open(self._kept_path, "rb") as kept, open(self._path, "ab") as file:
+        with (
+            open(self._kept_path, "rb") as kept,
+            open(self._path, "ab", opener=open_no_follow) as file,
+        ):
             file.truncate(int(kept.readline()))
             file.seek(0, os.SEEK_END)
             shutil.copyfileobj(kept, file)

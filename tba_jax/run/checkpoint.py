@@ -75,6 +75,17 @@ def _tell_failures_once() -> None:
         sys.unraisablehook = _print_unless_late
 
 
+_ITEMS = ("train_state", "host_state")
+_OWN_NAMES = frozenset({*_ITEMS, "_CHECKPOINT_METADATA", "commit_success.txt", digests.NAME})
+
+
+def _is_own_remainder(folder: epath.Path) -> bool:
+    """Whether an unfinished folder holds nothing but what a save of a run writes."""
+    return not os.path.islink(folder) and all(
+        path.name.partition(_UNFINISHED)[0] in _OWN_NAMES for path in folder.iterdir()
+    )
+
+
 def _host_file(directory: epath.Path, process: int) -> epath.Path:
     return directory / f"process_{process:05d}.npz"
 
@@ -217,7 +228,7 @@ class Checkpoints:
         )
         self._manager = _Manager(
             self._folder,
-            item_names=("train_state", "host_state"),
+            item_names=_ITEMS,
             item_handlers={
                 "train_state": ocp.StandardCheckpointHandler(
                     multiprocessing_options=multiprocessing
@@ -239,9 +250,9 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def _sweep(self) -> None:
-        """Remove what interrupted saves left; nobody else writes here, the run's lock says."""
+        """Remove what interrupted saves of this run left."""
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
-            if _UNFINISHED in folder.name:
+            if _UNFINISHED in folder.name and _is_own_remainder(folder):
                 folder.rmtree()
 
     def _list_files(self) -> None:
@@ -418,6 +429,7 @@ class Checkpoints:
                 host_state=HostStateRestore(),
             ),
         )
+        self._check_step(step, restored["host_state"])
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_states(self, step: int | None = None) -> tuple[int, list[HostState]]:
@@ -426,7 +438,22 @@ class Checkpoints:
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
         restored = self._read(step, ocp.args.Composite(host_state=HostStateRestore()))
+        self._check_step(step, restored["host_state"])
         return step, restored["host_state"]
+
+    def _check_step(self, step: int, states: Sequence[HostState]) -> None:
+        """Refuse a checkpoint whose folder was renamed.
+
+        Raises:
+            CheckpointError: the folder has the number of another step.
+        """
+        inside = states[0].facts.step
+        if inside >= 0 and inside != step:
+            folder = self._folder / str(step)
+            raise CheckpointError(
+                f"{folder} holds step {inside}: the folder was renamed. Name it "
+                f"{self._folder / str(inside)} again"
+            )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
         try:

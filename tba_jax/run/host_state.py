@@ -9,6 +9,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,8 @@ class Facts:
         run_id: the run's own name.
         fingerprints: names of what it was made of (`identity.KINDS`).
         format: in which it was written.
+        step: of the checkpoint; -1 in checkpoints that do not say.
+        config: flat config of the run; {} in checkpoints that do not hold it.
     """
 
     seed: int
@@ -44,6 +47,8 @@ class Facts:
     run_id: str = ""
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
     format: int = FORMAT
+    step: int = -1
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class HostState(NamedTuple):
@@ -81,6 +86,29 @@ def pack(state: HostState) -> bytes:
     return out.getvalue()
 
 
+def read_facts(path: Path) -> Facts:
+    """Return the facts of a host state file, without reading its arrays.
+
+    Raises:
+        CheckpointError: a format that this version does not know.
+        ValueError, KeyError, OSError, zipfile.BadZipFile: when the bytes are not intact.
+    """
+    with open(path, "rb") as file, np.load(file, allow_pickle=False) as entries:
+        return _facts(entries)
+
+
+def _facts(entries: Any) -> Facts:
+    facts: dict[str, Any] = {"format": 1}  # the first format did not name itself
+    if _FACTS_KEY in entries.files:
+        facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
+    if facts["format"] != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "
+            f"format {FORMAT}; continue the run with the version that config.json names"
+        )
+    return Facts(**facts)
+
+
 def unpack(data: bytes) -> HostState:
     """Inverse of `pack`.
 
@@ -89,6 +117,7 @@ def unpack(data: bytes) -> HostState:
         ValueError, KeyError, OSError, zipfile.BadZipFile: when the bytes are not intact.
     """
     with np.load(io.BytesIO(data), allow_pickle=False) as entries:
+        facts = _facts(entries)
         metas = json.loads(entries[_META_KEY].tobytes().decode())
         arrays: dict[str, dict[str, np.ndarray]] = {name: {} for name in metas}
         for full_key in entries.files:
@@ -96,13 +125,4 @@ def unpack(data: bytes) -> HostState:
                 name, key = full_key.split("/", 1)
                 arrays[name][key] = entries[full_key]
         parts = {name: PartState(arrays[name], meta) for name, meta in metas.items()}
-        # The first format named itself nowhere.
-        facts: dict[str, Any] = {"format": 1}
-        if _FACTS_KEY in entries.files:
-            facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
-    if facts["format"] != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "
-            f"format {FORMAT}; continue the run with the version that config.json names"
-        )
-    return HostState(Facts(**facts), parts)
+        return HostState(facts, parts)

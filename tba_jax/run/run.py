@@ -121,7 +121,8 @@ class Run:
     def host_state(self) -> HostState:
         """Everything that is not train state, copied, for one atomic checkpoint."""
         states = {name: part.state() for name, part in self.parts().items()}
-        return HostState(self.shared.facts, states)
+        step = self.trainer.step_index
+        return HostState(dataclasses.replace(self.shared.facts, step=step), states)
 
     def restore(self, state: HostState) -> None:
         """Put back what `host_state` saved; the train state is the trainer's constructor's."""

@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
+from tba_jax.config.retired import upgrade
 from tba_jax.config.schema import SETTINGS, Config, make_config
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
-from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.checkpoint import CheckpointError, Checkpoints
 from tba_jax.run.errors import UserError
 from tba_jax.run.modeling import describe_model, policy_config
 from tba_jax.run.placing import reading_mesh
@@ -31,15 +32,13 @@ def load_run_config(workdir: str) -> Config:
     Raises:
         UserError: the folder holds no run, or one of another version.
     """
-    saved = saved_config(local_folder(workdir))
+    saved = upgrade(saved_config(local_folder(workdir)))
     known = {name: math.inf if x == "inf" else x for name, x in saved.items() if name in SETTINGS}
     lost = sorted(saved.keys() - SETTINGS.keys())
-    missing = sorted(SETTINGS.keys() - saved.keys())
-    if lost or missing:
+    if lost:
         raise UserError(
-            f"the config of {workdir} is of another version of tba_jax: it has {lost or 'nothing'} "
-            f"that this one does not know, and lacks {missing or 'nothing'}. Use the version that "
-            "config.json names"
+            f"the config of {workdir} is of another version of tba_jax: this version does not know "
+            f"{', '.join(lost)}. Use the version that config.json names"
         )
     return make_config(known)
 
@@ -81,6 +80,11 @@ def load_policy(
         if newest is not None and (found := checkpoints.damage(newest)):
             raise checkpoints.damaged(newest, found)
         step, state, _ = checkpoints.restore(state, newest)
+        if int(state.step) != step:
+            raise CheckpointError(
+                f"{workdir}/checkpoints/{step} holds step {int(state.step)}: the folder was "
+                f"renamed. Name it {workdir}/checkpoints/{int(state.step)} again"
+            )
         params = state.params
     if policy.adapters is not None:
         _, host_states = checkpoints.restore_host_states()

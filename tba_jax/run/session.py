@@ -16,7 +16,7 @@ from tba_jax.run.errors import UserError
 from tba_jax.run.joining import start_cluster
 from tba_jax.run.workdir import (
     Outcome,
-    begin_run,
+    begin_or_continue,
     claim,
     finished_before,
     holds_run,
@@ -111,9 +111,7 @@ def train_in_bucket(
             mirror.fetch(lambda line: print(line, flush=True))
         except OSError as error:
             raise StorageError(f"{bucket} cannot be read: {error}") from error
-        if not holds_run(folder, config):
-            begin_run(folder, config)
-        elif is_finished(folder, config.num_steps):
+        if begin_or_continue(folder, config) and is_finished(folder, config.num_steps):
             return finished_before(config, folder)
         mirroring = Mirroring(mirror, hold, patience_s=config.checkpoint.timeout_s)
         hold.companion = mirroring

@@ -16,7 +16,7 @@ import jax
 
 from tba_jax.config.devices import validate_devices
 from tba_jax.config.resolved import shares_data
-from tba_jax.config.schema import Config
+from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
 from tba_jax.models import model as models
@@ -112,6 +112,7 @@ class Shared:
             self.num_searchers,
             run_id_of(self.workdir),
             fingerprints(self.config, self.task, self.model.folder),
+            config=flatten(self.config),
         )
 
 

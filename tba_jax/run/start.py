@@ -99,6 +99,11 @@ def open_start(
     for line in identity.check(newest, host_states[0].facts, facts, accepted):
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
+    if int(state.step) != newest:
+        raise CheckpointError(
+            f"checkpoint {newest} holds step {int(state.step)}: its folder was renamed. Give "
+            f"checkpoints/{newest} the name checkpoints/{int(state.step)} again"
+        )
     return Start(state, base, references, newest, tuple(host_states))
 
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import versions
+from tba_jax.config.retired import upgrade
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
+from tba_jax.run.ownership import inspect
 from tba_jax.storage import sealed
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ def holds_run(workdir: Path, config: Config) -> bool:
     """Whether the directory holds a run with this very config; only looks.
 
     Raises:
-        UserError: it holds a run with another config (the difference is shown), or it cannot be a
-            work directory.
+        UserError: it holds a run with another config (the difference is shown), files of another
+            program (see `ownership`), or it cannot be a work directory.
     """
     wild = sorted(set(str(workdir.absolute())) & _WILD)
     if wild:
@@ -64,11 +66,11 @@ def holds_run(workdir: Path, config: Config) -> bool:
             "checkpoints cannot be restored from: storage takes it for a pattern. Give another "
             "--workdir"
         )
-    path = workdir / "config.json"
-    # What failed before it left anything may be corrected in place.
-    if not (path.exists() and _is_begun(workdir)):
+    found = inspect(workdir)
+    # A start that failed before it left anything may be corrected in place.
+    if not (found.run_id and _is_begun(workdir)):
         return False
-    old = saved_config(workdir)
+    old = upgrade(found.config) if found.config else config_lib.flatten(config)
     lines = config_lib.difference(old, json.loads(json.dumps(config_lib.flatten(config))))
     if lines:
         raise UserError(
@@ -123,6 +125,27 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
         sealed.write(path, facts)
     except OSError as error:
         raise UserError(f"cannot write to the work directory {workdir}: {error}") from error
+
+
+def begin_or_continue(workdir: Path, config: Config) -> bool:
+    """Begin a run unless the directory holds one; whether it does.
+
+    A run whose config.json is lost gets it back: its checkpoint says which run it is.
+
+    Args:
+        workdir: held by this process.
+        config: of the run.
+
+    Raises:
+        UserError: as `holds_run` and `begin_run`.
+    """
+    if not holds_run(workdir, config):
+        begin_run(workdir, config)
+        return False
+    found = inspect(workdir)
+    if found.lost_config:
+        begin_run(workdir, config, found.run_id)
+    return True
 
 
 def _is_begun(workdir: Path) -> bool:
@@ -222,8 +245,7 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
         return None
     hold = Hold(FolderSlots(workdir))
     try:
-        if not holds_run(workdir, config):  # now that nobody else can begin one
-            begin_run(workdir, config)
+        begin_or_continue(workdir, config)  # no other process can begin one now
     except BaseException:
         hold.release()
         raise

@@ -7,13 +7,14 @@ knows nothing of what the objects mean. Invariant: a file is replaced whole or n
 """
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import google_crc32c
 from etils import epath
+
+from tba_jax.storage.whole_files import write_whole
 
 KEY = "crc32c"
 
@@ -46,9 +47,7 @@ def unseal(content: str | bytes) -> dict[str, Any]:
 
 def write(path: Path | epath.Path, facts: Mapping[str, Any]) -> None:
     """Replace a file."""
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(seal(facts), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_whole(path, seal(facts).encode())
 
 
 def read(path: Path | epath.Path) -> dict[str, Any]:

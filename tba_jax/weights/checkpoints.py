@@ -85,7 +85,7 @@ class CheckpointTransport(DeliveringTransport):
         check_same_tree(self._abstract, params)
         try:
             path = self._versions.path(version)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            self._versions.begin(version)
             self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
             self._writer.wait_until_finished()
             self._versions.add(version, self._keep, self._wanted())

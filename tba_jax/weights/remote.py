@@ -99,6 +99,8 @@ class VersionWriter:
         with self._changing:
             start = time.monotonic()
             copied = storable(jax.block_until_ready(self._program(params)))
+            if self._is_primary:
+                self._try(version, lambda: self._versions.begin(version))
             self._try(
                 version,
                 lambda: self._writer.save(

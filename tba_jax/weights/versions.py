@@ -7,6 +7,7 @@ does not know what weights are. Invariant: a version that is named and damaged i
 reader; an older one is, and that is said.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -15,6 +16,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from tba_jax.storage import counters, digests, sealed
+
+_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax has not completed
 
 
 class PublicationError(RuntimeError):
@@ -47,13 +50,32 @@ class Versions:
         """Its folder."""
         return self._folder / str(version)
 
+    def begin(self, version: int) -> None:
+        """Record that the run makes the folder of a version, before anything is written there.
+
+        Only recorded folders are ever deleted.
+
+        Raises:
+            PublicationError: another program's folder has that name. OSError: storage refuses.
+        """
+        self._folder.mkdir(parents=True, exist_ok=True)
+        made = self._made()
+        path = self.path(version)
+        if version not in made and path.exists():
+            raise PublicationError(
+                f"{path} exists and is not of this run, which is about to publish version "
+                f"{version} there. Move it away, then run the same command again"
+            )
+        self._record(self.named(), {*made, version})
+
     def add(self, version: int, keep: int, wanted: Collection[int] = ()) -> None:
-        """Name a version that is written; drop all but so many, and what kills have left.
+        """Name a version that is written; drop all but `keep`, and what killed processes left.
 
         Args:
-            version: nobody writes to it any more, nor to another.
-            keep: versions that stay; later ones than this are of steps that are made again.
-            wanted: older ones that stay, too.
+            version: its files are complete, and no other version is being written.
+            keep: number of versions that stay; later ones than this are of steps that are made
+                again.
+            wanted: older versions that stay, too.
 
         Raises:
             OSError: storage refuses.
@@ -62,17 +84,51 @@ class Versions:
         older = [v for v in self.named() if v < version]
         newest = [*older, version][-keep:]
         kept = sorted({*newest, *(v for v in older if v in wanted)})
-        content = {"session": self._session, "versions": kept, "time": time.time()}
-        sealed.write(self._marker, content)
-        for path in self._folder.iterdir():
-            if path.name not in map(str, kept):
-                path.rmtree(missing_ok=True)
+        made = self._made()
+        self._record(kept, {*made, version})
+        self._delete({*made, version} - {*kept})
+        self._record(kept, {*kept})
 
     def clear(self) -> None:
         """Drop what an earlier start of the run has left."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.iterdir():
-            path.rmtree()
+        made = self._made()
+        self._record((), made)
+        self._delete(made)
+        self._record((), ())
+
+    def _delete(self, versions: Collection[int]) -> None:
+        """Delete the folders of these versions, unfinished ones too; no symbolic links."""
+        for path in list(self._folder.iterdir()):
+            name = path.name.partition(_UNFINISHED)[0]
+            if name.isdigit() and int(name) in versions and not os.path.islink(path):
+                path.rmtree(missing_ok=True)
+
+    def _record(self, versions: Collection[int], made: Collection[int]) -> None:
+        content = {
+            "session": self._session,
+            "versions": sorted(versions),
+            "made": sorted(made),
+            "time": time.time(),
+        }
+        sealed.write(self._marker, content)
+
+    def _made(self) -> set[int]:
+        """Versions whose folders this run made; those with digests where the record is lost."""
+        try:
+            content = sealed.read(self._marker)
+            return {int(version) for version in content.get("made", content["versions"])}
+        except (OSError, ValueError, KeyError, TypeError):
+            return set(self._with_digests())
+
+    def _with_digests(self) -> list[int]:
+        """Versions whose folders have a list of digests, which only a run of tba_jax writes."""
+        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted(
+            int(path.name)
+            for path in found
+            if path.name.isdigit() and (path / digests.NAME).is_file()
+        )
 
     def named(self) -> list[int]:
         """Versions in `versions.json`; those that have digests where it is lost or damaged."""
@@ -84,12 +140,7 @@ class Versions:
         except (OSError, ValueError, KeyError, TypeError):
             if self._session:
                 return []  # files do not say whose they are
-            found = self._folder.iterdir() if self._folder.is_dir() else ()
-            return sorted(
-                int(path.name)
-                for path in found
-                if path.name.isdigit() and (path / digests.NAME).is_file()
-            )
+            return self._with_digests()
 
     def damage(self, version: int) -> list[str]:
         """What of a version is not as it was written, a clause for each file."""

@@ -225,6 +225,23 @@ def test_a_figure_that_can_no_longer_be_drawn_is_removed(tmp_path):
     assert not (tmp_path / "plots" / "timeline.png").exists()
 
 
+@pytest.mark.parametrize("loss", ["missing", "empty", "shortened"])
+def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys, loss):
+    run = tmp_path / "run"
+    fake_workdir(run, num_steps=4)
+    assert main([str(run)]) == 0
+    page, metrics = (run / "report.html").read_bytes(), run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:3]) if loss == "shortened" else "")
+    if loss == "missing":
+        metrics.unlink()
+    capsys.readouterr()
+    assert main([str(run)]) == 1
+    line = capsys.readouterr().err
+    assert "report.json is of step 4: lines are missing" in line and "left as it is" in line
+    assert (run / "report.html").read_bytes() == page
+
+
 def test_command_reports_and_refuses(tmp_path, capsys):
     fake_workdir(tmp_path / "run", num_steps=4)
     assert main([str(tmp_path / "run")]) == 0

@@ -243,8 +243,8 @@ def test_what_kills_have_left_and_steps_that_are_made_again_are_dropped(tmp_path
     for version in (3, 5):
         deliver(transport, version, tree(float(version)))
     transport.close()
+    Versions(tmp_path).begin(6)
     (tmp_path / "weights" / "6.orbax-checkpoint-tmp").mkdir()
-    (tmp_path / "versions.json").unlink()
     transport = checkpoints(tmp_path)
     deliver(transport, 4, tree(4.0))
     transport.close()
