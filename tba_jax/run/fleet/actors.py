@@ -67,9 +67,10 @@ class TrainerProcess:
     @ray.method(concurrency_group="driver")
     def address(self) -> str:
         """HOST:PORT of this machine that is free at the moment."""
+        host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
 
     @ray.method(concurrency_group="run")
     def run(self, number: int = 0, *addresses: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ death is one line, and deaths without progress between them end the run with the
 
 import contextlib
 import dataclasses
+import ipaddress
 import logging
 import os
 import secrets
@@ -31,6 +32,7 @@ from tba_jax.run.workdir import Outcome, claim, finished_before
 
 _LOOK_S = 0.2  # between two looks at everything
 _REMIND_S = 60.0  # between two lines about a machine that is waited for
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # read by Ray when it is imported
 _AGAIN_S = 1.0  # before a searcher that failed is made again
 
 
@@ -59,7 +61,7 @@ def train_fleet(
     if hold is None:
         return finished_before(config, workdir)
     workdir = workdir.absolute()
-    with hold, _ray(config) as ray:
+    with hold, _ray(config, display) as ray:
         fleet = _Fleet(ray, config, workdir, hold, accept_changed, display)
         try:
             return fleet.run(interrupted)
@@ -68,8 +70,13 @@ def train_fleet(
 
 
 @contextlib.contextmanager
-def _ray(config: Config) -> Iterator[Any]:
-    """Ray, connected; signals stay ours."""
+def _ray(config: Config, display: Display) -> Iterator[Any]:
+    """Connect to Ray, and keep the signal handlers of this process."""
+    address = config.fleet.address
+    if address == "local":
+        # Makes 127.0.0.1 the address of the node, so that all of Ray listens on loopback.
+        # `ray.init(_node_ip_address="127.0.0.1")` replaces it by that of a network interface.
+        os.environ.setdefault(_LOOPBACK, "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
     # step would take a minute. It reads this when it starts a cluster, not when it joins one.
@@ -85,7 +92,6 @@ def _ray(config: Config) -> Iterator[Any]:
         ) from error
     numbers = (signal.SIGINT, signal.SIGTERM)
     handlers = [signal.getsignal(number) for number in numbers]
-    address = config.fleet.address
     options: dict[str, Any] = {"address": address}
     if address == "local":
         # Processes, not cores: a laptop's share its cores among as many as are asked for.
@@ -106,6 +112,13 @@ def _ray(config: Config) -> Iterator[Any]:
         for number, handler in zip(numbers, handlers, strict=True):
             if handler is not None:
                 signal.signal(number, handler)
+        host = ray.util.get_node_ip_address()
+        if address == "local" and not ipaddress.ip_address(host).is_loopback:
+            display.note(
+                f"config.fleet.address = 'local': Ray listens on every interface, as {host}: it "
+                f"was imported before {_LOOPBACK}=0 was set. Set this environment variable before "
+                "Python starts"
+            )
         yield ray
     finally:
         ray.shutdown()

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray cluster that a local fleet starts is reachable from this machine alone."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
+ROOT = Path(__file__).parents[3]
+START = """
+import os, types
+{before}
+from fleets import below
+from listening import beyond_loopback, listening
+from tba_jax.config.schema import make_config
+from tba_jax.run.fleet.driver import _ray
+notes = []
+display = types.SimpleNamespace(note=notes.append)
+with _ray(make_config({{"placement": "fleet"}}), display):
+    pids = [os.getpid(), *(pid for pid, _ in below(os.getpid()))]
+    print(len(listening(pids)) > 3, bool(beyond_loopback(pids)), notes)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "import ray"])
+def test_ray_listens_on_loopback_or_the_run_says_that_it_does_not(before):
+    """Ray reads the setting when it is imported, which a notebook may have done before."""
+    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
+    done = subprocess.run(
+        [sys.executable, "-c", START.format(before=before)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    listens, is_reachable, notes = done.stdout.splitlines()[-1].split(" ", 2)
+    assert listens == "True"
+    if not before:
+        assert (is_reachable, notes) == ("False", "[]")
+    # Without a network Ray is on loopback whatever it read.
+    assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in notes) == (is_reachable == "True")
