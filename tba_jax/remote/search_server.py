@@ -83,6 +83,7 @@ class SearchServer:
         self._version = -1
         self._step = 0
         self._has_ended = False
+        self._num_searchers_lost = 0
         self._num_lost = self._num_duplicates = self._num_fenced = 0
         self._num_bytes = 0
         self._put_s: collections.deque[float] = collections.deque(maxlen=_KEPT_LATENCIES)
@@ -247,15 +248,20 @@ class SearchServer:
                     )
             return found
 
-    def lose_host(self, searchers: Sequence[int], reason: str) -> None:
-        """Count these searchers as lost at once: their process is known to have ended."""
+    def lose_host(self, searchers: Sequence[int], reason: str = "") -> None:
+        """Count these searchers as lost at once: their process is known to have ended.
+
+        Args:
+            searchers: their searcher IDs.
+            reason: logged; "": the caller reports the end of the process.
+        """
         with self._lock:
             lost = [i for i in searchers if self._searchers[i].is_connected]
             for searcher in lost:
                 record = self._searchers[searcher]
                 self._lose_open_tickets(searcher, record)
                 record.is_lost = True
-            if lost:
+            if lost and reason:
                 self._log(f"{_name(lost)} on {self._searchers[lost[0]].host} is lost: {reason}")
 
     def close(self) -> None:
@@ -271,6 +277,8 @@ class SearchServer:
                 "fleet/hosts": len({s.host for s in connected}),
                 "fleet/searchers": len(connected),
                 "fleet/slots": len(self._searchers),
+                "fleet/joins": sum(s.num_joins for s in self._searchers.values()),
+                "fleet/searchers_lost": self._num_searchers_lost,
                 "fleet/lost": self._num_lost,
                 "fleet/rejoined": sum(max(0, s.num_joins - 1) for s in self._searchers.values()),
                 "fleet/duplicates": self._num_duplicates,
@@ -389,6 +397,7 @@ class SearchServer:
         if record.is_connected:
             record.outbox.lose(len(record.open_tickets) * self._settings.responses_per_ticket)
             self._num_lost += len(record.open_tickets)
+            self._num_searchers_lost += 1
             self._admission.set_open(searcher, [])
             self._withdraw_lease(record)
 

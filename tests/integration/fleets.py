@@ -73,13 +73,23 @@ class Fleet:
         path = self.workdir / "metrics.jsonl"
         return path.read_text().count('"train/loss"') if path.exists() else 0
 
-    def kill(self, name, which=0):
-        """End the process of an actor without a word; whether there was one."""
-        found = [pid for pid, words in below(self._root) if words.startswith(f"ray::{name}")]
+    def kill(self, name, which=0, number=signal.SIGKILL):
+        """Send a signal to the process of an actor; whether there was one."""
+        found = self.pids(f"ray::{name}")
         if not found:
             return False
-        os.kill(found[which % len(found)], signal.SIGKILL)
+        os.kill(found[which % len(found)], number)
         return True
+
+    def pids(self, beginning=""):
+        """Processes of the run whose command line begins so; without one, all below the command."""
+        return [pid for pid, words in below(self._root) if words.startswith(beginning)]
+
+    def metrics(self, name):
+        """Values of a metric at each step that is logged."""
+        lines = (self.workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record[name] for record in records if "train/loss" in record]
 
     def end(self):
         """Its exit code."""

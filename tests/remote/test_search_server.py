@@ -230,6 +230,26 @@ def test_the_staleness_bound_counts_from_the_weights_of_the_searcher():
     house.check()
 
 
+def test_a_searcher_whose_process_ended_is_lost_at_once():
+    house = House()
+    caller, _ = (seat.key for seat in house.join(0, 1).starts)
+    house.request(caller, 2, 0)
+    for reason in ("", "its machine is gone"):  # the second report is of a known loss
+        house.server.lose_host([0], reason)
+        metrics = house.server.metrics()
+        assert metrics["fleet/searchers"] == metrics["fleet/searchers_lost"] == 1
+        assert house.outboxes[0].counts.lost == 4 and house.admission.num_under_way == 0
+        assert " is lost" not in house.lines[-1]
+    assert not house.server.lose_silent_searchers()
+    house.join(0)
+    metrics = house.server.metrics()
+    assert metrics["fleet/searchers"] == 2 and metrics["fleet/joins"] == 3
+    assert metrics["fleet/searchers_lost"] == 1
+    house.server.lose_host([1], "its machine is gone")
+    assert house.lines[-1] == "searcher 1 on a is lost: its machine is gone"
+    house.check()
+
+
 def test_a_silent_searcher_is_lost_until_its_next_message():
     house = House()
     caller, other = (seat.key for seat in house.join(0, 1).starts)

@@ -93,6 +93,11 @@ class TrainerProcess:
         return self._host.news(since)
 
     @ray.method(concurrency_group="driver")
+    def searchers_died(self, searchers: Sequence[int]) -> None:
+        """`TrainerHost.searchers_died`."""
+        self._host.searchers_died(searchers)
+
+    @ray.method(concurrency_group="driver")
     def interrupt(self) -> None:
         """`TrainerHost.interrupt`."""
         self._host.interrupt()

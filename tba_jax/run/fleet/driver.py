@@ -23,6 +23,7 @@ from typing import Any
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
+from tba_jax.devices.worker import StopFlag
 from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.fleet.machines import Machines
@@ -151,6 +152,7 @@ class _Searchers:
     """A process of searchers, as the driver sees it."""
 
     name: str
+    numbers: range
     handle: Any
     asked: Any = None  # its status, under way
     asked_at: float = 0.0
@@ -195,7 +197,9 @@ class _Fleet:
         self._deaths = 0
         self._step = self._newest_step()
         self._is_interrupted = False
-        self._machines = Machines(ray.nodes)
+        self._stop = StopFlag()
+        self._machines = Machines(ray.nodes, ray.get_runtime_context().get_node_id())
+        self._machines.start(self._stop)
         self._make_trainer()
         each = config.num_searchers
         self._searchers = [
@@ -215,13 +219,30 @@ class _Fleet:
                 self._is_interrupted = True
                 self._trainer.interrupt.remote()
             self._hold.check()
-            for line in self._machines.changes():
-                self._display.note(line)
+            self._check_cluster()
             for searchers in self._searchers:
                 self._look_at(searchers)
 
+    def _check_cluster(self) -> None:
+        """Show machines that joined or left.
+
+        Raises:
+            FleetError: the cluster does not work any more.
+        """
+        self._stop.check()
+        for line in self._machines.changes():
+            self._display.note(line)
+        if why := self._machines.failure():
+            address = self._config.fleet.address
+            start = "" if address == "local" else "Start the cluster again (ray start --head). "
+            raise FleetError(
+                f"config.fleet.address = {address!r}: {why}. {start}The same command resumes from "
+                f"the newest checkpoint{_at(self._newest_step())}"
+            )
+
     def close(self) -> None:
         """End all processes."""
+        self._stop.set()
         for handle in [*self._members, *(each.handle for each in self._searchers)]:
             self._ray.kill(handle)
 
@@ -258,7 +279,7 @@ class _Fleet:
             max_concurrency=2,
             **options,
         ).remote(self._fields, str(self._workdir), list(slots), self._namespace)
-        return _Searchers(name, handle, reminded_at=time.monotonic())
+        return _Searchers(name, slots, handle, reminded_at=time.monotonic())
 
     def _relay(self) -> None:
         """Show what the trainer has to say, and end one that says nothing any more."""
@@ -375,6 +396,7 @@ class _Fleet:
                     f"{searchers.name} is gone ({_brief(error)}); it starts again where there is "
                     "room"
                 )
+                self._trainer.searchers_died.remote(list(searchers.numbers))
             searchers.is_up, searchers.num_lines, searchers.reminded_at = False, 0, now
             return
         if not searchers.is_up:
@@ -398,6 +420,7 @@ class _Fleet:
                 f"the last time: {why}. Mend that; the same command resumes"
             )
         self._display.note(f"{searchers.name} failed: {why}; it is begun anew")
+        self._trainer.searchers_died.remote(list(searchers.numbers))
         self._ray.kill(searchers.handle, no_restart=False)
 
 

@@ -1,59 +1,81 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machines of a cluster, as they come and go.
+"""Machines of a Ray cluster, and whether the cluster still works.
 
-What a process that died was on, Ray says late or not at all; that a machine is gone its own list
-says. It knows no processes. Invariant: a coming and a going is one line each, told once.
+Ray reports late, or not at all, on which machine a process died. Its list of machines is current
+within seconds. Invariant: each machine that joins or leaves is reported in one line, once.
 """
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_EVERY_S = 2.0
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.searcher_table import BoundedClock
+
+# Ray ends a process without an exception when the GCS has been away for 60 s.
+GCS_TIMEOUT_S = 30.0
+_PERIOD_S = 2.0
 
 
 class Machines:
-    """Watches Ray's list of machines.
+    """Poll Ray's list of machines on a thread, because the call has no deadline.
 
     Args:
         list_nodes: `ray.nodes`.
+        own: Ray's ID of the node that this process belongs to.
         clock: seconds.
     """
 
     def __init__(
         self,
         list_nodes: Callable[[], Sequence[Mapping[str, Any]]],
+        own: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._list_nodes = list_nodes
-        self._clock = clock
-        self._there = self._look()
-        self._looked_at = clock()
+        self._own = own
+        self._time = BoundedClock(clock, max_jump_s=GCS_TIMEOUT_S / 4)
+        self._lock = threading.Lock()
+        self._alive: dict[str, str] | None = None  # name by node ID, of the newest list
+        self._lines: list[str] = []
+        self._answered_s = self._time()
 
-    def changes(self) -> list[str]:
-        """What came and what went since the last look, a line each; looks every few seconds."""
-        now = self._clock()
-        if now - self._looked_at < _EVERY_S:
-            return []
-        self._looked_at = now
-        before, self._there = self._there, self._look()
-        gone = [
-            f"machine {name} is gone" for node, name in before.items() if node not in self._there
-        ]
-        come = [
-            f"machine {name} has come" for node, name in self._there.items() if node not in before
-        ]
-        return gone + come
+    def start(self, stop: StopFlag) -> None:
+        """Poll until `stop`; `stop.check()` raises what a call raised."""
+        Worker("machines", self.poll, stop, idle_s=_PERIOD_S).start()
 
-    def _look(self) -> dict[str, str]:
-        """Machines that are alive, and their names as the report has them."""
-        return {
+    def poll(self) -> bool:
+        """Get the list once."""
+        alive = {
             str(node["NodeID"]): machine_name(node["NodeManagerHostname"], node["NodeID"])
             for node in self._list_nodes()
             if node["Alive"]
         }
+        with self._lock:
+            before = alive if self._alive is None else self._alive
+            self._lines += [f"machine {before[i]} is gone" for i in before if i not in alive]
+            self._lines += [f"machine {alive[i]} has come" for i in alive if i not in before]
+            self._alive, self._answered_s = alive, self._time()
+        return False
+
+    def changes(self) -> list[str]:
+        """Return a line for each machine that joined or left since the last call."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            return lines
+
+    def failure(self) -> str:
+        """Return why this process cannot use the cluster any more; "" while it can."""
+        with self._lock:
+            silent_s = self._time() - self._answered_s
+            if silent_s > GCS_TIMEOUT_S:
+                return f"Ray's control service (GCS) has not answered for {silent_s:.0f} s"
+            if self._alive is not None and self._own not in self._alive:
+                return "the Ray node of the driver (its raylet process) is dead"
+            return ""
 
 
 def machine_name(hostname: str, node: str) -> str:
-    """Host and the beginning of Ray's number: one host can be several machines of Ray's."""
+    """Return the host and the start of Ray's node ID, as one host can have several nodes."""
     return f"{hostname}/{node[:6]}"

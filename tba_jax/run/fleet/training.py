@@ -13,7 +13,7 @@ import functools
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,11 @@ class TrainerHost:
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
         """Return what the driver shows; see `Relay.since`."""
         return self._relay.since(since)
+
+    def searchers_died(self, searchers: Sequence[int]) -> None:
+        """Count these searchers as lost; a trainer that is starting has none."""
+        if self._search_server is not None:
+            self._search_server.lose_host(searchers)
 
     def interrupt(self) -> None:
         """Save after the current step and end."""

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A local fleet reports each death at once, and ends when its Ray cluster is dead."""
+
+import os
+import signal
+import time
+
+import pytest
+from fleets import Fleet, check
+from listening import beyond_loopback
+
+pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1600)]
+
+
+def running(pids):
+    """Those of these processes that have not ended."""
+    return [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe")]
+
+
+@pytest.mark.parametrize(
+    ("process", "why"),
+    [
+        ("raylet", "the Ray node of the driver (its raylet process) is dead"),
+        ("gcs_server", "Ray's control service (GCS) has not answered for 30 s"),
+    ],
+)
+def test_a_dead_cluster_ends_the_run_and_the_same_command_resumes(process, why, tmp_path):
+    fleet = Fleet(tmp_path / "run", num_steps=100_000)
+    fleet.until_step(5)
+    pids = fleet.pids()
+    (victim,) = [p for p in pids if os.path.basename(os.readlink(f"/proc/{p}/exe")) == process]
+    os.kill(victim, signal.SIGKILL)
+    killed_s = time.monotonic()
+    assert fleet.end() == 1, fleet.told()
+    assert time.monotonic() - killed_s < 59  # then Ray ends the process without an exception
+    last = fleet.told().splitlines()[-1]
+    assert last.startswith(f"error: config.fleet.address = 'local': {why}"), fleet.told()
+    assert "The same command resumes from the newest checkpoint (step " in last
+    deadline = time.monotonic() + 90  # Ray's agents look for the GCS for 60 s
+    while left := running(pids):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.5)
+    step = fleet.num_steps()
+    again = Fleet(tmp_path / "run", num_steps=100_000)
+    again.until_step(step + 5)
+    assert "resumed" in again.told()
+    again.process.send_signal(signal.SIGTERM)
+    assert again.end() == 128 + signal.SIGTERM, again.told()
+
+
+def test_a_death_of_a_searcher_is_in_the_metrics_before_it_joins_again(tmp_path):
+    fleet = Fleet(tmp_path / "run", num_steps=100_000)
+    fleet.until(lambda: fleet.told().count(" joined") == 2)
+    fleet.until_step(5)
+    assert fleet.kill("SearcherProcess")
+    fleet.until(lambda: "it starts again where there is room" in fleet.told())
+    fleet.until(lambda: fleet.metrics("fleet/searchers")[-1] == 1)
+    assert fleet.metrics("fleet/searchers_lost")[-1] == 1
+    assert " joined again" not in fleet.told()
+    fleet.until(lambda: fleet.metrics("fleet/joins")[-1] == 3)
+    assert fleet.metrics("fleet/searchers")[-1] == 2 and " joined again" in fleet.told()
+    fleet.process.send_signal(signal.SIGTERM)
+    assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
+
+
+def test_a_searcher_that_is_stopped_for_30_s_is_lost_and_found_again(tmp_path):
+    """Its process is not replaced, and no response is counted twice."""
+    fields = {"fleet.silence_s": 10, "num_steps": 1200, "checkpoint.period": 50}
+    fleet = Fleet(tmp_path / "run", **fields)
+    fleet.until(lambda: fleet.told().count(" joined") == 2)
+    fleet.until_step(5)
+    searchers = fleet.pids("ray::SearcherProcess")
+    assert fleet.kill("SearcherProcess", number=signal.SIGSTOP)
+    step = fleet.num_steps()
+    time.sleep(30)
+    assert "is lost: no message for" in fleet.told()
+    assert fleet.num_steps() > step and fleet.metrics("fleet/searchers")[-1] == 1
+    assert fleet.kill("SearcherProcess", number=signal.SIGCONT)
+    fleet.until(lambda: " is back after " in fleet.told())
+    fleet.until(lambda: fleet.metrics("fleet/searchers")[-1] == 2)
+    assert fleet.pids("ray::SearcherProcess") == searchers
+    assert fleet.metrics("fleet/searchers_lost")[-1] == 1
+    assert fleet.end() == 0, fleet.told()
+    report = check(fleet.workdir, fields["num_steps"])
+    assert [each["joins"] for each in report["fleet"]["by_searcher"]] == [1, 1]
+
+
+def test_a_trainer_that_dies_alone_is_replaced_while_searchers_live_on(tmp_path):
+    fleet = Fleet(tmp_path / "run", num_steps=60)
+    fleet.until(lambda: fleet.told().count(" joined") == 2)
+    fleet.until_step(5)
+    searchers = fleet.pids("ray::SearcherProcess")
+    assert fleet.kill("TrainerProcess")
+    fleet.until_step(10)
+    assert fleet.pids("ray::SearcherProcess") == searchers
+    assert fleet.told().count("the trainer died (its process ended); it is made again") == 1
+    assert fleet.end() == 0, fleet.told()
+    check(fleet.workdir, 60)
+
+
+@pytest.mark.parametrize("trainer_hosts", [1, 2])
+def test_a_local_fleet_listens_on_loopback_alone(trainer_hosts, tmp_path):
+    fields = {"fleet.trainer_hosts": trainer_hosts, "mesh.data": trainer_hosts}
+    fleet = Fleet(tmp_path / "run", num_steps=100_000, **fields)
+    fleet.until_step(3)
+    reachable = beyond_loopback([fleet.process.pid, *fleet.pids()])
+    fleet.process.send_signal(signal.SIGTERM)
+    assert fleet.end() == 128 + signal.SIGTERM, fleet.told()
+    assert reachable == {}
