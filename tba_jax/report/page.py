@@ -338,7 +338,8 @@ def _fleet(run: Run) -> str:
         return ""
     text = (
         f"{fleet['searchers']:.0f} of {fleet['slots']:.0f} searchers were there at the end, on "
-        f"{fleet['hosts']:.0f} hosts. {fleet['rejoined']:.0f} times one came back, "
+        f"{fleet['hosts']:.0f} hosts. {fleet.get('searchers_lost', 0):.0f} times one died or "
+        f"missed its heartbeat, {fleet['rejoined']:.0f} times one came back, "
         f"{fleet['lost']:.0f} tickets were lost with one and drawn again; "
         f"{fleet['put_bytes'] / 1e6:,.1f} MB of responses came in"
     )

@@ -96,7 +96,9 @@ def test_a_trainer_that_dies_alone_is_replaced_while_searchers_live_on(tmp_path)
     assert fleet.pids("ray::SearcherProcess") == searchers
     assert fleet.told().count("the trainer died (its process ended); it is made again") == 1
     assert fleet.end() == 0, fleet.told()
-    check(fleet.workdir, 60)
+    report = check(fleet.workdir, 60)
+    restarts = fleet.metrics("fleet/trainer_restarts")
+    assert restarts[0] == 0 and restarts[-1] == 1 == report["fleet"]["trainer_restarts"]
 
 
 @pytest.mark.parametrize("trainer_hosts", [1, 2])

@@ -58,11 +58,17 @@ class TrainerProcess:
     """`training.TrainerHost` in a process of its own."""
 
     def __init__(
-        self, fields: dict[str, Any], workdir: str, accept_changed: list[str], token: str
+        self,
+        fields: dict[str, Any],
+        workdir: str,
+        accept_changed: list[str],
+        token: str,
+        num_restarts: int = 0,
     ) -> None:
         from tba_jax.run.fleet.training import TrainerHost
 
-        self._host = TrainerHost(restored(fields), Path(workdir), accept_changed, token)
+        config = restored(fields)
+        self._host = TrainerHost(config, Path(workdir), accept_changed, token, num_restarts)
 
     @ray.method(concurrency_group="driver")
     def address(self) -> str:

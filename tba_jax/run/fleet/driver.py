@@ -255,7 +255,13 @@ class _Fleet:
                 namespace=self._namespace,
                 max_restarts=0,
                 **options,
-            ).remote(self._fields, str(self._workdir), self._accept_changed, self._token)
+            ).remote(
+                self._fields,
+                str(self._workdir),
+                self._accept_changed,
+                self._token,
+                self._num_trainers,
+            )
             for member in range(self._config.fleet.trainer_hosts)
         ]
         self._trainer = self._members[0]

@@ -47,14 +47,21 @@ class TrainerHost:
         workdir: claimed by the driver.
         accept_changed: as in `conduct`.
         token: bearer token of the run's channel.
+        num_restarts: trainers of this run that its driver has replaced.
     """
 
     def __init__(
-        self, config: Config, workdir: Path, accept_changed: Collection[str], token: str
+        self,
+        config: Config,
+        workdir: Path,
+        accept_changed: Collection[str],
+        token: str,
+        num_restarts: int = 0,
     ) -> None:
         self._config = config
         self._workdir = workdir
         self._accept_changed = accept_changed
+        self._num_restarts = num_restarts
         self._relay = Relay()
         self._interrupted = threading.Event()
         self._search_server: SearchServer | None = None
@@ -88,7 +95,9 @@ class TrainerHost:
             cluster = join_gang(self._config, coordinator, number)
         else:
             cluster = start_cluster(self._config)
-        lead = functools.partial(drive_fleet, set_server=self._set_server)
+        lead = functools.partial(
+            drive_fleet, set_server=self._set_server, num_restarts=self._num_restarts
+        )
         with peer_errors(cluster):
             outcome = conduct(
                 self._config,
@@ -126,6 +135,7 @@ def drive_fleet(
     interrupted: Callable[[], bool],
     *,
     set_server: Callable[[SearchServer | None], None],
+    num_restarts: int = 0,
 ) -> None:
     """Train concurrently with remote searchers until the last step or an interruption.
 
@@ -133,6 +143,7 @@ def drive_fleet(
         run: its searchers only hold counters.
         interrupted: checked between steps.
         set_server: as in `serving`.
+        num_restarts: as in `TrainerHost`.
     """
     searchers = run.search.searchers
     streams = run.search.streams if isinstance(run.search, Search) else ()
@@ -155,10 +166,10 @@ def drive_fleet(
 
     def figures() -> dict[str, float]:
         server.set_step(run.trainer.step_index)
-        return server.metrics()
+        return {**server.metrics(), "fleet/trainer_restarts": float(num_restarts)}
 
     run.sections["fleet"] = lambda: {
-        **{name.removeprefix("fleet/"): value for name, value in server.metrics().items()},
+        **{name.removeprefix("fleet/"): value for name, value in figures().items()},
         "by_searcher": server.searchers(),
     }
     with serving(server, set_server):
