@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectory Balance on one page: sample groups, grade, compute the loss, update.
+
+    python docs/one_page.py [--steps=40]
+
+The algorithm of `python -m tba_jax.main --config=math` with one searcher, one thread and a small
+replay buffer: no placement, checkpoints or logs. Start here with a new idea: change the reward, the
+loss or the way groups are drawn, and run the file. It takes about half a minute on two CPU cores.
+The model is embedded in the package; `--model` takes any Hugging Face folder.
+
+Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3.
+"""
+
+import argparse
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.flow.padding import left_pad
+from tba_jax.models import model as models
+from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.scoring import Scoring
+from tba_jax.tasks.arithmetic import problem
+from tba_jax.train.objectives.base import summed
+from tba_jax.train.objectives.tb import TrajectoryBalance
+
+PROMPTS = 16  # p: prompts of a batch
+GROUP = 8  # K: responses to each prompt
+BETA = 0.05  # coefficient of the KL term; the target is reference * exp(reward / BETA)
+PROMPT_TOKENS, RESPONSE_TOKENS = 16, 24  # longest prompt and response
+SYNC_PERIOD = 2  # steps for which the searcher keeps its weights
+FRESH = 0.5  # m: share of the batches that hold the newest groups; the others are replayed
+LEARNING_RATE = 2e-4
+
+
+class Groups(NamedTuple):
+    """Responses to p prompts, K to each, as arrays.
+
+    Attributes:
+        tokens: int32 [p k s], prompt left-padded and response right-padded.
+        prompt_lengths, response_lengths: int32 [p k].
+        rewards: float32 [p k].
+        reference: float32 [p k], log-probability of each response under the start model.
+    """
+
+    tokens: np.ndarray
+    prompt_lengths: np.ndarray
+    response_lengths: np.ndarray
+    rewards: np.ndarray
+    reference: Any
+
+
+def reward(response: str, answer: int) -> float:
+    """1 if the last integer of the response is the answer."""
+    last = response.replace(":", ",").replace("=", ",").split(",")[-1]
+    return float(last == str(answer))
+
+
+def make_logprob(config: Any) -> Any:
+    """Return (params, groups) -> log pi(y|x), float32 [p k], summed over the response tokens."""
+
+    def logprob(params: Any, groups: Groups) -> jax.Array:
+        by_token = token_logprobs(
+            params,
+            groups.tokens,
+            groups.prompt_lengths,
+            groups.response_lengths,
+            response_bucket=RESPONSE_TOKENS,
+            config=config,
+            scoring=Scoring(),
+        )
+        return by_token.sum(-1)
+
+    return logprob
+
+
+def sample(
+    decoder: Decoder, params: Any, tokenizer: Any, indices: Sequence[int], key: jax.Array
+) -> Groups:
+    """Sample K responses to each of these problems, and grade them."""
+    problems = [problem(index, "train") for index in indices]
+    prompts = [tokenizer.encode(text, add_bos=True) for text, _ in problems]
+    drawn = decoder.decode(
+        params,
+        prompts,
+        num_samples=GROUP,
+        key=key,
+        settings=SamplingSettings(RESPONSE_TOKENS, temperature=1.0),
+    )
+    rewards = [
+        [reward(tokenizer.decode(y[:n]), answer) for y, n in zip(ys, ns, strict=True)]
+        for ys, ns, (_, answer) in zip(drawn.tokens, drawn.lengths, problems, strict=True)
+    ]
+    padded = left_pad(prompts, PROMPT_TOKENS, tokenizer.pad_id)
+    return Groups(
+        tokens=np.concatenate([np.repeat(padded[:, None], GROUP, 1), drawn.tokens], -1),
+        prompt_lengths=np.repeat([[len(x)] for x in prompts], GROUP, 1),
+        response_lengths=drawn.lengths,
+        rewards=np.array(rewards, np.float32),
+        reference=np.zeros((len(prompts), GROUP), np.float32),
+    )
+
+
+def train(model: str, num_steps: int, seed: int = 0) -> list[float]:
+    """Train the model; return the mean reward of the new groups of each publication."""
+    found = models.load(model)
+    config, params, tokenizer = found.config, found.params, found.tokenizer
+    reference_params = params
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.float32,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=(PROMPT_TOKENS,),
+        max_length=PROMPT_TOKENS + RESPONSE_TOKENS,
+    )
+    logprob = make_logprob(config)
+    reference_logprob = jax.jit(logprob)
+    objective = TrajectoryBalance()
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
+
+    def loss_fn(params: Any, groups: Groups) -> jax.Array:
+        # residual = log pi - log pi_ref - r / beta; the loss is its variance in a group (eq. 3).
+        data = summed(logprob(params, groups), groups.reference, groups.rewards)
+        return objective(data, BETA).loss
+
+    @jax.jit
+    def update(params: Any, state: Any, groups: Groups) -> tuple[Any, Any]:
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, groups), state, params)
+        return optax.apply_updates(params, updates), state
+
+    state, draws = optimizer.init(params), np.random.default_rng(seed)
+    buffer: deque[Groups] = deque(maxlen=16)
+    means: list[float] = []
+    for step in range(num_steps):
+        if step % SYNC_PERIOD == 0:  # publish, search, merge
+            key = jax.random.fold_in(jax.random.key(seed), step)
+            indices = range(step * PROMPTS, (step + 1) * PROMPTS)
+            groups = sample(decoder, params, tokenizer, indices, key)
+            buffer.append(groups._replace(reference=reference_logprob(reference_params, groups)))
+            means.append(float(groups.rewards.mean()))
+            print(f"step {step:3d}  reward {means[-1]:.3f}", flush=True)
+        is_fresh = draws.random() < FRESH
+        batch = buffer[-1] if is_fresh else buffer[draws.integers(len(buffer))]
+        params, state = update(params, state, batch)
+    return means
+
+
+def main() -> None:
+    """Read the flags and train."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="embedded:start_model", help="Hugging Face folder")
+    parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    train(args.model, args.steps, args.seed)
+
+
+if __name__ == "__main__":
+    main()
