@@ -29,7 +29,7 @@ from tba_jax.devices.site import Site
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
-from tba_jax.run.beside import DELIVERY_S
+from tba_jax.run.async_search import DELIVERY_S
 from tba_jax.run.compiling import first_batch
 from tba_jax.run.modeling import START_MODEL, make_publication_program
 from tba_jax.run.placing import Sites

@@ -20,7 +20,8 @@ from tba_jax.report.jsonl import sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
-from tba_jax.run import drivers, evaluations
+from tba_jax.run import evaluations
+from tba_jax.run.async_search import drive_async
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
 from tba_jax.run.closing import host_counts, write_report_json
@@ -30,6 +31,7 @@ from tba_jax.run.rescue import rescue
 from tba_jax.run.rewarding import make_task
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
+from tba_jax.run.sync_search import drive_sync
 from tba_jax.run.whole_hosts.team import Team
 from tba_jax.run.workdir import Outcome
 
@@ -167,7 +169,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
             evaluations.evaluate_start_model(run)
     # A gang has searchers for its last evaluation, too, and meets them where it drives.
     if begun < config.num_steps or is_gang(config):
-        own = drivers.drive_sync if config.driver == "sync" else drivers.drive_async
+        own = drive_sync if config.driver == "sync" else drive_async
         (drive or own)(run, interrupted)
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.jsonl import parse_line, read_lines, stream_jsonl
 from tba_jax.report.lines import wrong_event
-from tba_jax.run.beside import after_step
-from tba_jax.run.drivers import searches_of
+from tba_jax.run.async_search import searches_of
+from tba_jax.run.loop import after_step
 from tba_jax.run.run import Run
 from tba_jax.run.searching import Search
 from tba_jax.search.continuous import ContinuousSearch, Finished, Ticket

@@ -46,7 +46,7 @@ from tba_jax.remote.messages import (
     JoinResponse,
     SearcherStart,
 )
-from tba_jax.run.beside import DELIVERY_S, POLL_S, STOP_S
+from tba_jax.run.async_search import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.clock import RunClock
 from tba_jax.run.evaluating import build_evaluator
 from tba_jax.run.fleet.identity import identity_of

@@ -9,7 +9,7 @@ from fake_rounds import distinct_responses, make_buffer, make_commit
 from tba_jax.config.schema import make_config
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.run.beside import early_warnings
+from tba_jax.run.async_search import diagnostics
 from tba_jax.run.closing import economy_summary
 
 
@@ -43,15 +43,14 @@ def test_a_run_says_what_it_wastes_and_which_bound_its_latencies_allow():
     run = types.SimpleNamespace(buffer=buffer, config=config)
     admission = Admission(Demand(2, 1.0, 2, 1), [0])
     # 25 slots, and only four groups were new.
-    (short,) = early_warnings(run, admission)
+    (short,) = diagnostics(run, admission)
     assert short.startswith("0.16 of the slots are drawn from the newest data")
     admission.note_step(2.0)
     for _ in range(4):
         admission.admit(0, 0)
         admission.commit(0, 9.0, 0)
-    _, late = early_warnings(run, admission)
+    _, late = diagnostics(run, admission)
     assert late == (
-        "replay.max_staleness=2 cannot be met by 100% of the responses, which are trained on, and "
-        "counted late: they take 4.5 steps of 2.00 s (95 % of them 4.5 or less); 6 is the least "
-        "bound that 95 % can meet"
+        "100% of responses exceed replay.max_staleness=2 and were trained late (mean latency 4.5 "
+        "steps of 2.00 s, 95 % within 4.5). Set --config.replay.max_staleness=6 to cover 95 %"
     )

@@ -17,8 +17,7 @@ from tba_jax.devices.cluster import Address, Cluster, start
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run import evaluations
-from tba_jax.run.beside import POLL_S
-from tba_jax.run.drivers import drive_async
+from tba_jax.run.async_search import POLL_S, drive_async
 from tba_jax.run.errors import FleetError
 from tba_jax.run.run import Run
 from tba_jax.run.shared import Shared

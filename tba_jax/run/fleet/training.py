@@ -27,8 +27,13 @@ from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import ServerSettings
 from tba_jax.replay.admission import Admission
 from tba_jax.report.relay import Relay
-from tba_jax.run.beside import DELIVERY_S, POLL_S, Beside, drive_beside
-from tba_jax.run.drivers import make_admission
+from tba_jax.run.async_search import (
+    DELIVERY_S,
+    POLL_S,
+    Searchers,
+    drive_concurrently,
+    make_admission,
+)
 from tba_jax.run.fleet.gang import evaluate_last, follow, join_gang, publish_last
 from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.run import Run
@@ -173,8 +178,8 @@ def drive_fleet(
         "by_searcher": server.searchers(),
     }
     with serving(server, set_server):
-        beside = Beside(admission, stop, workers, count, server.take_slot_use, figures)
-        drive_beside(run, interrupted, beside)
+        remote = Searchers(admission, stop, workers, count, server.take_slot_use, figures)
+        drive_concurrently(run, interrupted, remote)
         if is_gang(run.config) and publish_last(run):
             evaluate_last(run, server)
 

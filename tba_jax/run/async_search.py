@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""driver=async: searchers sample concurrently while the trainer trains.
+
+Searchers are threads of this process, one that decodes and one that grades for each, or run in
+other processes. Trainer and searchers wait for each other only by `replay.max_staleness`,
+`replay.pace` and `search.exact_lag`.
+
+Invariant: however the loop ends, the state is saved or the first failure is raised, and every wait
+for a thread has a limit (tests/integration/test_async_loop.py).
+"""
+
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.flow.rounds import RoundReport
+from tba_jax.replay.admission import Admission, Latency
+from tba_jax.replay.exact_lag import ExactLag, quota_of
+from tba_jax.run import evaluations
+from tba_jax.run.loop import loop, starved
+from tba_jax.run.run import Run
+from tba_jax.run.searching import make_demand, make_searches
+from tba_jax.run.watchdog import Watchdog
+from tba_jax.run.whole_hosts.remote_search import RemoteAdmission, RemoteSearch
+from tba_jax.search.continuous import ContinuousSearch, TicketOffice
+from tba_jax.train.objectives.registry import make_objective
+from tba_jax.train.off_policy import spent_strata
+
+POLL_S = 0.002
+"""Sleep between two checks of the outboxes while the trainer has nothing to train on."""
+DELIVERY_S = 0.1
+"""Longest wait of the weight poller for a publication, after which it checks whether to stop."""
+STOP_S = 10.0
+"""Time that the threads of a failed run get to end their current step."""
+_WARN_AFTER = 50  # steps; what compiled is past then
+_LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
+# Batches' worth of groups that are merged without a step before the run counts as starved: a policy
+# that repeats itself may bring little that is new for a while.
+_STARVED_BATCHES = 20
+
+
+class Pacing(Protocol):
+    """Receives the trainer's progress, and says how searchers keep up; as `Admission`."""
+
+    def note_step(self, seconds: float) -> None:
+        """Record the duration of a step, without waiting for data."""
+        ...
+
+    def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
+        """Record the trainer's progress."""
+        ...
+
+    def holds(self, step: int) -> bool:
+        """Whether this step waits for a group that would be late after it."""
+        ...
+
+    def latency(self) -> Latency | None:
+        """Measured latencies; None before there are enough."""
+        ...
+
+    @property
+    def num_under_way(self) -> int:
+        """Groups admitted and not used yet."""
+        ...
+
+
+class Searchers(NamedTuple):
+    """The searchers of an asynchronous run.
+
+    Attributes:
+        admission: receives the trainer's progress.
+        stop: shared by all workers.
+        workers: not started yet.
+        count: updates the counters of the run's searchers.
+        slot_use: returns (tokens sampled, decode-slot steps) since the last call.
+        metrics: returns further metrics of a step.
+        lag: keeps responses exactly as old as configured; None: as old as they happen to be,
+            within the bound.
+    """
+
+    admission: Pacing
+    stop: StopFlag
+    workers: Sequence[Worker]
+    count: Callable[[], None]
+    slot_use: Callable[[], tuple[int, int]]
+    metrics: Callable[[], Mapping[str, float]] = dict
+    lag: ExactLag | None = None
+
+
+def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Train with searcher threads of this process until the last step or an interruption.
+
+    With `search.exact_lag` D a step waits for the responses of the weights of D publications ago,
+    and a publication waits until all tickets of the weights before it have started.
+
+    Raises:
+        WorkerError: a searcher or the weight poller failed; its cause has the traceback.
+    """
+    stop = StopFlag()
+    lag = make_exact_lag(run) if run.config.search.exact_lag else None
+    admission = lag or make_admission(run)
+    searches = searches_of(run, admission)
+    decoding = [
+        Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
+        for i, s in enumerate(searches)
+    ]
+    others = [
+        *(Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches),
+        Worker("weight-poller", functools.partial(run.search.transport.poll, DELIVERY_S), stop),
+    ]
+    idle_before = [searcher.idle_s for searcher in run.search.searchers]
+
+    def count() -> None:
+        for i, worker in enumerate(decoding):
+            run.search.searchers[i].idle_s = idle_before[i] + worker.idle_total_s
+
+    def slot_use() -> tuple[int, int]:
+        used = [run.search.slot_use(), *(search.slot_use() for search in searches)]
+        return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
+
+    pacing = RemoteAdmission(run.search.home) if isinstance(run.search, RemoteSearch) else admission
+    searchers = Searchers(pacing, stop, [*decoding, *others], count, slot_use, lag=lag)
+    drive_concurrently(run, interrupted, searchers)
+
+
+def drive_concurrently(run: Run, interrupted: Callable[[], bool], searchers: Searchers) -> None:
+    """Train with these searchers until the last step or an interruption.
+
+    Raises:
+        WorkerError: a worker failed; its cause has the traceback.
+    """
+    stop = searchers.stop
+    watchdog = Watchdog(run.config.log.watchdog_s)
+    workers = [*searchers.workers, Worker("watchdog", watchdog.step, stop, idle_s=1.0)]
+
+    def join() -> None:
+        stop.set()
+        deadline = time.monotonic() + STOP_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    try:
+        run.trainer.publish()
+        for worker in workers:
+            worker.start()
+        loop(run, AsynchronousSearch(run, searchers, watchdog), interrupted)
+    except BaseException:
+        # Only the first failure is raised: stop everyone, so that no later one hides it.
+        stop.set()
+        # A thread inside native code must not meet the end of the interpreter.
+        run.shared.rewards.close()  # ends a `score` that waits for a reward
+        join()
+        raise
+    # Save first: a searcher may be in the middle of a round of minutes that nobody needs now.
+    run.save()
+    join()
+    searchers.count()
+    evaluations.wind_up(run)
+
+
+def make_admission(run: Run) -> Admission:
+    """Return what admits the tickets of this process's searchers."""
+    demand = make_demand(run.config, run.shared.share, run.shared.num_shares)
+    unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
+    return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
+
+
+def make_exact_lag(run: Run) -> ExactLag:
+    """Return what keeps the responses of all searchers of the run equally old."""
+    config, outboxes = run.config, {s.index: s.outbox for s in run.search.searchers}
+    return ExactLag(
+        config.search.exact_lag,
+        sync_period=config.sync_period,
+        quota=quota_of(config.batch.num_prompts, config.sync_period, list(outboxes)),
+        outboxes=outboxes,
+    )
+
+
+def searches_of(run: Run, admission: TicketOffice) -> list[ContinuousSearch]:
+    """Return this process's searchers as they run concurrently with a trainer."""
+    if isinstance(run.search, RemoteSearch):
+        return []
+    return make_searches(run.config, run.search.searchers, admission, run.logs.schedule.append)
+
+
+def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], bool]:
+    """Return the step of a searcher's thread: an evaluation shard comes before the next chunk."""
+    return lambda: run.evaluations.step(station) or search.step()
+
+
+def diagnostics(run: Run, admission: Pacing) -> list[str]:
+    """Return a sentence for each thing that is wasted, biased or late, with what to change."""
+    lines = run.buffer.warnings()
+    bound, latency = run.config.replay.max_staleness, admission.latency()
+    if bound and latency is not None and latency.late_share > _LATE_SHARE:
+        fate = {
+            "train": "were trained late",
+            "drop": "were dropped",
+            "wait": "made the trainer wait",
+        }[run.config.replay.late]
+        delay = (
+            f"; weights arrive {latency.behind_steps} steps late" if latency.behind_steps else ""
+        )
+        lines.append(
+            f"{latency.late_share:.0%} of responses exceed replay.max_staleness={bound} and {fate} "
+            f"(mean latency {latency.mean_steps:.1f} steps of {latency.step_s:.2f} s, 95 % within "
+            f"{latency.p95_steps:.1f}{delay}). Set --config.replay.max_staleness="
+            f"{latency.feasible} to cover 95 %"
+        )
+    return lines
+
+
+class AsynchronousSearch:
+    """Searchers of `loop` that work concurrently.
+
+    Args:
+        run: the connected parts; its weights are published.
+        searchers: started.
+        watchdog: ends a run in which nothing happens for long.
+    """
+
+    publishes_first = False
+
+    def __init__(self, run: Run, searchers: Searchers, watchdog: Watchdog) -> None:
+        self._run = run
+        self._searchers = searchers
+        self._admission = searchers.admission
+        self._lag = searchers.lag
+        self._stop = searchers.stop
+        self._watchdog = watchdog
+        self._merged_below = 0  # exact lag: tickets with lower numbers are merged
+        self._committed = 0
+        self._num_merged = 0
+        self._merged_before = 0  # groups, at the last step
+        self._reports: list[RoundReport] = []  # of merges that the loop did not ask for
+        self._warn_at: float = run.trainer.step_index + _WARN_AFTER
+        self._newest_eval = self._newest_eval_version = evaluations.newest_evaluated(run)
+
+    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        """Wait for the first responses, and request the evaluation of the start model."""
+        reports = self._fill(interrupted)
+        # After the fill: the trainer waits for responses only.
+        self._request_evaluation(self._run.trainer.step_index)
+        return reports + self.merge()  # what the outboxes held when the run was interrupted
+
+    def check(self) -> None:
+        """Raise the failure of a thread, or of a process that searches."""
+        self._stop.check()
+        self._run.search.check()
+
+    def may_publish(self) -> bool:
+        return self._lag is None or self._lag.has_begun(self._run.trainer.version)
+
+    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+        """Do nothing: searchers take up the weights themselves."""
+
+    def merge(self) -> list[RoundReport]:
+        """Merge; finished responses show that searchers work."""
+        lag, step = self._lag, self._run.trainer.step_index
+        if lag is None:
+            reports = self._run.trainer.merge()
+        elif lag.is_due(step):
+            self._merged_below = lag.due(step)
+            reports = self._run.trainer.merge(below=self._merged_below)
+        else:
+            reports = []
+        self._report_progress()
+        if reports:
+            self._watchdog.kick()
+        earlier, self._reports = self._reports, []
+        return earlier + reports
+
+    def merged(self, step: int) -> None:
+        self._request_evaluation(step)
+
+    def must_wait(self, step: int) -> bool:
+        is_late = self._lag is not None and self._merged_below < self._lag.due(step)
+        if is_late or self._admission.holds(step):
+            return True
+        if self._run.config.replay.late == "wait":
+            self._reports += self.merge()  # responses that may be late after this step
+        return False
+
+    def wait(self) -> None:
+        """Sleep a moment, for searchers that are behind an exact lag or a bound.
+
+        Committed responses show that searchers work; without any the watchdog ends the run.
+        """
+        run, start = self._run, self._run.clock()
+        self._stop.wait(POLL_S)
+        run.trainer.counters.wait_s += run.clock() - start
+        self._record_evaluations()
+        if self._lag is not None and (committed := self._lag.num_committed) > self._committed:
+            self._committed = committed
+            self._watchdog.kick()
+
+    def no_batch(self) -> list[RoundReport]:
+        """Wait and merge; raise where merged responses never make a batch."""
+        if self._run.shared.is_follower:
+            self._watchdog.kick()  # the process that draws says that it waits
+        self._stop.wait(POLL_S)
+        reports = self.merge()
+        self._record_evaluations()
+        self._check_starved()
+        return reports
+
+    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
+        run = self._run
+        self._merged_before = run.trainer.num_merged_groups
+        self._admission.note_step(values["train/step_s"])
+        self._report_progress()
+        self._record_evaluations()
+        self._searchers.count()
+        self._watchdog.kick()
+        extra: dict[str, Any] = {
+            "search/under_way": self._admission.num_under_way,
+            "search/idle_s": sum(searcher.idle_s for searcher in run.search.searchers),
+            **self._searchers.metrics(),
+        }
+        tokens, steps = self._searchers.slot_use()
+        if steps:
+            extra["search/slot_use"] = tokens / steps
+        if (turns := run.shared.sites.trainer.turns) is not None:
+            extra["sync/turn_wait_s"] = turns.wait_s
+        return extra
+
+    def _request_evaluation(self, step: int) -> None:
+        """Request an evaluation of the version published at `step`, if one is due."""
+        run = self._run
+        if run.shared.is_follower or not evaluations.is_due(run, step, self._newest_eval):
+            return
+        run.search.transport.settle()  # in memory: this very version, in every process
+        # Versions on disk, at the very start: the weight poller brings the first version. (To poll
+        # here as well would wait for ever once the poller's thread has taken that version.)
+        while (published := run.search.transport.latest(0)) is None:
+            self._stop.check()
+            self._stop.wait(POLL_S)
+        version = published.version
+        if version <= self._newest_eval_version:
+            return  # the transport is behind: at a later publication
+        self._newest_eval, self._newest_eval_version = step, version
+        evaluations.request(run, version)
+
+    def _fill(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        """Wait, before the first step, for given responses and `search.initial_fill` more.
+
+        Returns:
+            Reports of the responses that filled the buffer.
+        """
+        run = self._run
+        reports: list[RoundReport] = []
+        start = run.clock()
+        searchers = run.search.searchers
+        given = sum(searcher.num_given for searcher in searchers)
+        target = given + run.config.search.initial_fill
+        run.logs.progress.phase("searchers fill the buffer")
+        while bool(searchers and run.trainer.step_index == 0) and (
+            run.buffer.num_trajectories == 0
+            or run.buffer.ledger()["generated"] < target
+            or any(searcher.num_given_rounds_left for searcher in searchers)
+        ):
+            self.check()
+            if interrupted():
+                return reports
+            if run.cluster.num_processes > run.shared.num_shares:
+                run.trainer.hold()
+            reports += self.merge()
+            self._check_starved()
+            self._stop.wait(POLL_S)
+        # The first step of a process compiles; the display drops the phase when a step is made.
+        run.logs.progress.phase("compiling the training step")
+        run.trainer.counters.wait_s += run.clock() - start
+        return reports
+
+    def _check_starved(self) -> None:
+        """Raise StarvedError where responses are merged for ever without a step."""
+        config, num_hosts = self._run.config, self._run.shared.num_shares
+        first = -(-config.search.initial_fill // config.search.samples_per_prompt)
+        wanted = max(config.batch.num_prompts, first) / num_hosts
+        merged = self._run.trainer.num_merged_groups - self._merged_before
+        if merged > _STARVED_BATCHES * wanted:
+            raise starved(self._run, f"{merged:,} groups were merged since the last step")
+
+    def _report_progress(self) -> None:
+        """Report the trainer's progress to the searchers; log diagnostics once."""
+        trainer = self._run.trainer
+        merged, self._num_merged = self._num_merged, trainer.num_merged_groups
+        self._admission.update(
+            step=trainer.step_index,
+            version=trainer.version,
+            num_merged=self._num_merged - merged,
+            num_fresh=self._run.buffer.num_fresh_groups,
+        )
+        if trainer.step_index >= self._warn_at:
+            self._warn_at = math.inf
+            needs_behavior = make_objective(self._run.config.objective).needs_behavior
+            spent = spent_strata(trainer.strata) if needs_behavior else []
+            for line in [*diagnostics(self._run, self._admission), *spent]:
+                self._run.logs.progress.note(line)
+
+    def _record_evaluations(self) -> None:
+        """Record the evaluations that are done; they show that searchers work."""
+        if evaluations.record_done(self._run):
+            self._watchdog.kick()

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training loop: publish weights, merge responses, draw a batch, update, log, evaluate, save.
+
+    every `sync_period` steps:  trainer.publish()   new weights, numbered by the step
+                                search.published()  synchronous: evaluate, sample new responses
+                                search.merge()      finished responses -> replay buffer
+                                search.merged()     asynchronous: request an evaluation
+    every step:                 trainer.step()      draw groups, loss, gradient, update
+                                log and save
+
+Both drivers run this loop. They differ in who samples when: `sync_search.SynchronousSearch` samples
+on this thread between publication and merge; with `async_search.AsynchronousSearch` searchers work
+concurrently, on threads of this process or in other processes. With several trainer processes each
+runs the same loop; publications, steps and checkpoints are calls of all of them, which the StepPlan
+decides.
+
+Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.run import evaluations
+from tba_jax.run.errors import StarvedError
+from tba_jax.run.run import Run
+
+
+class Search(Protocol):
+    """How searchers work during the loop."""
+
+    publishes_first: bool
+    """Whether the loop begins with a publication: else `begin` has published."""
+
+    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        """Prepare the first step; return the reports of responses that were merged."""
+        ...
+
+    def check(self) -> None:
+        """Raise the failure of a searcher."""
+        ...
+
+    def may_publish(self) -> bool:
+        """Whether the newest weights may be followed by newer ones."""
+        ...
+
+    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+        """React to a publication, before the merge."""
+        ...
+
+    def merge(self) -> list[RoundReport]:
+        """Move finished responses into the buffer; return their reports."""
+        ...
+
+    def merged(self, step: int) -> None:
+        """React to the merge of a publication."""
+        ...
+
+    def must_wait(self, step: int) -> bool:
+        """Whether this step waits for responses."""
+        ...
+
+    def wait(self) -> None:
+        """Sleep a moment, and record evaluations that are done."""
+        ...
+
+    def no_batch(self) -> list[RoundReport]:
+        """React to a buffer that cannot fill a batch: wait and merge, or raise StarvedError."""
+        ...
+
+    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
+        """React to a step with these metrics; return metrics of the searchers."""
+        ...
+
+
+def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
+    """Train until the last step or an interruption.
+
+    Args:
+        run: the connected parts; restored.
+        search: how searchers work.
+        interrupted: checked between steps.
+
+    Raises:
+        StarvedError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
+        WorkerError: a searcher failed.
+    """
+    trainer, num_steps = run.trainer, run.config.num_steps
+    reports = search.begin(interrupted)
+    extra: dict[str, Any] = {}  # metrics of no single step, until a metrics line is written
+    publishes = search.publishes_first
+    is_sync_due = publishes and trainer.step_index % run.config.sync_period == 0
+    while trainer.step_index < num_steps and not stops(run, interrupted):
+        search.check()
+        step = trainer.step_index
+        if is_sync_due:
+            if publishes and not search.may_publish():
+                search.wait()
+                continue
+            is_sync_due = False
+            if publishes:
+                extra["sync/publish_s"] = trainer.publish()
+                extra["sync/version"] = step
+                search.published(step, interrupted)
+            extra["sync/deliver_s"] = run.search.transport.delivery_s
+            merge_start = run.clock()
+            reports += search.merge()
+            extra["sync/merge_s"] = run.clock() - merge_start
+            search.merged(step)
+        if search.must_wait(step):
+            search.wait()
+            reports += search.merge()
+            continue
+        values = trainer.step(run.is_interrupted(interrupted), run.evaluations.newest_share)
+        if trainer.plan.collect >= 0:
+            evaluations.collect(run, trainer.plan.collect)
+        if values is None:
+            reports += search.no_batch()
+            continue
+        is_sync_due, publishes = trainer.plan.sync, trainer.plan.publish
+        extra |= search.stepped(values)
+        extra |= summarise_rounds(reports)
+        if after_step(run, values, extra):
+            extra, reports = {}, []
+
+
+def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
+    """Log a step and save; return whether a metrics line was written.
+
+    Args:
+        run: after a step.
+        values: metrics of the step.
+        extra: metrics of no single step.
+    """
+    step = run.trainer.step_index
+    run.clock.note_step()
+    config = run.config
+    is_logged = step % config.log.period == 0 or step == config.num_steps
+    if is_logged:
+        extra["search/skipped_prompts"] = run.search.num_skipped
+        run.logs.metrics.write(
+            step, {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
+        )
+    run.shared.checkpoints.check()
+    if run.hold is not None:
+        run.hold.check()
+    if run.trainer.plan.save:
+        run.save()
+    return is_logged
+
+
+def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
+    """Return whether the run ends here.
+
+    With several trainer processes none may stop by itself: an interruption is part of its next
+    offer, and the plan of that step stops all of them.
+    """
+    if run.cluster.num_processes > 1:
+        return run.trainer.plan.stop
+    return run.is_interrupted(interrupted)  # a process that searches for it may be told to end
+
+
+def starved(run: Run, why: str) -> StarvedError:
+    """Return the error of a run whose buffer gives no batch, with the fates of its responses."""
+    counts = {name: n for name, n in run.buffer.ledger().items() if n}
+    return StarvedError(
+        f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay buffer: "
+        f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
+        f"{run.config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
+        "replay.max_bytes, batch.num_prompts and the rejections"
+    )
