@@ -153,7 +153,8 @@ class Groups:
 
     def _records(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # closed by another thread
-            return [Path(entry.path) for entry in os.scandir(self.folder)]
+            entries = os.scandir(self.folder)
+            return [Path(entry.path) for entry in entries if entry.name.isdigit()]
         return []
 
     def _killed(self, record: Path) -> bool:

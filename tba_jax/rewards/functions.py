@@ -143,8 +143,13 @@ def _load(function: str) -> _Function:
     return _Function(target, accepted, required)
 
 
+# Modules that this process needs to report a result, by name.
+_NEEDED: dict[str, ModuleType] = {}
+
+
 def preload(functions: Sequence[str]) -> None:
     """Import the functions' modules now, so that no first call pays for it."""
+    _NEEDED.update(sys.modules)
     for function in functions:
         _attempt(_load, function)  # a failure is reported by `load_error` or the first call
 
@@ -280,7 +285,12 @@ def _attempt(call: Callable[..., Any], *args: Any) -> tuple[Any, BaseException |
     Text, because an exception of a user's class may not survive the way back to the parent.
     """
     try:
-        return call(*args), None, ""
+        try:
+            return call(*args), None, ""
+        finally:
+            # User code may clear sys.modules; without the modules no result could be sent.
+            for name, module in _NEEDED.items():
+                sys.modules.setdefault(name, module)
     except BaseException as error:  # a boundary: user code, even sys.exit(); carried, not swallowed
         # Without the frames of this module and of the import system: the user's are the news.
         report = traceback.TracebackException.from_exception(error)

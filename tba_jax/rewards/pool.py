@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pebble import ProcessExpired, ProcessPool
 
-from tba_jax.rewards import containment
+from tba_jax.rewards import containment, output
 from tba_jax.rewards.functions import (
     Outcome,
     load_error,
@@ -72,6 +72,7 @@ def _start_process(
     functions: Sequence[str], folder: str, parent: int, groups: str, max_memory_bytes: int
 ) -> None:
     """Make a new process ready: its imports are over before the clock of its first task starts."""
+    output.redirect(groups)
     containment.enter(groups, max_memory_bytes)
 
     def exit_with_parent() -> None:
@@ -246,6 +247,7 @@ class RewardPool:
         # Deadlines in a row that single items missed, before any item ever met one.
         self._missed = [0] * len(self._functions)
         self._groups = containment.Groups()
+        self._output = output.Output(self._groups.folder)
         self._max_memory_bytes = max_memory_bytes
         self._pool = self._new_pool()
         self._warm_up = self._pool.schedule(load_error, args=(self._functions, columns))
@@ -482,6 +484,7 @@ class RewardPool:
             self._warm_up.cancel()
             is_gone = self._dispose(self._pool, timeout_s)
             self._groups.close()
+            self._output.close()
             if not is_gone:
                 raise TimeoutError(
                     f"the processes of reward function {self.function} did not stop within "

@@ -2,6 +2,7 @@
 """The reward pool against rewards that hang, raise, crash and return nonsense."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax.rewards import output
 from tba_jax.rewards import pool as pool_module
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 
@@ -19,7 +21,7 @@ TIMEOUT_S = 1.0
 
 # A user's module in the working directory: what the reward does is written in the completion.
 REWARDS = '''
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
 
 def daemon(name):
     """Of another session, another parent and without a variable of its starter."""
@@ -30,6 +32,22 @@ def daemon(name):
         os._exit(0)
     code = "import os, time; open(NAME, 'w').write(str(os.getpid())); time.sleep(600)"
     os.execve(sys.executable, [sys.executable, "-Sc", code.replace("NAME", repr(name))], {})
+
+def printing(how, stream, size):
+    """Write that many bytes, a marker first."""
+    descriptor, size = {"stdout": 1, "stderr": 2}[stream], int(size)
+    text = f"begin-{how}-{stream} " + "x" * size
+    if how == "python":
+        print(text, file=getattr(sys, stream), flush=True)
+    elif how == "c":  # while it holds the interpreter lock
+        library = ctypes.PyDLL(None)
+        while text:
+            text = text[library.write(descriptor, text.encode(), len(text)):]
+    else:
+        code = f"import os; os.write({descriptor}, {text[:50]!r}.encode()); "
+        code += f"[os.write({descriptor}, b'x' * 2**16) for _ in range({size} // 2**16)]"
+        nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+        subprocess.run([sys.executable, "-c", nested])
 
 def score_one(text):
     if text == "hang":
@@ -65,6 +83,12 @@ def score_one(text):
             time.sleep(600)
     if text == "pid":
         return os.getpid()
+    if text.startswith("clear"):
+        sys.modules.clear()
+        if text == "clear and raise":
+            raise KeyError("cleared")
+    if text.startswith("print "):
+        printing(*text.split()[1:])
     if text.startswith("imported "):
         return text.split()[1] in sys.modules
     if text.startswith("sleep "):
@@ -441,6 +465,48 @@ def test_a_reward_that_always_hangs_costs_a_deadline_for_each_process():
     # A chunk on each process, then an item on each; a machine under load may double that.
     assert time.monotonic() - start < 64 * TIMEOUT_S / 2 / 2
     pool.close()
+
+
+@pytest.mark.parametrize("how", ["python", "c", "grandchild"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_printed_output_is_limited_and_what_was_dropped_is_counted(how, stream, capfd):
+    size = 2**23
+    pool = make_pool(timeout_s=60.0)
+    assert score(pool, [f"print {how} {stream} {size}", "print python stdout 3"]).rewards[0] > 0
+    pool.close()
+    printed = capfd.readouterr()._asdict()[{"stdout": "out", "stderr": "err"}[stream]]
+    assert printed.startswith(f"begin-{how}-{stream} ")
+    # A window may end meanwhile.
+    assert output.WINDOW_BYTES <= len(printed) <= 3 * output.WINDOW_BYTES
+    reports = re.findall(r"reward functions: ([\d,]+) bytes of their output were dropped", printed)
+    num_dropped = sum(int(n.replace(",", "")) for n in reports)
+    assert size <= num_dropped + printed.count("x") <= size + 100
+
+
+def test_a_reward_that_clears_the_imported_modules_is_scored_and_prints_nothing(capfd):
+    pool = make_pool()
+    result = score(pool, ["clear", "clear and raise"])
+    pool.close()
+    assert (result.rewards, result.reasons) == ([5.0, None], [None, "reward_error"])
+    assert "cleared" in result.first_traceback
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_a_process_prints_before_it_dies_is_shown(capfd):
+    pool = make_pool()
+    score(pool, ["print python stderr 3", "kill"])
+    pool.close()
+    assert "begin-python-stderr xxx\n" in capfd.readouterr().err
+
+
+def test_output_is_limited_in_rate_and_in_all():
+    limiter = output.Limiter()
+    block, shown = b"x" * output.WINDOW_BYTES, 0
+    for window in range(600):
+        for i in range(3):
+            shown += limiter.pass_on(block, window * output.WINDOW_S + i).count(b"x")
+        assert shown == min((window + 1) * output.WINDOW_BYTES, output.TOTAL_BYTES)
+    assert limiter.num_dropped == 1800 * output.WINDOW_BYTES - shown
 
 
 def _pid_in(file):
