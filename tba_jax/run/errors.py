@@ -5,10 +5,20 @@ Imports nothing heavy by itself. Invariant: a command that fails says one line; 
 may help is in a file.
 """
 
+import errno
+import os
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+
+# What storage and the system refuse in ordinary operation, and what to do about it.
+_REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Repair the storage"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
+}
 
 
 class UserError(Exception):
@@ -35,6 +45,16 @@ def tell(error: BaseException) -> int:
         cause = error.__cause__
         where = "" if cause is None or is_mendable(cause) else _kept(cause)
         print(f"error: {error}{where}", file=sys.stderr)
+        return 1
+    if isinstance(error, OSError) and error.errno in _REMEDIES:
+        where = "standard output or a file" if error.filename is None else error.filename
+        if error.filename2 is not None:
+            where = f"{where} or {error.filename2}"
+        print(
+            f"error: {where} cannot be used: {os.strerror(error.errno)}. "
+            f"{_REMEDIES[error.errno]}, then run the same command again",
+            file=sys.stderr,
+        )
         return 1
     if is_mendable(error):
         print(f"error: {error}", file=sys.stderr)
@@ -87,7 +107,7 @@ def is_mendable(error: BaseException) -> bool:
         TurnError,
         WorkdirLost,
     )
-    if isinstance(error, named):
+    if isinstance(error, named) or (isinstance(error, OSError) and error.errno in _REMEDIES):
         return True
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()

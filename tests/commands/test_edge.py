@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The edge of the commands: one line whatever is wrong; tracebacks of the unexpected are kept."""
 
+import errno
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +48,34 @@ def test_the_traceback_of_a_worker_is_its_cause(capsys):
 
 def test_what_a_user_can_mend_is_one_line_and_no_file(capsys):
     assert told(UserError("give another"), capsys) == (2, ["error: give another"])
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (errno.ENOSPC, "No space left on device. Make room, then"),
+        (errno.EROFS, "Read-only file system. Make it writable, then"),
+        (errno.EACCES, "Permission denied. Make it writable, then"),
+        (errno.EIO, "Input/output error. Repair the storage, then"),
+    ],
+)
+def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number, message, capsys):
+    error = OSError(number, os.strerror(number), "/runs/a/plots/loss.png")
+    code, (line,) = told(error, capsys)
+    assert code == 1 and "bug report" not in line
+    assert line.startswith(f"error: /runs/a/plots/loss.png cannot be used: {message}")
+
+
+def test_a_full_standard_output_is_one_line():
+    program = "import sys; from tba_jax.commands.edge import guarded; "
+    program += "sys.exit(guarded(lambda: print('x') or 0))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: standard output or a file cannot be used: No space left")
 
 
 DAMAGED = (b"\xff\xfe", b"[]", b'{"config": [1]}', b"{", b"{}")
