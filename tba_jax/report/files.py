@@ -70,7 +70,11 @@ class Run:
 
     @property
     def evals(self) -> list[Facts]:
-        """First and last evaluation: [], [before] or [before, after]."""
+        """First and last evaluation: [], [before] or [before, after].
+
+        Raises:
+            ValueError: report.json has evaluations without the metric that metrics.jsonl names.
+        """
         found: list[Facts] = [
             {
                 "step": record.get("step", 0),
@@ -85,6 +89,13 @@ class Run:
         ends = found[:1] + found[1:][-1:]
         told = self.report.get("eval") or {}
         if told.get("before") and told.get("after"):
+            for time in ("before", "after"):
+                if not isinstance(told[time].get(self.metric), int | float):
+                    raise ValueError(
+                        f"{self.workdir / 'metrics.jsonl'}: the last eval/metric is "
+                        f"{self.metric!r:.40}, which the evaluations of report.json lack. Correct "
+                        "that line, or remove report.json to go without it"
+                    )
             after_step = ends[-1]["step"] if ends else self.last_step
             return [{"step": 0, **told["before"]}, {"step": after_step, **told["after"]}]
         return ends

@@ -2,6 +2,7 @@
 """The edge of the commands: one line whatever is wrong; tracebacks of the unexpected are kept."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -109,6 +110,17 @@ def test_a_damaged_report_is_made_again(content, tmp_path):
     assert not is_finished(tmp_path, 6)
     sealed.write(tmp_path / "report.json", {"eval": {"after": {"step": 6}}})
     assert is_finished(tmp_path, 6)
+
+
+def test_a_log_that_names_a_metric_without_figures_is_named(tmp_path, capsys):
+    records = [{"step": i, "eval/metric": "wins", "eval/pass_at_1": 0.5} for i in range(2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    figures = {"pass_at_1": 0.5}
+    sealed.write(tmp_path / "report.json", {"eval": {"before": figures, "after": figures}})
+    assert report.main([str(tmp_path)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "metrics.jsonl: the last eval/metric is 'wins', which the evaluations of" in line
+    assert not (tmp_path / "report.html").exists()
 
 
 def test_a_log_line_that_lacks_a_field_is_named_and_nothing_is_lost(tmp_path):
