@@ -9,25 +9,39 @@ Invariant: no file of another program is changed, and no symbolic link is follow
 (tests/run/test_ownership.py, tests/chaos/test_foreign_files.py).
 """
 
+import contextlib
 import re
 import stat
 import zipfile
+import zlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import CheckpointError, Facts, read_facts
+from tba_jax.run.host_state import Facts, read_facts
 from tba_jax.storage import digests, sealed
 
-_FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html")
-_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints", "mail")
+_FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "prompts.json")
+# Folders whose entries a run names itself, and those of TensorBoard and W&B.
+_OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints", "mail")
+_FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
 _CONFIG = "config.json"
 _SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
-_LOCK = re.compile(r"\d{8}\.(json|unfinished)")
+# What is there before config.json: the lock, and the greetings of hosts that search.
+_BEFORE = {
+    "lock": re.compile(r"\d{8}\.(json|unfinished)"),
+    "mail": re.compile(r"(hello|welcome)_\d+\.json(\.unfinished)?|[0-9a-f]{16}"),
+}
 # What remains of a file that was replaced when its process was killed.
 _REMAINDERS = (".unfinished", ".new", ".kept")
 # How a file begins that a run wrote. Damage behind that is named by whoever reads the file.
-_BEGINNINGS = {"metrics.jsonl": b'{"', "versions.json": b"{\n", "report.json": b"{\n"}
+_BEGINNINGS = {
+    "metrics.jsonl": b'{"',
+    "versions.json": b"{\n",
+    "report.json": b"{\n",
+    "prompts.json": b"{\n",
+}
 _PAGE_BEGINNING = (
     b'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
     b'<meta http-equiv="Content-Security-Policy"'
@@ -64,9 +78,9 @@ def inspect(workdir: Path) -> Contents:
         run_id, config = _run_of(workdir / _CONFIG)
         _check_checkpoints(workdir / "checkpoints", run_id)
         return Contents(run_id, config)
-    # A killed start leaves its lock; a folder without entries is nobody's.
+    # A folder without entries is nobody's.
     rest = sorted(
-        name for name in found if not _is_empty(workdir / name) and not _is_lock(workdir / name)
+        name for name in found if not _is_empty(workdir / name) and not _is_before(workdir / name)
     )
     if not rest:
         return Contents()
@@ -79,6 +93,33 @@ def inspect(workdir: Path) -> Contents:
         )
     _check_checkpoints(workdir / "checkpoints", facts.run_id)
     return Contents(facts.run_id, dict(facts.config), lost_config=True)
+
+
+def check_bucket(address: object, names: Collection[str], config: bytes | None) -> None:
+    """Refuse an object store in which a run would replace or delete objects of another program.
+
+    A checkpoint of a run without config.json is accepted here; `inspect` looks at its copy.
+
+    Args:
+        address: for the message.
+        names: of all objects.
+        config: content of config.json; None without one.
+
+    Raises:
+        UserError: a name that a run writes is there, and no config.json of a run.
+    """
+    with contextlib.suppress(ValueError, KeyError):
+        if config is not None and isinstance(sealed.unseal(config)["config"], dict):
+            return
+    if config is None and any(re.match(r"checkpoints/\d+/host_state/", name) for name in names):
+        return
+    first = {name.partition("/")[0] for name in names}
+    found = sorted(n for n in first if n == "logs" or (n != "lock" and _is_written(n)))
+    if found:
+        raise UserError(
+            f"{address} has {found[0]}, which a run writes, and no {_CONFIG} of a run of tba_jax. "
+            "Give a new --workdir"
+        )
 
 
 def check_for_report(workdir: Path) -> None:
@@ -114,15 +155,13 @@ def _names(workdir: Path) -> set[str]:
             f"the work directory {workdir} cannot be read ({error.strerror}). Give another "
             "--workdir"
         ) from error
+    return {name for name in present if _is_written(name)}
 
-    def base(name: str) -> str:
-        return next((name.removesuffix(e) for e in _REMAINDERS if name.endswith(e)), name)
 
-    def is_written(name: str) -> bool:
-        name = base(name)
-        return name in (*_FILES, *_FOLDERS, _CONFIG) or _SCHEDULE.fullmatch(name) is not None
-
-    return {name for name in present if is_written(name)}
+def _is_written(name: str) -> bool:
+    """Whether a run writes a file or folder of that name into its work directory."""
+    name = next((name.removesuffix(e) for e in _REMAINDERS if name.endswith(e)), name)
+    return name in (*_FILES, *_FOLDERS, _CONFIG) or _SCHEDULE.fullmatch(name) is not None
 
 
 def _check_kind(path: Path) -> None:
@@ -141,6 +180,13 @@ def _check_kind(path: Path) -> None:
         )
     if not is_folder:
         _check_beginning(path)
+    elif path.name in ("lock", "mail", "plots"):
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                raise UserError(
+                    f"{entry} is a symbolic link, and a run writes and deletes files in {path}. "
+                    "Remove the link"
+                )
 
 
 def _check_beginning(path: Path) -> None:
@@ -181,9 +227,10 @@ def _is_empty(path: Path) -> bool:
     return not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
 
 
-def _is_lock(path: Path) -> bool:
-    """Whether this is a lock folder with nothing but lock files."""
-    return path.name == "lock" and all(_LOCK.fullmatch(entry.name) for entry in path.iterdir())
+def _is_before(path: Path) -> bool:
+    """Whether it is a folder with nothing but what a run writes before its config.json."""
+    wanted = _BEFORE.get(path.name)
+    return wanted is not None and all(wanted.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def _steps(folder: Path) -> list[Path]:
@@ -208,8 +255,9 @@ def _facts_of(path: Path) -> Facts | None:
             return read_facts(file)
         except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
             continue
-        except CheckpointError:
-            continue  # another format; the resume names the version
+        except (RuntimeError, zlib.error):
+            # zipfile's for damaged headers; or another format, and the resume names the version.
+            continue
     return None
 
 

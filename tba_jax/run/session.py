@@ -96,6 +96,7 @@ def train_in_bucket(
     """
     from tba_jax.run.lock import Hold
     from tba_jax.run.mirroring import BucketSlots, Mirroring, folder_of
+    from tba_jax.run.ownership import check_bucket
     from tba_jax.storage.bucket import Bucket, StorageError
     from tba_jax.storage.mirror import Mirror
 
@@ -105,6 +106,10 @@ def train_in_bucket(
         bucket.require_create()
     except OSError as error:
         raise StorageError(f"{bucket} cannot be used: {error}") from error
+    try:
+        check_bucket(bucket, bucket.names(), bucket.read("config.json"))
+    except OSError as error:
+        raise StorageError(f"{bucket} cannot be read: {error}") from error
     with Hold(BucketSlots(bucket)) as hold:
         mirror = Mirror(bucket, folder, hold.number)
         try:

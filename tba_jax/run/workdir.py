@@ -151,9 +151,10 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
 def _is_begun(workdir: Path) -> bool:
     """Whether a run has left anything there; one that failed before its first step has not."""
     metrics = workdir / "metrics.jsonl"
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(
-        any((workdir / name).glob("*")) for name in ("checkpoints", "weights")
+    has_file = any(
+        path.exists() and path.stat().st_size > 0 for path in (metrics, workdir / "report.json")
     )
+    return has_file or any(any((workdir / name).glob("*")) for name in ("checkpoints", "weights"))
 
 
 def is_finished(workdir: Path, num_steps: int) -> bool:

@@ -136,7 +136,8 @@ class Mirror:
         """Drop what the folder does not have: of other branches, and of earlier holders' logs."""
         names = self._bucket.names()
         for kind in FOLDERS:
-            for number in {name.split("/")[1] for name in names if name.startswith(f"{kind}/")}:
+            inside = {name.split("/")[1] for name in names if name.startswith(f"{kind}/")}
+            for number in filter(str.isdecimal, inside):
                 name = f"{kind}/{number}"
                 if not (self.folder / name).is_dir():
                     self._remove_folder(name)

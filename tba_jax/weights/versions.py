@@ -60,12 +60,12 @@ class Versions:
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
-        path = self.path(version)
-        if version not in made and path.exists():
-            raise PublicationError(
-                f"{path} exists and is not of this run, which is about to publish version "
-                f"{version} there. Move it away, then run the same command again"
-            )
+        for path in self._folder.iterdir() if version not in made else ():
+            if path.name.partition(_UNFINISHED)[0] == str(version):
+                raise PublicationError(
+                    f"{path} exists and is not of this run, which is about to publish version "
+                    f"{version} there. Move it away, then run the same command again"
+                )
         self._record(self.named(), {*made, version})
 
     def add(self, version: int, keep: int, wanted: Collection[int] = ()) -> None:

@@ -111,7 +111,44 @@ def lock_of_another_program(workdir):
     (workdir / "lock" / "00000001.json.bak").write_text("x")
 
 
+def prompts_of_another_program(workdir):
+    (workdir / "prompts.json").write_text("[]")
+
+
+def linked_tensorboard(workdir):
+    (workdir.parent / "theirs").mkdir()
+    (workdir / "tensorboard").symlink_to(workdir.parent / "theirs")
+
+
+def mail_of_another_program(workdir):
+    (workdir / "mail" / "inbox").mkdir(parents=True)
+
+
+def link_in_the_lock_of_a_run(workdir):
+    begin_run(workdir, CONFIG)
+    (workdir.parent / "theirs.txt").write_text("x")
+    (workdir / "lock").mkdir()
+    (workdir / "lock" / "00000001.unfinished").symlink_to(workdir.parent / "theirs.txt")
+
+
+def link_in_the_plots_of_a_run(workdir):
+    begin_run(workdir, CONFIG)
+    (workdir / "plots").mkdir()
+    (workdir / "plots" / "reward.png").symlink_to(workdir.parent / "theirs.png")
+
+
+def report_of_another_config(workdir):
+    begin_run(workdir, dataclasses.replace(CONFIG, seed=1))
+    sealed.write(workdir / "report.json", {"steps": 3})
+
+
 REFUSED = {
+    prompts_of_another_program: r"holds prompts\.json, and no config\.json",
+    linked_tensorboard: r"tensorboard is a symbolic link",
+    mail_of_another_program: r"holds mail, and no config\.json",
+    link_in_the_lock_of_a_run: r"lock/00000001\.unfinished is a symbolic link",
+    link_in_the_plots_of_a_run: r"plots/reward\.png is a symbolic link",
+    report_of_another_config: r"holds a run with another config: seed: 1 -> 0",
     model_folder: r"config\.json is not readable as the config of a run of tba_jax \(has no entry",
     metrics_of_another_program: r"holds metrics\.jsonl, and no config\.json of a run of tba_jax",
     linked_metrics: r"metrics\.jsonl is a symbolic link, and a run writes and deletes under that",
@@ -159,6 +196,25 @@ def test_a_start_that_was_killed_holding_the_lock_is_continued(tmp_path):
         assert inspect(tmp_path).run_id
 
 
+def test_a_host_that_searches_may_come_before_the_run_begins(tmp_path):
+    (tmp_path / "mail").mkdir()
+    (tmp_path / "mail" / "hello_1.json").write_text("{}")
+    with claim(tmp_path, CONFIG):
+        assert inspect(tmp_path).run_id
+
+
+def test_every_damage_of_the_facts_of_a_checkpoint_is_left_to_who_restores_it(tmp_path):
+    begin_run(tmp_path, CONFIG, "mine")
+    save_checkpoint(tmp_path, 2, "mine", step=2)
+    file = tmp_path / "checkpoints" / "2" / "host_state" / "process_00000.npz"
+    data = file.read_bytes()
+    for bit in range(8 * len(data)):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(changed)
+        assert inspect(tmp_path).run_id == "mine"
+
+
 def test_a_lost_config_is_written_again_with_the_run_id_of_the_checkpoint(tmp_path):
     flat = json.loads(json.dumps(_flat(CONFIG)))
     save_checkpoint(tmp_path, 2, "abc", step=2, config=flat)
@@ -192,6 +248,11 @@ def test_only_versions_that_the_run_made_are_deleted(tmp_path):
     assert versions.named() == [6, 8]
     versions.begin(10)
     (tmp_path / "weights" / "10.orbax-checkpoint-tmp").mkdir()  # killed while it was written
+    unfinished = tmp_path / "weights" / "12.orbax-checkpoint-tmp"
+    unfinished.mkdir()
+    with pytest.raises(PublicationError, match="12.orbax-checkpoint-tmp exists and is not of this"):
+        versions.begin(12)
+    unfinished.rmdir()
     Versions(tmp_path).clear()
     left = tree(tmp_path)
     left.pop("versions.json")

@@ -10,9 +10,11 @@ import fsspec
 import pytest
 from etils import epath
 
+from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError, WorkdirLost
 from tba_jax.run.lock import Hold
 from tba_jax.run.mirroring import BucketSlots, Mirroring, run_folder
+from tba_jax.run.session import train_in_bucket
 from tba_jax.storage import digests
 from tba_jax.storage.bucket import Bucket, StorageError
 from tba_jax.storage.mirror import Mirror
@@ -249,3 +251,21 @@ def test_a_store_that_refuses_may_pass_but_not_for_long(bucket):
 def test_commands_say_that_a_bucket_holds_no_run(bucket):
     with pytest.raises(UserError, match="gs://bucket/runs/b holds no run"):
         run_folder("gs://bucket/runs/b", "--workdir", print)
+
+
+@pytest.mark.parametrize(
+    "name", ["weights/3/model.bin", "config.json", "logs/notes", "plots/a.png"]
+)
+def test_a_bucket_with_objects_of_another_program_is_refused_and_left_alone(bucket, name):
+    bucket.write(name, b"theirs")
+    with pytest.raises(UserError, match=f"has {name.split('/')[0]}, which a run writes, and no"):
+        train_in_bucket(Config(), bucket.address)
+    assert bucket.names() == [name] and bucket.read(name) == b"theirs"
+
+
+def test_objects_that_no_run_writes_stay_in_the_bucket_of_a_run(bucket, tmp_path):
+    bucket.write("weights/notes/a.txt", b"theirs")
+    mirror = Mirror(bucket, tmp_path / "run", 1)
+    mirror.fetch(print)
+    mirror.forget()
+    assert bucket.read("weights/notes/a.txt") == b"theirs"

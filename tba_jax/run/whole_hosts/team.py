@@ -9,6 +9,7 @@ Invariant: all hosts of a start have the same command, or all end.
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import sys
 import time
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 MEET_S = 300.0
 """Longest wait for a host to show itself in the work directory; all have joined already."""
 _POLL_S = 0.05
+_SESSION = re.compile("[0-9a-f]{16}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +143,7 @@ def _greet(
 ) -> None:
     """Answer every hello until each host has confirmed the answer to its own."""
     for old in folder.iterdir():
-        if old.is_dir():
+        if _SESSION.fullmatch(old.name) and old.is_dir():
             shutil.rmtree(old, ignore_errors=True)
     team.folder.mkdir(parents=True, exist_ok=True)
     mine = command_of(config, workdir)
