@@ -12,12 +12,11 @@ import itertools
 import json
 import math
 import os
-import shutil
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -156,15 +155,23 @@ def sample_jsonl(
 class JsonlWriter:
     """Appends one JSON object per line and flushes each; safe to call from several threads.
 
-    Opening a file whose last line was torn cuts that line off, and ends a `keep` that was killed.
+    Opening a file whose last line was torn cuts that line off.
+
+    Args:
+        path: of the log.
+        confirm: raises where this process may no longer change the log; called before the log is
+            opened and before `keep` replaces it.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], confirm: Callable[[], None] = lambda: None
+    ) -> None:
         self._path = Path(path)
+        self._confirm = confirm
         self._lock = threading.Lock()
+        confirm()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._end_keep()
             with open(self._path, "ab+", opener=open_no_follow) as file:
                 file.truncate(_end_of_lines(file))
             self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
@@ -211,34 +218,52 @@ class JsonlWriter:
     def keep(self, wanted: Callable[[dict[str, Any]], bool], start: int = 0) -> None:
         """Drop the lines for which `wanted(record)` does not hold.
 
-        A kill at any moment leaves the lines as they were, or as they shall be.
+        The lines that stay are copied to a new file, which takes the name of the log. A kill at any
+        moment leaves the lines as they were, or as they shall be. A process that opened the log
+        before, and that still runs, writes to the old file, which has no name any more.
 
         Args:
             wanted: asked for each record from `start` on.
             start: byte at which a line begins; all lines before it stay, and are not read.
 
         Raises:
-            LogError: a line without a field that `wanted` looks at, or with something else there;
-                nothing is changed. Storage refuses; what was begun is ended when the log is opened.
+            LogError: a line without a field that `wanted` looks at, or with something else there,
+                or storage refuses. Nothing is changed.
         """
         with self._lock:
             unfinished = self._path.with_name(self._path.name + ".new")
             try:
-                with open(unfinished, "wb", opener=open_no_follow) as out:
-                    out.write(b"%d\n" % start)
-                    out.writelines(self._wanted_lines(wanted, start))
-                self._file.close()
-                os.replace(unfinished, self._kept_path)
-                self._end_keep()
-                self._file = open(self._path, "a", encoding="utf-8", opener=open_no_follow)
+                # A process that lost the log may have a file of this name open.
+                unfinished.unlink(missing_ok=True)
+                kept = self._copy(unfinished, wanted, start)
+                with contextlib.ExitStack() as on_failure:
+                    on_failure.callback(kept.close)
+                    self._confirm()
+                    os.replace(unfinished, self._path)
+                    on_failure.pop_all()
             except OSError as error:
                 raise LogError(
                     f"cutting back {self._path} failed ({error.strerror}). Make room or fix the "
                     "storage, then run the same command again"
                 ) from error
-            finally:
-                with contextlib.suppress(OSError):
-                    unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # each line was flushed by itself
+                self._file.close()
+            self._file = kept
+
+    def _copy(self, target: Path, wanted: Callable[[dict[str, Any]], bool], start: int) -> IO[str]:
+        """Write the lines that stay to a new file, and return it open for more lines."""
+        try:
+            with open(target, "xb") as out, open(self._path, "rb") as file:
+                while start > file.tell() and (
+                    block := file.read(min(start - file.tell(), _LINES))
+                ):
+                    out.write(block)
+                out.writelines(self._wanted_lines(wanted, start))
+            return open(target, "a", encoding="utf-8", opener=open_no_follow)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                target.unlink(missing_ok=True)
+            raise
 
     def _wanted_lines(
         self, wanted: Callable[[dict[str, Any]], bool], start: int
@@ -256,22 +281,11 @@ class JsonlWriter:
             if is_kept:
                 yield line
 
-    @property
-    def _kept_path(self) -> Path:
-        return self._path.with_name(self._path.name + ".kept")
-
-    def _end_keep(self) -> None:
-        """What `keep` wants to stay takes the place of the lines that it came from."""
-        if not self._kept_path.is_file():
-            return
-        with (
-            open(self._kept_path, "rb") as kept,
-            open(self._path, "ab", opener=open_no_follow) as file,
-        ):
-            file.truncate(int(kept.readline()))
-            file.seek(0, os.SEEK_END)
-            shutil.copyfileobj(kept, file)
-        self._kept_path.unlink()
+    def is_replaced(self) -> bool:
+        """Return whether the log is another file now than the one that this writer appends to."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            return not os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        return False
 
     def close(self) -> None:
         """Close the file."""

@@ -31,6 +31,7 @@ from tba_jax.run.start import open_start
 from tba_jax.run.training import build_trainer, make_buffer, make_step_program
 from tba_jax.run.whole_hosts.remote_search import RemoteSearch
 from tba_jax.run.whole_hosts.team import Team, make_remote_search
+from tba_jax.weights.transport import Transport
 
 
 def build(
@@ -43,6 +44,7 @@ def build(
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
     team: Team | None = None,
+    confirm: Callable[[], None] = lambda: None,
 ) -> Run:
     """Make every part and restore the newest checkpoint of the work directory, if there is one.
 
@@ -54,30 +56,30 @@ def build(
         progress: the display that phases are announced on.
         extra_writers: more metric sinks.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        team: as in `conduct`.
+        team, confirm: as in `conduct` and in `open_shared`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
         ValueError: model folder, data or reward function are not usable; says which and why.
         UserError, CheckpointError: as `open_start`.
     """
-    shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
+    shared = open_shared(
+        config, workdir, cluster=cluster, clock=clock, note=progress.note, confirm=confirm
+    )
     step = make_step_program(shared)
     publish = make_publication_program(config, shared.model.config, shared.sites.publication.mesh)
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
-        logs = open_logs(shared.workdir, cluster, progress, list(extra_writers))
+        logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
         publish = ahead.after(PUBLICATION, publish)
         remote = _searched_elsewhere(shared, team, publish, logs, lambda: evaluations.wanted)
         search: Search | RemoteSearch
         if remote is None:
             search = build_searchers(
                 shared,
-                transport=make_transport(
-                    config, shared.policy, shared.sites, shared.workdir, start.base, publish
-                ),
+                transport=_transport(shared, start.base, publish, confirm),
                 references=start.references,
                 # All are taken before the first step, whatever became of the file since.
                 wants_given=start.step == 0,
@@ -112,6 +114,15 @@ def build(
         search.open(progress.phase)
         undo.pop_all()
         return run
+
+
+def _transport(
+    shared: Shared, base: Any, publish: Callable[[Any], Any], confirm: Callable[[], None]
+) -> Transport:
+    config, sites = shared.config, shared.sites
+    return make_transport(
+        config, shared.policy, sites, shared.workdir, base, publish, confirm=confirm
+    )
 
 
 def _searched_elsewhere(

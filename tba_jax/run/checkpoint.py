@@ -191,6 +191,8 @@ class Checkpoints:
         timeout_s: a save that takes longer has failed.
         read_only: for commands that look at a run without writing to it.
         processes: of the run that save; this one alone unless said.
+        confirm: raises where this process may no longer write here; called before unfinished
+            folders are removed, before a save becomes visible and before a checkpoint is put aside.
 
     Attributes:
         list_s: seconds that the newest save took to list its files with their digests.
@@ -204,11 +206,13 @@ class Checkpoints:
         timeout_s: int = 600,
         read_only: bool = False,
         processes: Saving | None = None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         saving = Saving((jax.process_index(),)) if processes is None else processes
         # Orbax refuses relative paths.
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self.list_s = 0.0
+        self._confirm = confirm
         self._saving: int | None = None
         self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
@@ -222,6 +226,7 @@ class Checkpoints:
             # With named processes Orbax leaves the folder to us.
             self._folder.mkdir(parents=True, exist_ok=True)
         if not read_only and jax.process_index() == saving.members[0]:
+            confirm()
             self._sweep()
         multiprocessing = ocp.options.MultiprocessingOptions(
             primary_host=saving.members[0], active_processes=named
@@ -263,6 +268,7 @@ class Checkpoints:
                 start = time.perf_counter()
                 digests.write(folder)
                 self.list_s = time.perf_counter() - start
+                self._confirm()
                 return
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
@@ -301,6 +307,7 @@ class Checkpoints:
         """
         if not any(s < step for s in self._manager.all_steps()):
             raise self.damaged(step, found)
+        self._confirm()
         kept = self._folder.parent / "damaged_checkpoints"
         kept.mkdir(exist_ok=True)
         taken = {path.name for path in kept.iterdir()}

@@ -91,17 +91,19 @@ def conduct(
         run.shared.checkpoints.wait()
         counts = cluster.gather_json(host_counts(run))
         run.confirm_hold()
-    except WorkdirLost as error:
+    except BaseException as error:
         run.abort()
-        raise WorkdirLost(f"{error}. {rescue(run)}") from error
-    except BaseException:
-        run.abort()
-        raise
+        lost = error if isinstance(error, WorkdirLost) else _taken_over(hold, workdir)
+        if lost is None:
+            raise
+        raise WorkdirLost(f"{lost}. {rescue(run)}") from error
     run.close()
+    run.confirm_hold()  # closing may take long
     report = write_report_json(run, counts) if cluster.is_primary else {}
     if is_finished and cluster.is_primary:
         from tba_jax.report.build import build_report  # brings the plotting library
 
+        run.confirm_hold()
         build_report(workdir)
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
@@ -143,12 +145,38 @@ def _open(
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
             accept_changed=accept_changed,
             team=team,
+            # A folder that mirrors an object store is this process's own.
+            confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
         )
         run.hold = hold
         return run
-    except BaseException:
+    except BaseException as error:
         progress.close()
-        raise
+        lost = _taken_over(hold, workdir)
+        if lost is None:
+            raise
+        raise WorkdirLost(f"{lost}. This process ends before its first step") from error
+
+
+def _nothing() -> None:
+    """Where nobody else can take the work directory over."""
+
+
+def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
+    """Return why a failure is another process's doing, None where it is not.
+
+    A process that continues after another one has taken its work directory over finds files
+    removed or replaced, and fails in many ways.
+    """
+    if hold is None or not workdir.exists():
+        return None
+    try:
+        hold.confirm()
+    except WorkdirLost as lost:
+        return lost
+    except Exception:  # the failure that is being handled is the news
+        return None
+    return None
 
 
 def replaying(schedule: Schedule) -> Drive:

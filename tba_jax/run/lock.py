@@ -192,7 +192,7 @@ class Hold:
             raise WorkdirLost(
                 f"process {other.get('pid', '?')} on {other.get('host', '?')} has taken over "
                 f"{self._slots}: no sign of life came from this one for {self._expire_s:.0f} s "
-                "(was it suspended?). It ends and writes nothing more"
+                "(was it suspended?)"
             )
         if self.number not in numbers:
             raise WorkdirLost(

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs: the files that a process of a run writes beside its work, and the display.
 
-A checkpoint says how long its logs were. A resume reads and cuts back what was written after it,
-nothing else, however long the run is. Invariant: a log that is shorter than its checkpoint says is
-named, here and in the log itself.
+A checkpoint says how long its logs were. A resume copies them up to there, and of what was written
+after it the lines that stay; the copies take the names of the logs. A process that lost the work
+directory and still runs then writes to files without a name. Invariant: a log that is shorter than
+its checkpoint says is named, here and in the log itself.
 """
 
 from collections.abc import Callable
@@ -78,6 +79,10 @@ class Logs:
             return None
         return _Lost(file.path, then, file.num_bytes())
 
+    def replaced(self) -> list[str]:
+        """Names of the logs that another process has replaced by copies."""
+        return [file.path.name for file in self._files() if file.is_replaced()]
+
     def _files(self) -> list[JsonlWriter]:
         return [self.schedule, *([] if self._own is None else [self._own])]
 
@@ -96,7 +101,13 @@ class _Lost(NamedTuple):
     now: int
 
 
-def open_logs(workdir: Path, cluster: Cluster, progress: Display, extra: list[Any]) -> Logs:
+def open_logs(
+    workdir: Path,
+    cluster: Cluster,
+    progress: Display,
+    extra: list[Any],
+    confirm: Callable[[], None] = lambda: None,
+) -> Logs:
     """The logs of a process, appended to where they are.
 
     Args:
@@ -104,10 +115,11 @@ def open_logs(workdir: Path, cluster: Cluster, progress: Display, extra: list[An
         cluster: its processes; only process 0 writes metrics.jsonl.
         progress: the display.
         extra: more metric sinks.
+        confirm: raises where this process no longer holds the work directory.
     """
-    own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
+    own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
     sinks = [*([own] if own else []), progress, *extra]
-    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id))
+    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id), confirm)
     return Logs(MultiWriter(sinks), progress, schedule, own)
 
 

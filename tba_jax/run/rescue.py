@@ -17,11 +17,21 @@ def rescue(run: Run) -> str:
         run: aborted; between two steps.
 
     Returns:
-        A sentence: what was saved, or why nothing was.
+        One or two sentences: what was saved, or where the last log lines are.
     """
     shared, step = run.shared, run.trainer.step_index
     if shared.workdir.exists():
-        return "Nothing was written"
+        names = " and ".join(run.logs.replaced())
+        lines = "it drops the log lines of these steps"
+        if names:
+            lines = (
+                f"it has replaced {names} by copies, so that the last lines of this process are in "
+                "no log"
+            )
+        return (
+            f"This process ends at step {step}. The other process continues from the newest "
+            f"checkpoint and makes later steps again; {lines}"
+        )
     if shared.cluster.num_processes > 1:
         return "Run the same command in another work directory to begin again"
     config = shared.config

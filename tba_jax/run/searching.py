@@ -179,6 +179,7 @@ def make_transport(
     workdir: Path,
     base: Any,
     publish: Callable[[Any], Any] | None,
+    confirm: Callable[[], None] = lambda: None,
 ) -> Transport:
     """The weight transport; where adapters are trained they alone travel, and `base` stays.
 
@@ -189,6 +190,7 @@ def make_transport(
         workdir: of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: as `make_publication_program` makes it; None in a process that only reads.
+        confirm: raises where this process no longer holds the work directory.
     """
     arrival = make_arrival(config, policy, sites, base)
     wanted, merges = arrival.shardings, arrival.merges
@@ -212,6 +214,7 @@ def make_transport(
             timeout_s=timeout_s,
             layout=arrival.layout,
             reads_back=config.placement != "fleet",
+            confirm=confirm,
         )
     return MergingTransport(transport, merges) if merges else transport
 

@@ -131,6 +131,7 @@ def open_shared(
     clock: RunClock,
     note: Callable[[str], None],
     seat: Seat | None = None,
+    confirm: Callable[[], None] = lambda: None,
 ) -> Shared:
     """Place the run and open what its parts share.
 
@@ -141,6 +142,7 @@ def open_shared(
         clock: started when the process did.
         note: told what the task has.
         seat: of a process that only searches, and writes no checkpoints.
+        confirm: raises where this process no longer holds the work directory.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -178,6 +180,7 @@ def open_shared(
             timeout_s=config.checkpoint.timeout_s,
             read_only=is_reader,
             processes=_saving(config, cluster),
+            confirm=confirm,
         ),
         first_searcher=seat.first_searcher,
         num_searchers=seat.num_searchers,

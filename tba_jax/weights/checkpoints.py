@@ -34,6 +34,8 @@ class CheckpointTransport(DeliveringTransport):
         keep: versions kept on disk, at least 2.
         reads_back: whether the mailbox has what was read from the files, for searchers of this
             process; else what was published, as searchers elsewhere read and verify for themselves.
+        confirm: raises where this process may no longer write to the work directory; called before
+            a version is written and before it is named.
     """
 
     def __init__(
@@ -46,9 +48,11 @@ class CheckpointTransport(DeliveringTransport):
         timeout_s: int,
         layout: Layout | None = None,
         reads_back: bool = True,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(program, shardings, timeout_s=timeout_s)
         self._reads_back = reads_back
+        self._confirm = confirm
         self._versions = Versions(workdir)
         self._keep = keep
         self._wanted: Callable[[], Collection[int]] = tuple
@@ -83,11 +87,13 @@ class CheckpointTransport(DeliveringTransport):
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
             )
         check_same_tree(self._abstract, params)
+        self._confirm()
         try:
             path = self._versions.path(version)
             self._versions.begin(version)
             self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
             self._writer.wait_until_finished()
+            self._confirm()
             self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
             raise not_published(self._versions.path(version), error) from error

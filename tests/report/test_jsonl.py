@@ -101,30 +101,15 @@ def test_keep_does_not_read_what_lies_before_its_start(tmp_path):
     assert os.listdir(tmp_path) == ["m.jsonl"]
 
 
-@pytest.mark.parametrize("num_appended", [0, 20, 36])
-def test_a_keep_that_was_killed_is_ended_when_the_log_is_opened(tmp_path, num_appended):
-    """After the decision: before the cut, in the middle of what is put back, after it."""
-    path = tmp_path / "m.jsonl"
-    log_of(path, 4).close()
-    start = len(path.read_bytes()) // 2
-    kept = b'{"step": 2}\n{"step": 3, "again": true}\n'[:39]
-    (tmp_path / "m.jsonl.kept").write_bytes(b"%d\n" % start + kept)
-    if num_appended:
-        path.write_bytes(path.read_bytes()[:start] + kept[:num_appended])
-    jsonl.JsonlWriter(path).close()
-    assert [r["step"] for r in lines_of(path)] == [0, 1, 2, 3]
-    assert os.listdir(tmp_path) == ["m.jsonl"]
-
-
 @pytest.mark.parametrize("most", [1200, 60])
-def test_a_keep_on_a_full_disk_is_a_line_and_is_ended_later(tmp_path, most):
-    """1,200 bytes hold what is kept, but not behind what was there before; 60 not even that."""
+def test_a_keep_on_a_full_disk_is_a_line_and_changes_nothing(tmp_path, most):
+    """Room for a part of the copy: up to lines that are read, up to lines that are not."""
     resource = pytest.importorskip("resource")
     path = tmp_path / "log.jsonl"
     log = jsonl.JsonlWriter(path)
     for step in range(100):
         log.append({"step": step})
-    whole, start = path.read_bytes(), path.read_bytes().index(b'{"step": 88}')
+    whole, start = path.read_bytes(), path.read_bytes().index(b'{"step": 80}')
     assert start < 1200 < len(whole) - 13
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
@@ -136,10 +121,41 @@ def test_a_keep_on_a_full_disk_is_a_line_and_is_ended_later(tmp_path, most):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     log.close()
-    jsonl.JsonlWriter(path).close()
-    kept = whole.replace(b'{"step": 90}\n', b"")
-    assert path.read_bytes() == (kept if most == 1200 else whole)
-    assert [*tmp_path.iterdir()] == [path]
+    assert path.read_bytes() == whole and [*tmp_path.iterdir()] == [path]
+
+
+def test_who_has_the_log_open_when_another_one_keeps_writes_elsewhere(tmp_path):
+    path = tmp_path / "log.jsonl"
+    old = log_of(path, 4)
+    new = jsonl.JsonlWriter(path)
+    assert not old.is_replaced()
+    new.keep(lambda record: record["step"] < 2)
+    old.write(4, {})
+    new.write(2, {})
+    assert old.is_replaced() and not new.is_replaced()
+    assert [r["step"] for r in lines_of(path)] == [0, 1, 2]
+    old.close()
+    new.close()
+
+
+def test_who_may_not_change_the_log_neither_opens_nor_replaces_it(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log_of(path, 3).close()
+    before = path.read_bytes()
+    answers = iter([None, PermissionError])
+
+    def confirm():
+        if (answer := next(answers, RuntimeError)) is not None:
+            raise answer("taken over")
+
+    stale = jsonl.JsonlWriter(path, confirm)
+    with pytest.raises(jsonl.LogError):
+        stale.keep(lambda record: False)
+    for act in (lambda: stale.keep(lambda record: False), lambda: jsonl.JsonlWriter(path, confirm)):
+        with pytest.raises(RuntimeError, match="taken over"):
+            act()
+    assert path.read_bytes() == before
+    stale.close()
 
 
 def test_a_keep_that_is_refused_changes_nothing(tmp_path):
