@@ -78,7 +78,7 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     """
     import signal
 
-    from tba_jax.run.interruption import Interruption
+    from tba_jax.run.interruption import Interruption, surviving_closed_outputs
     from tba_jax.run.session import train
 
     if MODES[config.placement].spans_hosts:
@@ -95,7 +95,8 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
-        outcome = train(config, workdir, interrupted=interruption or (lambda: False))
+        with surviving_closed_outputs():
+            outcome = train(config, workdir, interrupted=interruption or (lambda: False))
     finally:
         if interruption is not None:
             interruption.close()

@@ -30,7 +30,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
-from tba_jax.run.interruption import Interruption
+from tba_jax.run.interruption import Interruption, surviving_closed_outputs
 from tba_jax.run.joining import start_cluster
 from tba_jax.run.session import train, train_in_bucket
 from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finished_before
@@ -86,6 +86,18 @@ def main(argv: Sequence[str]) -> int:
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
         return 0
+    with surviving_closed_outputs():
+        return _run(config, workdir, address)
+
+
+def _run(config: Config, workdir: Path, address: str) -> int:
+    """Train, replay or say that the run is finished; the exit code.
+
+    Args:
+        config: validated.
+        workdir: of the run.
+        address: of a work directory in an object store; "": there is none.
+    """
     if address:
         return _run_in_bucket(config, address)
     schedule = None

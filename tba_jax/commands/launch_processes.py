@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
+from tba_jax.run.interruption import not_ignored, surviving_closed_outputs
+
 # JAX notices a dead process within config.pod.heartbeat_s (20 s) and ends the others.
 GRACE_S = 45.0
 _POLL_S = 0.5
@@ -77,7 +79,7 @@ def launch(
     interruptions: list[int] = []
     previous = {
         number: signal.signal(number, lambda n, frame: interruptions.append(n))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in not_ignored()
     }
     children: list[_Child] = []
     try:
@@ -97,7 +99,8 @@ def launch(
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
             children.append(_Child(i, process))
-        return _watch(children, interruptions, grace_s)
+        with surviving_closed_outputs():
+            return _watch(children, interruptions, grace_s)
     finally:
         for child in children:
             _kill(child)

@@ -1,35 +1,68 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as a flag that drivers look at between steps."""
+"""What must not end a run in the middle of a step: signals, and a standard output that is closed.
 
+Signals become a flag that drivers look at between steps. Writes to a closed pipe or terminal are
+dropped.
+"""
+
+import contextlib
+import io
+import os
 import signal
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+# Signals whose default action is to end the process. Not among them: those that report a defect of
+# the program (SIGSEGV, SIGABRT, ...), and SIGPIPE and SIGXFSZ, which Python ignores.
+ENDING = tuple(
+    getattr(signal, name)
+    for name in (
+        *("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM"),
+        *("SIGVTALRM", "SIGPROF", "SIGIO", "SIGPWR", "SIGSTKFLT"),
+    )
+    if hasattr(signal, name)  # some are Linux's
+)
+# Always taken: a shell without job control starts a command with `&` with SIGINT ignored.
+_ALWAYS = (signal.SIGINT, signal.SIGTERM)
+
+
+def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signals]:
+    """Return the signals that nothing handles and that nobody asked to ignore.
+
+    SIGHUP is ignored under `nohup`. SIGINT and SIGTERM are always among the signals returned.
+    """
+    return [n for n in numbers if n in _ALWAYS or signal.getsignal(n) == signal.SIG_DFL]
 
 
 class Interruption:
     """Turns signals into a flag that the drivers look at between steps.
 
-    In a pod SIGTERM goes to JAX's preemption service instead, which takes it over when the
-    processes join.
+    Signals that `not_ignored` leaves out stay as they are. In a pod SIGTERM goes to JAX's
+    preemption service instead, which takes it over when the processes join.
 
     Args:
         numbers: the signals.
-        second: handler of a second signal of the same kind; by default it has its usual effect.
+        second: handler of a second signal of the same kind; by default it has its usual effect. A
+            second SIGHUP is ignored: a terminal that closes sends one, and so does its shell.
     """
 
     def __init__(
         self,
-        numbers: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
+        numbers: Sequence[signal.Signals] = ENDING,
         second: Any = signal.SIG_DFL,
     ) -> None:
         self.signal_number: int | None = None
         self._second = second
-        self._previous = {number: signal.signal(number, self._handle) for number in numbers}
+        self._previous = {
+            number: signal.signal(number, self._handle) for number in not_ignored(numbers)
+        }
 
     def _handle(self, number: int, frame: Any) -> None:
         del frame
         self.signal_number = number
-        signal.signal(number, self._second)
+        is_repeated = number == getattr(signal, "SIGHUP", None)
+        signal.signal(number, signal.SIG_IGN if is_repeated else self._second)
 
     def __call__(self) -> bool:
         return self.signal_number is not None
@@ -38,3 +71,66 @@ class Interruption:
         """Give the signals back to who had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+class _Output(io.FileIO):
+    """A file descriptor that leads nowhere after the first write that fails.
+
+    Args:
+        descriptor: stays open when this object is closed.
+        name: of the output, for the message.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._output_name = name
+
+    def write(self, data: Any, /) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if isinstance(error, BlockingIOError):
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if self.fileno() != 2 and sys.stderr is not None:
+                print(
+                    f"{self._output_name} cannot be written ({error.strerror}): the run goes on "
+                    "without it",
+                    file=sys.stderr,
+                )
+            return memoryview(data).nbytes
+
+
+@contextlib.contextmanager
+def surviving_closed_outputs() -> Iterator[None]:
+    """Drop what is printed after standard output or standard error has failed.
+
+    `main | head -1`, a `tee` that died and a terminal that was closed must cost lines, not steps.
+    The first failure of standard output is told on standard error. Streams that are not the
+    process's own, as in a notebook, stay as they are.
+    """
+    before = sys.stdout, sys.stderr
+    try:
+        sys.stderr = _surviving(sys.stderr, sys.__stderr__, "standard error")
+        sys.stdout = _surviving(sys.stdout, sys.__stdout__, "standard output")
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _surviving(stream: Any, own: TextIO | None, name: str) -> Any:
+    if stream is None or stream is not own:
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Output(stream.fileno(), name)),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )

@@ -101,6 +101,8 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
         cpus = sum(each.get("num_cpus", 0) for each in wanted)
         options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
         options |= {"object_store_memory": 2**27}  # no message travels through it
+    # Ray's processes inherit it: a closed terminal must not end them before the run is saved.
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -109,6 +111,8 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
             f"config.fleet.address = {address!r}: no Ray cluster there ({first:.200}); start one "
             "with `ray start --head`, or give local"
         ) from error
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
     try:
         for number, handler in zip(numbers, handlers, strict=True):
             if handler is not None:

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signals and closed outputs: a run saves before it ends, and does not end for want of a reader."""
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+
+import pytest
+from commands import ROOT, SYNC, command, environment, losses, start, wait_for
+
+from tba_jax.run.checkpoint import load_host_states
+
+LONG = (*SYNC, "num_steps=500", "eval.period=0", "checkpoint.period=0")
+SHORT = (*SYNC, "num_steps=4", "eval.period=0", "checkpoint.period=0")
+DEADLINE_S = 600
+
+
+def assert_saved(workdir):
+    """The newest checkpoint has every step that was logged."""
+    made = max(losses(workdir))
+    step, _ = load_host_states(str(workdir))
+    assert step >= made and json.loads((workdir / "report.json").read_text())["steps"] == step
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGUSR1,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(signal.SIGXCPU, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number):
+    workdir = tmp_path / "run"
+    process = start(workdir, *LONG, cache=cache)
+    wait_for(lambda: len(losses(workdir)) >= 2, process=process, timeout=DEADLINE_S)
+    process.send_signal(number)
+    if number == signal.SIGHUP:
+        process.send_signal(number)  # a terminal that closes sends one, and its shell another
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + number and "error" not in err, err
+    assert f"Stopped by {number.name} at step " in " ".join(out.split())
+    assert_saved(workdir)
+
+
+@pytest.mark.slow
+def test_a_run_under_nohup_goes_on(cache, tmp_path):
+    workdir = tmp_path / "run"
+    argv = ["nohup", *command(workdir, *SHORT)]
+    process = subprocess.Popen(
+        argv, env=environment(cache), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    wait_for(lambda: losses(workdir), process=process, timeout=DEADLINE_S)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0 and (workdir / "report.json").exists()
+
+
+@pytest.mark.parametrize(
+    "reader", ["head -1", pytest.param("head -1 2>&1", marks=pytest.mark.slow)]
+)
+def test_a_reader_that_goes_away_costs_lines_and_no_steps(cache, tmp_path, reader):
+    workdir = tmp_path / "run"
+    with_errors = "2>&1" if "2>&1" in reader else ""
+    script = f'set -o pipefail; "$@" {with_errors} | head -1'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", *command(workdir, *SHORT)],
+        env=environment(cache),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert "Traceback" not in done.stderr
+    if not with_errors:
+        assert "standard output cannot be written (Broken pipe): the run goes on" in done.stderr
+    assert sorted(losses(workdir)) == [1, 2, 3, 4]
+    assert (workdir / "report.html").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
+    """The run saves and ends, or goes on without a terminal where it was told to ignore that."""
+    workdir = tmp_path / "run"
+    end, terminal = pty.openpty()
+
+    def begin():
+        os.setsid()
+        os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # makes it the controlling terminal
+        if is_ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    process = subprocess.Popen(
+        command(workdir, *(SHORT if is_ignored else LONG)),
+        env=environment(cache),
+        cwd=ROOT,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        preexec_fn=begin,
+    )
+    os.close(terminal)
+    os.set_blocking(end, False)
+    deadline = time.monotonic() + DEADLINE_S
+    while len(losses(workdir)) < 2 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # nothing to read
+            os.read(end, 65536)
+        time.sleep(0.02)
+    os.close(end)
+    code = process.wait(DEADLINE_S)
+    assert code == (0 if is_ignored else 128 + signal.SIGHUP)
+    assert_saved(workdir)
