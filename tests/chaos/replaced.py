@@ -43,7 +43,7 @@ OVERRIDES = (
 TRANSPORTS = ("memory", "checkpoint")
 MOMENTS = ("starting", "stepping", "saving", "publishing")
 RETURNS = ("took over", "stepping", "finished")
-MOST_S = 300.0
+MOST_S = 900.0
 # The main command with a lease that expires at once, as if the first process had been away for
 # long. The heartbeat of the first process keeps its usual period.
 _IMPATIENT = (
