@@ -86,11 +86,18 @@ def make_optimizer(
     return optax.chain(*clip, *steps) if clip or len(steps) > 1 else steps[0]
 
 
-def updates_made(opt_state: Any) -> Array:
-    """How many updates the schedule of `make_optimizer` has moved by."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=_is_schedule)
-    (count,) = (x.count for x in leaves if _is_schedule(x))
-    return count
+def with_schedule_count(opt_state: Any, count: Array) -> Any:
+    """An optimiser state whose learning-rate schedule reads `count` at the next update.
+
+    Args:
+        opt_state: state of an optimiser with a schedule, or of one without.
+        count: int32 scalar, updates.
+    """
+
+    def choose(x: Any) -> Any:
+        return x._replace(count=count) if _is_schedule(x) else x
+
+    return jax.tree.map(choose, opt_state, is_leaf=_is_schedule)
 
 
 def _is_schedule(x: Any) -> bool:

@@ -113,7 +113,7 @@ def make_train_step(
         new_state = stepped(state, done, optimizer, settings)
         metrics = {
             **done.metrics(settings),
-            "lr": schedule(schedule_step(state, settings)),
+            "lr": schedule(schedule_step(state)),
             "beta": beta,
             **temperatures,
             **batch_metrics(batch, rows, done.policy, reference_logprob),

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from tba_jax.train.minibatches import Update
 from tba_jax.train.objectives.base import Loss
-from tba_jax.train.optimizers import begun_anew, updates_made
+from tba_jax.train.optimizers import begun_anew, with_schedule_count
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_settings import StepSettings
@@ -44,10 +44,8 @@ class Done(NamedTuple):
         return own if settings.num_updates == 1 else {**own, "updates": self.made}
 
 
-def schedule_step(state: TrainState, settings: StepSettings) -> Array:
-    """The step of the learning rate's schedule: those that made no update do not count."""
-    if settings.num_updates > 1:
-        return updates_made(state.opt_state) // settings.num_updates
+def schedule_step(state: TrainState) -> Array:
+    """Step of the learning-rate schedule, int32: steps so far that made an update."""
     return state.step - state.skipped_steps
 
 
@@ -101,7 +99,7 @@ def stepped(
         opt_state = begun_anew(opt_state, optimizer.init(trained), begins)
     reference = moved_reference(state.reference_params, params, step, settings)
     skipped = (done.made == 0).astype(jnp.int32)
-    return TrainState(
+    new_state = TrainState(
         step,
         params,
         opt_state,
@@ -110,6 +108,12 @@ def stepped(
         (state.skipped_in_a_row + 1) * skipped,
         head,
     )
+    if settings.num_updates == 1:
+        return new_state
+    # The optimiser counts finite updates only. Without this, a step of which one update was not
+    # finite would leave every later step between two learning rates.
+    count = schedule_step(new_state) * settings.num_updates
+    return new_state._replace(opt_state=with_schedule_count(opt_state, count))
 
 
 def moved_reference(reference: Any, params: Any, step: Array, settings: StepSettings) -> Any:

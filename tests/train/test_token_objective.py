@@ -13,6 +13,7 @@ from fake_batches import (
     CONFIG,
     SCORING,
     SETTINGS,
+    broken,
     keep_gradient,
     lay_out,
     make_batch,
@@ -329,3 +330,33 @@ def test_several_updates_are_a_loop_over_the_same_parts(micro_batch_rows):
         # float32 sums in another order, carried through six updates
         assert_near((state.params, state.log_z_head), trained, 1e-4 * moved)
     assert (int(state.step), int(state.skipped_steps)) == (2, 0)
+
+
+def test_all_updates_of_the_step_after_a_partly_non_finite_one_have_its_learning_rate():
+    params, _, draws = problem()
+    rate, updates = 0.5, 6
+    settings = dataclasses.replace(
+        SETTINGS, objective=Ppo(gae_lambda=TRACE), epochs=3, minibatches=2, row_multiple=2,
+        target=dataclasses.replace(SETTINGS.target, beta=Schedule(0.0)),
+    )  # fmt: skip
+
+    def step_at(of_update):
+        optimizer = optax.sgd(of_update)
+        step = make_train_step(CONFIG, optimizer, lambda step: rate / (1 + step), settings)
+        state = init_state(
+            jax.tree.map(jnp.copy, params), optimizer, keep_reference=False,
+            log_z_size=CONFIG.hidden_size,
+        )  # fmt: skip
+        return step, state
+
+    step, state = step_at(lambda count: rate / (1 + count // updates))
+    state, metrics = step(state, broken(lay_out(draws)))
+    assert (metrics["train/updates"], int(state.skipped_steps)) == (3, 0)
+    second, state_2 = step_at(lambda count: rate / 2)
+    copies = jax.tree.map(jnp.copy, (state.params, state.log_z_head))
+    state_2 = state_2._replace(step=jnp.int32(1), params=copies[0], log_z_head=copies[1])
+    state, metrics = step(state, lay_out(draws))
+    expected, _ = second(state_2, lay_out(draws))
+    np.testing.assert_allclose(metrics["train/lr"], rate / 2)
+    got, want = ((s.params, s.log_z_head) for s in (state, expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
