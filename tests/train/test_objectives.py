@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.train.objectives import pieces, switches
 from tba_jax.train.objectives.base import summed, tb_residual, vargrad_log_z
 from tba_jax.train.objectives.online_dpo import OnlineDpo
 from tba_jax.train.objectives.rloo import Rloo
@@ -192,3 +193,30 @@ def test_a_given_log_z_is_used_and_gets_the_gradient_of_a_square():
     residual = np.array([-1.0 + 1.5 - 1.0, -2.0 + 1.0])
     np.testing.assert_allclose(loss(log_z), np.mean((residual + 0.7) ** 2), rtol=1e-6)
     np.testing.assert_allclose(jax.grad(loss)(log_z), [2 * np.mean(residual + 0.7)], rtol=1e-5)
+
+
+# How far a group's mean is from its equal rewards in float32 depends on K and on the weights.
+@pytest.mark.parametrize("weights", [[1] * 6, [1] * 7, [2, 3, 1, 0], [11, 0, 0]])
+@pytest.mark.parametrize("reward", [0.0, 0.1, 7.3, -7.3, 1000.7, 1e6 + 0.1])
+def test_equal_rewards_have_an_advantage_of_exactly_zero(reward, weights):
+    weight = jnp.asarray([weights], jnp.float32)
+    rewards = jnp.where(weight > 0, jnp.float32(reward), 0)
+    zeros = jnp.zeros_like(rewards)
+    data = summed(zeros, zeros, rewards, weight=weight)
+    found = {
+        "centred": pieces.centred(data, rewards),
+        "leave_one_out": rewards - pieces.leave_one_out(data, rewards),
+        "group_normalised": pieces.group_normalised(data, rewards),
+        **{
+            name: rewards - switches.estimated_log_z(data, name, zeros, rewards)
+            for name in ("vargrad", "leave_one_out", "mean_reward", "softmean")
+        },
+    }
+    for name, advantage in found.items():
+        drawn = np.asarray(advantage)[np.asarray(weight) > 0]
+        np.testing.assert_array_equal(drawn, 0.0, err_msg=name)
+
+
+def test_a_single_response_has_no_others_and_a_baseline_of_zero():
+    data = summed(*(jnp.full((1, 1), x) for x in (-1.0, -1.0, 2.0)))
+    np.testing.assert_array_equal(pieces.leave_one_out(data, data.reward), 0.0)

@@ -21,22 +21,48 @@ from tba_jax.train.objectives.base import (
 STD_EPS = 1e-4
 
 
+def baseline(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, " p"]:
+    """Mean of each group, which no rounding moves out of the range of x.
+
+    Invariant: where all x of a group are equal the mean is exactly that number.
+
+    Args:
+        data: the groups.
+        x: numbers through which no gradient flows.
+    """
+    return _within(data, x, data.mean_over_group(x)[:, None])[:, 0]
+
+
 def centred(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """x less its group's mean."""
-    return x - data.mean_over_group(x)[:, None]
+    """x minus the mean of its group; exactly 0 in a group of equal x."""
+    return x - baseline(data, x)[:, None]
 
 
 def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """The mean of x over the other K - 1 responses, repeats of the same one among them."""
+    """The mean of x over the other K - 1 responses, repeats of the same one among them.
+
+    It is exactly x in a group of equal x, and 0 where K is 1.
+    """
     k = data.num_drawn[:, None]
     total = jnp.sum(x * data.weight, axis=1, keepdims=True)
-    return (total - x) / jnp.maximum(k - 1, 1)
+    others = (total - x) / jnp.maximum(k - 1, 1)
+    return jnp.where(k > 1, _within(data, x, others), others)
+
+
+def _within(
+    data: GroupData, x: Float[Array, "p k"], mean: Float[Array, "p n"]
+) -> Float[Array, "p n"]:
+    """A mean of x, bounded by the least and greatest x of its group; as it is without any x."""
+    is_drawn = data.weight > 0
+    least = jnp.min(jnp.where(is_drawn, x, jnp.inf), axis=1, keepdims=True)
+    greatest = jnp.max(jnp.where(is_drawn, x, -jnp.inf), axis=1, keepdims=True)
+    return jnp.where(data.num_drawn[:, None] > 0, jnp.clip(mean, least, greatest), mean)
 
 
 def group_normalised(data: GroupData, reward: Float[Array, "p k"]) -> Float[Array, "p k"]:
     """(r - mean) / (std + 1e-4) of each group, std with K - 1 as TRL and verl take it.
 
-    A group whose rewards are all equal becomes 0.
+    A group whose rewards are all equal becomes exactly 0.
     """
     gap = centred(data, reward)
     k = data.num_drawn

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from tba_jax.train.objectives.base import GroupData
 from tba_jax.train.objectives.pieces import (
+    baseline,
     leave_one_out,
     log_ratio,
     num_counted,
@@ -79,9 +80,9 @@ def estimated_log_z(
         mean = data.mean_over_group(jnp.exp(lifted))
         found = top + jnp.log(jnp.where(data.num_drawn > 0, mean, 1)) / sharpness
     elif log_z == "mean_reward":
-        found = data.mean_over_group(scaled_reward)
+        found = baseline(data, scaled_reward)
     else:
-        found = data.mean_over_group(scaled_reward - gap)
+        found = baseline(data, scaled_reward - gap)
     return jnp.broadcast_to(found[:, None], scaled_reward.shape)
 
 
