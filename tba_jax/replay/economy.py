@@ -110,21 +110,18 @@ class Economy:
         if share < _MIN_TRAINED_SHARE:
             found.append(
                 f"only {share:.0%} of the groups that searchers made were trained on while they "
-                "were fresh: use fewer searchers, raise batch.num_prompts or replay.fresh_window, "
-                "or set replay.max_staleness, under which what is unused waits"
+                f"were fresh. {_keep_groups(settings)}"
             )
         if abs(rank - 0.5) > _MAX_RANK_OFFSET:
             kind = "short" if rank < 0.5 else "long"
             found.append(
-                f"training prefers {kind} responses (their lengths have the mean rank {rank:.2f} "
-                "of all that came in, 0.5 is fair): set replay.max_staleness and "
-                "replay.late=train, so that none is dropped for the time that it took"
+                f"training prefers {kind} responses: the mean rank of their lengths is {rank:.2f}, "
+                f"without a preference it is 0.50. {_keep_groups(settings)}"
             )
-        if abs(m - settings.recency_prob) > _MAX_M_OFFSET:
+        if m < settings.recency_prob - _MAX_M_OFFSET:
             found.append(
-                f"{m:.2f} of the slots are drawn from the newest data, replay.recency_prob wants "
-                f"{settings.recency_prob:.2f}: add searchers, or set replay.pace=trainer to wait "
-                "for them or replay.recycle_fresh=True to draw the newest again"
+                f"{m:.2f} of the slots hold newest data, replay.recency_prob is "
+                f"{settings.recency_prob:.2f}. {_fill_fresh_slots(settings)}"
             )
         return found
 
@@ -152,3 +149,28 @@ class Economy:
             for name, value in vars(one).items():
                 setattr(total, name, getattr(total, name) + value)
         return total
+
+
+def _keep_groups(settings: ReplaySettings) -> str:
+    """How to lose fewer groups before they are trained on: settings not yet chosen."""
+    if settings.late == "drop":
+        return (
+            f"Set --config.replay.late=train, raise replay.max_staleness={settings.max_staleness}, "
+            "or use fewer searchers."
+        )
+    if settings.max_staleness:
+        return "Raise replay.max_bytes or replay.capacity_per_prompt, which evict unused groups."
+    return (
+        "Use fewer searchers, raise batch.num_prompts, or set replay.max_staleness, so that unused "
+        "groups wait."
+    )
+
+
+def _fill_fresh_slots(settings: ReplaySettings) -> str:
+    """How more slots get newest data: settings not yet chosen."""
+    ways = ["Add searchers"]
+    if settings.pace == "off":
+        ways.append("set --config.replay.pace=trainer to wait for them")
+        if not settings.recycle_fresh:
+            ways.append("set --config.replay.recycle_fresh=True to draw the newest groups again")
+    return ", or ".join(ways) + "."

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the buffer says about the searchers' work: shares, ranks and warnings."""
 
+import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -136,9 +138,46 @@ def test_warnings_of_lengths_and_of_m():
     assert economy.warnings(0, settings) == []
     economy.unused_slots = 80
     (m,) = economy.warnings(0, settings)
-    assert "0.80 of the slots" in m and "replay.recycle_fresh=True" in m
+    assert "0.80 of the slots" in m
     economy.recycled_slots = 15
     assert economy.warnings(0, settings) == []
+    # More newest data than asked for is chance; no setting is wrong.
+    assert economy.warnings(0, ReplaySettings(recency_prob=0.85)) == []
+
+
+@pytest.mark.parametrize("pace", ["off", "trainer"])
+@pytest.mark.parametrize("recycle_fresh", [False, True])
+@pytest.mark.parametrize(
+    "bound",
+    [
+        {},
+        {"max_staleness": 4},
+        {"max_staleness": 4, "late": "drop"},
+        {"max_staleness": 4, "late": "wait", "pace": "trainer"},
+    ],
+    ids=lambda bound: " ".join(map(str, bound.values())),
+)
+def test_every_setting_that_a_warning_advises_is_new_and_accepted(bound, recycle_fresh, pace):
+    settings = ReplaySettings(
+        **{"recency_prob": 0.5, "pace": pace, "recycle_fresh": recycle_fresh, **bound}
+    )
+    economy = Economy()
+    economy.batches, economy.slots, economy.merged_groups, economy.trained_groups = 20, 40, 40, 10
+    economy.came_in.update({1: 50, 9: 50})
+    economy.trained.update({1: 50})
+    lines = economy.warnings(0, settings)
+    assert len(lines) == 3
+    for line in lines:
+        given = dict(re.findall(r"--config\.replay\.(\w+)=(\w+)", line))
+        given = {name: value == "True" or value for name, value in given.items()}
+        # Settings to raise are named without a value.
+        raised = set(re.findall(r"replay\.(\w+)", line)) - set(given) - {"recency_prob"}
+        advised = given | {name: getattr(settings, name) + 1 for name in raised}
+        assert advised or line.endswith("Add searchers.")
+        for name, value in advised.items():
+            changed = dataclasses.replace(settings, **{name: value})
+            changed.check()
+            assert changed != settings
 
 
 def test_the_counts_are_saved_and_those_of_hosts_add_up():
