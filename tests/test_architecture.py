@@ -182,9 +182,6 @@ def test_modules_stay_readable():
     assert sorted(lengths.values())[int(0.9 * len(lengths))] <= 400
 
 
-# One thing each, which reads worse in pieces: the steps of a decode chunk, traced as one scan; the
-# other decoder of a benchmark, in a process of its own.
-LONG = {"run_chunk": 92, "_tunix": 92}
 # What a program takes, not the parts of an object.
 WIDE = {"run_chunk": 12}
 
@@ -210,7 +207,7 @@ def wide_functions(package: Path) -> dict[str, int]:
 
 
 def test_functions_fit_on_a_screen_and_take_ten_arguments():
-    assert long_functions(PACKAGE) == LONG
+    assert long_functions(PACKAGE) == {}
     assert wide_functions(PACKAGE) == WIDE
 
 

@@ -136,6 +136,49 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
     import jax.numpy as jnp
 
     sampler_lib = importlib.import_module("tunix.generate.sampler")
+    model, config = _tunix_model(job)
+    prompt_tokens, most = prompts.shape[1], job["max_new_tokens"]
+
+    # The second call compares scalars of its state with those of the first one; compiled here.
+    bool(jnp.array(0) == jnp.array(0))
+    sampler = _watched(sampler_lib.Sampler, prompt_tokens, most)(
+        model,
+        _Numbers(job["pad_id"]),
+        sampler_lib.CacheConfig(
+            cache_size=prompt_tokens + most,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+        ),
+    )
+    rows = [" ".join(map(str, row)) for row in prompts for _ in range(job["num_samples"])]
+
+    def call(seed: int, limit: int) -> tuple[list[int], float]:
+        sampler.limit = limit
+        out = sampler(
+            rows,
+            max_generation_steps=most,
+            max_prompt_length=prompt_tokens,
+            eos_tokens=job["eos_ids"] or [-1],
+            temperature=1.0,
+            top_p=1.0,
+            seed=seed,
+        )
+        # Tunix drops the EOS token, which counts as drawn for every side.
+        return [min(len(row) + 1, most) for row in out.tokens], sampler.first
+
+    result = {
+        "versions": _versions("google-tunix", "jax", "jaxlib", "flax"),
+        "num_threads": len(os.sched_getaffinity(0)),
+        "device": jax.devices()[0].device_kind,
+    }
+    return result, {name: call for name in job["variants"]}
+
+
+def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
+    """The model of a Qwen2 checkpoint and its config, as Tunix has them."""
+    import jax.numpy as jnp
+
     model_lib = importlib.import_module("tunix.models.qwen2.model")
     params_lib = importlib.import_module("tunix.models.qwen2.params")
     hf_config = json.loads((Path(job["model"]) / "config.json").read_text())
@@ -161,16 +204,18 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
         dtype=dtype,
         param_dtype=dtype,
     )
-    model = params_lib.create_model_from_safe_tensors(job["model"], config, dtype=dtype)
-    prompt_tokens, most = prompts.shape[1], job["max_new_tokens"]
+    return params_lib.create_model_from_safe_tensors(job["model"], config, dtype=dtype), config
 
-    # The second call compares scalars of its state with those of the first one; compiled here.
-    bool(jnp.array(0) == jnp.array(0))
 
-    class Watched(sampler_lib.Sampler):
-        """Notes when the first token is drawn, and ends generation after `limit` tokens: a smaller
-        max_generation_steps would compile another program."""
+def _watched(sampler_class: Any, prompt_tokens: int, most: int) -> Any:
+    """A subclass of Tunix's sampler that records the time of the first token.
 
+    Its attribute `limit` ends generation after as many tokens: a smaller max_generation_steps would
+    compile another program.
+    """
+    import jax
+
+    class Watched(sampler_class):
         limit, first = most, 0.0
 
         def __init__(self, *args: Any):
@@ -191,38 +236,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
             # The prefill draws the first token, at index prompt_tokens; the loop the others.
             return state.replace(total_sampling_steps=prompt_tokens + self.limit - 1)
 
-    sampler = Watched(
-        model,
-        _Numbers(job["pad_id"]),
-        sampler_lib.CacheConfig(
-            cache_size=prompt_tokens + most,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        ),
-    )
-    rows = [" ".join(map(str, row)) for row in prompts for _ in range(job["num_samples"])]
-
-    def call(seed: int, limit: int) -> tuple[list[int], float]:
-        sampler.limit = limit
-        out = sampler(
-            rows,
-            max_generation_steps=most,
-            max_prompt_length=prompt_tokens,
-            eos_tokens=job["eos_ids"] or [-1],
-            temperature=1.0,
-            top_p=1.0,
-            seed=seed,
-        )
-        # It drops the EOS token, which counts as drawn for everybody.
-        return [min(len(row) + 1, most) for row in out.tokens], sampler.first
-
-    result = {
-        "versions": _versions("google-tunix", "jax", "jaxlib", "flax"),
-        "num_threads": len(os.sched_getaffinity(0)),
-        "device": jax.devices()[0].device_kind,
-    }
-    return result, {name: call for name in job["variants"]}
+    return Watched
 
 
 class _Numbers:

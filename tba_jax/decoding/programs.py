@@ -9,11 +9,12 @@ it was admitted.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int, UInt32
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
 from tba_jax.decoding.sampling import Mode, RowSettings, random_bits, sample_tokens
 from tba_jax.models import attention, kv_cache, transformer
@@ -211,10 +212,10 @@ def run_chunk(
         implementation: who computes attention.
         cache_sharding: of a cache on a mesh.
     """
-    n = slots.last.shape[0]
     stop_ids = jnp.asarray(slots.stop_ids)
     bits = _bits(slots, num_steps, mode)
     ropes = _rotations(slots, num_steps, config)
+    unwritten = _init_recent(history, config, num_steps, compute_dtype)
 
     def body(carry: _Carry) -> _Carry:
         step = carry.step
@@ -223,19 +224,14 @@ def run_chunk(
         x = transformer.embed(
             weights, carry.last, positions, config=config, compute_dtype=compute_dtype
         )
-        recent = []
-        for layer, old, new in zip(weights["layers"], history, carry.recent, strict=True):
-            attend = functools.partial(
-                attention.attend_cached,
-                history=old,
-                recent=new,
-                index=step,
-                history_length=slots.length,
-                implementation=implementation,
-                sharding=cache_sharding,
-            )
-            x, written = transformer.run_layer(layer, x, rope, attend, config=config)
-            recent.append(written)
+        attend = functools.partial(
+            attention.attend_cached,
+            index=step,
+            history_length=slots.length,
+            implementation=implementation,
+            sharding=cache_sharding,
+        )
+        x, recent = _run_layers(weights, x, rope, history, carry.recent, attend, config)
         hidden = transformer.final_norm(weights, x, config=config)
         logits = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
         if has_minimum:
@@ -253,24 +249,47 @@ def run_chunk(
             is_live=carry.is_live & ~is_stop & (count < slots.max_new_tokens),
             tokens=carry.tokens.at[step].set(tokens),
             logprobs=carry.logprobs.at[step].set(jnp.where(carry.is_live, logprobs, 0.0)),
-            recent=tuple(recent),
+            recent=recent,
         )
 
     carry = jax.lax.while_loop(
         lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live),
         body,
-        _Carry(
-            step=jnp.int32(0),
-            last=jnp.asarray(slots.last),
-            count=jnp.asarray(slots.count),
-            is_live=jnp.asarray(slots.is_live),
-            tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
-            logprobs=jnp.zeros((num_steps, n), jnp.float32),
-            recent=_init_recent(history, config, num_steps, compute_dtype),
-        ),
+        _first_carry(slots, num_steps, pad_id, unwritten),
     )
 
     return carry.tokens, carry.logprobs, _kept(history, carry.recent, slots)
+
+
+def _first_carry(slots: Slots, num_steps: int, pad_id: int, recent: tuple[KVCache, ...]) -> _Carry:
+    n = slots.last.shape[0]
+    return _Carry(
+        step=jnp.int32(0),
+        last=jnp.asarray(slots.last),
+        count=jnp.asarray(slots.count),
+        is_live=jnp.asarray(slots.is_live),
+        tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
+        logprobs=jnp.zeros((num_steps, n), jnp.float32),
+        recent=recent,
+    )
+
+
+def _run_layers(
+    weights: Params,
+    x: Float[Array, "n d"],
+    rope: Any,
+    history: tuple[KVCache, ...],
+    recent: tuple[KVCache, ...],
+    attend: Callable[..., Any],
+    config: TransformerConfig,
+) -> tuple[Float[Array, "n d"], tuple[KVCache, ...]]:
+    """Hidden states of one token per slot after all layers, and the caches with that token."""
+    written = []
+    for layer, old, new in zip(weights["layers"], history, recent, strict=True):
+        with_caches = functools.partial(attend, history=old, recent=new)
+        x, cache = transformer.run_layer(layer, x, rope, with_caches, config=config)
+        written.append(cache)
+    return x, tuple(written)
 
 
 def _init_recent(

@@ -75,7 +75,6 @@ class Statistics:
         tokens: response tokens drawn.
         steps: model steps.
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
-        prefilled_tokens: prompt tokens prefilled, padding not counted.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
         first_token_s: from the first submission to the end of the first chunk.
     """
@@ -83,7 +82,6 @@ class Statistics:
     tokens: int = 0
     steps: int = 0
     slot_steps: int = 0
-    prefilled_tokens: int = 0
     prefill_s: float = 0.0
     chunk_s: float = 0.0
     first_token_s: float = 0.0

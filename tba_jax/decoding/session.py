@@ -277,7 +277,6 @@ class Session:
             samples.extend((row, request, j) for j in range(len(request.keys)))
         caches = decoder.prefill(self._weights, tokens, lengths)
         jax.block_until_ready(caches)  # for the split of time; the chunk would wait for it anyway
-        self.statistics.prefilled_tokens += int(lengths.sum())
         self.statistics.prefill_s += time.perf_counter() - start
         return _Waiting(self.version, caches, samples)
 
