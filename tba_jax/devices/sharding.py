@@ -71,11 +71,6 @@ class Placement(NamedTuple):
     num_searchers: int = 1
 
     @property
-    def replicated_sharding(self) -> NamedSharding:
-        """A full copy on each trainer device: scalars, metrics."""
-        return NamedSharding(self.trainer_mesh, PartitionSpec())
-
-    @property
     def publication_mesh(self) -> Mesh:
         """The trainer's devices as the publish program leaves the weights on them.
 

@@ -9,7 +9,7 @@ every response. Invariant: equal names mean equal files.
 import hashlib
 from pathlib import Path
 
-import tba_jax
+from tba_jax.config.command_line import versions
 from tba_jax.run.shared import Shared
 
 
@@ -25,4 +25,4 @@ def code_name() -> str:
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return f"tba_jax {tba_jax.__version__} {digest.hexdigest()[:12]}"
+    return f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}"
