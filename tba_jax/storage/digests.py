@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the files of a folder: what is read is what was written.
+"""Digests of the files of a folder, to detect files that changed after they were written.
 
-Storage returns other bits than it was given, rarely and without a word, and neither Orbax nor
-TensorStore looks. A digest is a CRC-32C of a whole file: against accidents, not against whoever may
-write there. Digests of files hold whatever mesh reads them, which those of arrays in shard order
-would not. It knows nothing of checkpoints. Invariant: a file that is listed has the digest that it
-was listed with, or `damage` names it.
+Storage sometimes returns other bits than were written, and neither Orbax nor TensorStore checks. A
+digest is the CRC-32C of a file, or of each part of a large file: it detects accidents, not an
+attacker who can write to the folder. Digests of files hold for every mesh that reads them; digests
+of array shards would not. Invariant: `damage` names every listed file whose content changed.
 """
 
-import functools
 import json
 from collections.abc import Iterator, Sequence
 from concurrent import futures
@@ -20,18 +18,18 @@ from etils import epath
 
 NAME = "digests.json"
 _PIECE = 2**18  # bytes read at a time
-_PART = 2**25  # bytes of a large file that one thread reads
-_READERS = 4
-_POLYNOMIAL = 0x82F63B78  # of CRC-32C, lowest bit first
-# Orbax writes these after the files are complete; they say when, and nothing that is restored.
+# Bytes of a part of a large file, which has a digest of its own. Written lists depend on it.
+_PART = 2**25
+_READERS = 4  # threads that read the parts of a file
+# Orbax writes these after the files are complete. They hold a time and nothing that is restored.
 _LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA", NAME})
 
 
 def write(folder: epath.Path) -> None:
-    """List the files of a folder that nobody writes to any more, with their sizes and digests."""
+    """Write digests.json: the size and digest of every file of a folder that is complete."""
     files = {}
     for name, file in _files(folder):
-        size, digest = _digest(file)
+        size, digest = _digest(file, in_parts=file.stat().length >= 2 * _PART)
         files[name] = [size, digest]
     text = json.dumps(files, sort_keys=True)
     listed = {"files": files, "crc32c": _hex(google_crc32c.value(text.encode()))}
@@ -39,12 +37,15 @@ def write(folder: epath.Path) -> None:
 
 
 def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
-    """What is not as it was listed, a clause for each file; nothing: all is well.
+    """Compare the files of a folder with its digests.json.
 
     Args:
-        folder: that `write` was called with.
-        below: look only at files below this folder of it.
-        share: (i, n) for the i-th of n who divide the work.
+        folder: a folder that `write` was called with.
+        below: relative path; only files below it are compared.
+        share: (i, n) compares the i-th of n shares of the files.
+
+    Returns:
+        A clause for each file that is missing, unreadable or changed; empty if there is none.
     """
     try:
         listed = json.loads((folder / NAME).read_text())
@@ -59,19 +60,20 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     for name in _largest_apart(names, files)[share[0] :: share[1]]:
         size, digest = files[name]
         try:
-            now = _digest(folder / name)
+            # Lists of earlier versions have one digest of each file, whatever its size.
+            now = _digest(folder / name, in_parts=isinstance(digest, list))
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror or type(error).__name__})")
             continue
         if now[0] != size:
             found.append(f"{name} has {now[0]:,} bytes, not {size:,}")
         elif now[1] != digest:
-            found.append(f"{name} has the digest {now[1]}, not {digest}")
+            found.append(f"{name} has the digest {_shown(now[1])}, not {_shown(digest)}")
     return found
 
 
 def _largest_apart(names: Sequence[str], files: dict[str, Any]) -> list[str]:
-    """By size, so that every n-th of them is an equal share of the bytes."""
+    """Sort names by size, so that every n-th name has an equal share of the bytes."""
     return sorted(names, key=lambda name: (-files[name][0], name))
 
 
@@ -83,32 +85,27 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Pa
             yield prefix + path.name, path
 
 
-def _digest(file: epath.Path) -> tuple[int, str]:
-    """Size and digest; of a large file several parts are read at once."""
-    size = file.stat().length
-    num_parts = size // _PART
-    value = 0
-    if num_parts > 1:
-        # They end with this call, and nobody waits for anything but the disk in them.
-        with futures.ThreadPoolExecutor(min(num_parts, _READERS), "digest") as readers:
-            parts = readers.map(lambda i: _crc(file, i * _PART, _PART, 0)[1], range(num_parts))
-            for part in parts:
-                value = _joined(value, part)
-    else:
-        num_parts = 0
-    rest, value = _crc(file, num_parts * _PART, None, value)
-    return num_parts * _PART + rest, _hex(value)
+def _digest(file: epath.Path, *, in_parts: bool) -> tuple[int, str | list[str]]:
+    """Return the size in bytes, and the digest of the file or those of its parts."""
+    if not in_parts:
+        size, digest = _crc(file, 0, None)
+        return size, digest
+    starts = range(0, file.stat().length, _PART)
+    # The threads end with this call, and wait for nothing but storage.
+    with futures.ThreadPoolExecutor(max(1, min(len(starts), _READERS)), "digest") as readers:
+        parts = list(readers.map(lambda start: _crc(file, start, _PART), starts))
+    return sum(size for size, _ in parts), [digest for _, digest in parts]
 
 
-def _crc(file: epath.Path, start: int, length: int | None, value: int) -> tuple[int, int]:
-    """Bytes read of a part of a file, and their CRC after `value`.
+def _crc(file: epath.Path, start: int, length: int | None) -> tuple[int, str]:
+    """Number of bytes from `start` on, at most `length`, and their CRC-32C in hexadecimal.
 
-    Into one buffer that stays in the processor's cache: memory for each piece that is read costs
-    more than the CRC. Not mapped: what cannot be read would then end the process.
+    Reads into one buffer that stays in the processor's cache: memory for each piece would cost more
+    than the CRC. The file is not mapped: an unreadable page would end the process.
     """
-    buffer, read = np.empty(_PIECE, np.uint8), 0
+    buffer, read, value = np.empty(_PIECE, np.uint8), 0, 0
     with file.open("rb") as opened:
-        stream: Any = opened  # the type of `open` knows no `readinto`
+        stream: Any = opened  # the type of `open` has no `readinto`
         stream.seek(start)
         while length is None or read < length:
             wanted = _PIECE if length is None else min(_PIECE, length - read)
@@ -117,30 +114,11 @@ def _crc(file: epath.Path, start: int, length: int | None, value: int) -> tuple[
                 break
             value = google_crc32c.extend(value, buffer[:count])
             read += count
-    return read, value
+    return read, _hex(value)
 
 
-def _joined(before: int, part: int) -> int:
-    """CRC of bytes and a part of `_PART` bytes that follows them, from that of each."""
-    return _applied(_shift_of_a_part(), before) ^ part
-
-
-@functools.cache
-def _shift_of_a_part() -> tuple[int, ...]:
-    """What `_PART` zero bytes make of each bit of a CRC: a linear map, row by row."""
-    rows = [_POLYNOMIAL, *(1 << bit for bit in range(31))]  # one zero bit
-    for _ in range(3 + _PART.bit_length() - 1):  # twice as many each time
-        rows = [_applied(rows, row) for row in rows]
-    return tuple(rows)
-
-
-def _applied(rows: Sequence[int], value: int) -> int:
-    out = 0
-    for row in rows:
-        if value & 1:
-            out ^= row
-        value >>= 1
-    return out
+def _shown(digest: str | list[str]) -> str:
+    return digest if isinstance(digest, str) else " ".join(map(str, digest))
 
 
 def _hex(value: int) -> str:

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A digest is that of the whole file, however it was read."""
+"""A file that changed is named, whatever its size and whichever version listed it."""
+
+import json
 
 import google_crc32c
 import numpy as np
@@ -10,15 +12,35 @@ from tba_jax.storage import digests
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 511, 512, 513, 768, 1000, 1024, 5000])
-def test_parts_read_at_once_give_the_digest_of_the_whole(size, tmp_path, monkeypatch):
+@pytest.mark.parametrize("listed_by", ["this version", "earlier versions"])
+def test_a_changed_byte_is_found(listed_by, size, tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_PART", 256)
     monkeypatch.setattr(digests, "_PIECE", 100)
-    digests._shift_of_a_part.cache_clear()
-    data = np.random.default_rng(size).bytes(size)
+    data = bytearray(np.random.default_rng(size).bytes(size))
     (tmp_path / "file").write_bytes(data)
-    want = f"{google_crc32c.value(data):08x}"
-    assert digests._digest(epath.Path(tmp_path / "file")) == (size, want)
-    digests._shift_of_a_part.cache_clear()
+    folder = epath.Path(tmp_path)
+    if listed_by == "this version":
+        digests.write(folder)
+        (_, found) = json.loads((tmp_path / "digests.json").read_text())["files"]["file"]
+        want = [crc(data[i : i + 256]) for i in range(0, size, 256)] if size >= 512 else crc(data)
+        assert found == want
+    else:  # one digest of the whole file
+        files = {"file": [size, crc(data)]}
+        own = crc(json.dumps(files, sort_keys=True).encode())
+        (tmp_path / "digests.json").write_text(json.dumps({"files": files, "crc32c": own}))
+    assert digests.damage(folder) == []
+    for position in {0, size // 2, size - 1} if size else ():
+        data[position] ^= 1
+        (tmp_path / "file").write_bytes(data)
+        (clause,) = digests.damage(folder)
+        assert clause.startswith("file has the digest ")
+        data[position] ^= 1
+    (tmp_path / "file").write_bytes(data + b"1")
+    assert digests.damage(folder) == [f"file has {size + 1:,} bytes, not {size:,}"]
+
+
+def crc(data):
+    return f"{google_crc32c.value(bytes(data)):08x}"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
