@@ -246,8 +246,8 @@ def child_environment():
 
 
 def measure_memory(mib, num_devices):
-    command = [sys.executable, "-m", "tba_jax.bench.load_weights", "--json"]
-    command += [f"--mib={mib}", f"--num_devices={num_devices}"]
+    script = Path(__file__).with_name("loading_memory.py")
+    command = [sys.executable, str(script), str(mib), str(num_devices)]
     done = subprocess.run(command, capture_output=True, text=True, env=child_environment())
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

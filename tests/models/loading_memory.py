@@ -1,24 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory loading a model takes beyond the model, on the CPU.
+"""Measure the memory that loading a model takes beyond the model: one JSON line. Linux only.
 
-    JAX_PLATFORMS=cpu python -m tba_jax.bench.load_weights --num_devices=8 --json
+    python loading_memory.py MIB NUM_DEVICES
 
-Writes a Llama of random numbers as several bfloat16 safetensors files, loads it onto fake devices
-and samples the anonymous memory of the process. `peak_bytes` is its peak less the parameters; the
-aim is at most 1.5 times the largest tensor and 256 MiB, which also holds the interpreter and the
-compiler. `growth_bytes` leaves out what the process held before. The loader makes its arrays
-before it reads, so the parameters are live whenever a tensor is; sampling which arrays are live
-would miss those that a running program has taken as donations. Linux only.
+Writes a Llama of random numbers as five bfloat16 safetensors files of at least MIB together, loads
+it onto fake CPU devices and samples the anonymous memory of the process. `peak_bytes` is the peak
+less the parameters, with interpreter and compiler; `growth_bytes` leaves out what the process held
+before. The loader makes its arrays before it reads, so parameters are live whenever a tensor is.
 """
 
-import argparse
 import ctypes
 import json
 import math
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,31 +33,11 @@ _MIB = 2**20
 _PERIOD_S = 0.002
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.bench.load_weights")
-    parser.add_argument("--mib", type=int, default=2048, help="least size of the checkpoint")
-    parser.add_argument("--num_files", type=int, default=5, help="files it is divided into")
-    parser.add_argument("--num_devices", type=int, default=1, help="fake CPU devices")
-    parser.add_argument(
-        "--shard_axis", default="embed", choices=("embed", "mlp"), help="what they divide"
-    )
-    parser.add_argument("--param_dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
-    args = parser.parse_args(argv)
-    if not _STATUS.exists() or "RssAnon" not in _STATUS.read_text():
-        print(f"error: no RssAnon in {_STATUS}, from which memory is read", file=sys.stderr)
-        return 1
-    jax.config.update("jax_num_cpu_devices", args.num_devices)
+def main(mib: int, num_devices: int) -> None:
+    jax.config.update("jax_num_cpu_devices", num_devices)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(Path(folder), args.mib * _MIB, args.num_files)
-        result = measure(Path(folder), args.num_devices, args.shard_axis, args.param_dtype)
-    for key, value in result.items():
-        is_size = key.endswith("_bytes")
-        print(f"{key:>28}  {f'{value / _MIB:.1f} MiB' if is_size else value}")
-    if args.json:
-        print(json.dumps(result))
-    return 0
+        write_checkpoint(Path(folder), mib * _MIB, num_files=5)
+        print(json.dumps(measure(Path(folder), num_devices)))
 
 
 def write_checkpoint(folder: Path, num_bytes: int, num_files: int) -> TransformerConfig:
@@ -104,38 +80,29 @@ def write_checkpoint(folder: Path, num_bytes: int, num_files: int) -> Transforme
     return config
 
 
-def measure(folder: Path, num_devices: int, shard_axis: str, param_dtype: str) -> dict[str, Any]:
+def measure(folder: Path, num_devices: int) -> dict[str, int]:
     """The figures of one load, by name."""
     model = models.describe(folder)
     config = model.config
-    shardings = _shardings(config, num_devices, shard_axis)
+    shardings = _shardings(config, num_devices)
     jax.block_until_ready(jax.numpy.zeros(1))  # the backend starts before the count
     # What writing left with the allocator would be used again, and not counted.
     ctypes.CDLL(None).malloc_trim(0)
     before = anonymous_bytes()
-    start = time.perf_counter()
     with Peak(anonymous_bytes) as peak:
-        params = model.load_params(param_dtype=param_dtype, shardings=shardings)
+        params = model.load_params(param_dtype="bfloat16", shardings=shardings)
         jax.block_until_ready(params)
-    seconds = time.perf_counter() - start
     sizes = _sizes(config)
     # What the devices here hold; a leaf that nothing divides lies on each of them.
     params_bytes = sum(s.data.nbytes for x in jax.tree.leaves(params) for s in x.addressable_shards)
     return {
-        "num_devices": num_devices,
-        "shard_axis": shard_axis if num_devices > 1 else "none",
-        "param_dtype": param_dtype,
         "num_files": len(list(folder.glob("*.safetensors"))),
         "num_samples": peak.num_samples,
         "checkpoint_bytes": sum(sizes.values()),
         "largest_tensor_bytes": max(sizes.values()),
         "params_bytes": params_bytes,
-        "before_bytes": before,
-        "after_bytes": anonymous_bytes() - params_bytes,
         "peak_bytes": peak.value - params_bytes,
         "growth_bytes": peak.value - params_bytes - before,
-        "bound_bytes": max(sizes.values()) * 3 // 2 + 256 * _MIB,
-        "load_s": seconds,
     }
 
 
@@ -175,13 +142,13 @@ def _sizes(config: TransformerConfig) -> dict[str, int]:
     return {n: 2 * math.prod(tensor.shape) for n, tensor in families.tensors(config).items()}
 
 
-def _shardings(config: TransformerConfig, num_devices: int, axis: str) -> Params | None:
+def _shardings(config: TransformerConfig, num_devices: int) -> Params | None:
     if num_devices == 1:
         return None
     mesh = Mesh(np.array(jax.devices()), ("fsdp",))
     return jax.tree.map(
         lambda axes: NamedSharding(
-            mesh, PartitionSpec(*("fsdp" if name == axis else None for name in axes))
+            mesh, PartitionSpec(*("fsdp" if name == "embed" else None for name in axes))
         ),
         param_axes(config),
         is_leaf=lambda x: isinstance(x, tuple),
@@ -189,4 +156,4 @@ def _shardings(config: TransformerConfig, num_devices: int, axis: str) -> Params
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*map(int, sys.argv[1:]))
