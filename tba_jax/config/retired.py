@@ -19,7 +19,32 @@ class Retired(NamedTuple):
     advice: str
 
 
-RETIRED: Mapping[str, Retired] = {}
+_PASS_RATE = (
+    "no result needed it. Set --config.replay.equal_rewards=redraw to draw again a group whose "
+    "rewards are all equal"
+)
+
+RETIRED: Mapping[str, Retired] = {
+    "replay.fresh_window": Retired(
+        1, "Set --config.replay.max_staleness=N to keep unused responses of older merges fresh"
+    ),
+    "replay.evict": Retired("oldest", "the oldest policy version is always evicted first"),
+    "replay.similarity": Retired(
+        0.0,
+        "no result needed it. replay.deduplicate=True, the default, unites equal responses of one "
+        "merge",
+    ),
+    "replay.max_age": Retired(
+        0,
+        "Set --config.replay.max_staleness=N and --config.replay.late=drop to drop unused "
+        "responses, or lower --config.replay.capacity_per_prompt to keep fewer old ones",
+    ),
+    "replay.pass_rate_low": Retired(0.0, _PASS_RATE),
+    "replay.pass_rate_high": Retired(1.0, _PASS_RATE),
+    "replay.pass_rate_low_final": Retired(0.0, _PASS_RATE),
+    "replay.pass_rate_high_final": Retired(1.0, _PASS_RATE),
+    "replay.pass_rate_steps": Retired(0, _PASS_RATE),
+}
 """By the former name of the setting."""
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Levenshtein distances between token sequences, one against many at a time.
 
-The near-duplicate test of the replay buffer and a diversity measure that needs no model.
+A measure of diversity that needs no model.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 
 def edit_distances(
@@ -66,17 +66,3 @@ def distinct_n(rows: Sequence[Int[np.ndarray, " _"]], n: int) -> float:
     """Distinct n-grams over all n-grams of the rows; 0 when no row is as long."""
     grams = [tuple(row[i : i + n].tolist()) for row in rows for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
-
-
-def near_duplicates(
-    tokens: Int[np.ndarray, " m"], others: Sequence[Int[np.ndarray, " _"]], similarity: float
-) -> Int[np.ndarray, " d"]:
-    """Indices of the others whose distance is below similarity * (both lengths together)."""
-    lengths = np.array([len(other) for other in others], np.int64)
-    bound: Float[np.ndarray, " n"] = similarity * (lengths + len(tokens))
-    # The difference in length is a lower bound on the distance, and costs nothing.
-    near = np.flatnonzero(np.abs(lengths - len(tokens)) < bound)
-    if not len(near):
-        return near
-    distances = edit_distances(tokens, [others[i] for i in near.tolist()])
-    return near[distances < bound[near]]

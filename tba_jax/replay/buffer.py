@@ -35,8 +35,7 @@ class ReplayBuffer:
     Args:
         settings: what is kept, and what is drawn. A response is as old as its oldest version, and
             the byte bound includes bookkeeping, estimated per row. Responses of one merge that are
-            equal are one row with a count; of responses nearer than `similarity` the one with the
-            highest reward is kept, of exact duplicates then the newest.
+            equal are one row with a count.
         seed: int or sequence of ints for the numpy Generator behind every draw.
         values: soft values of prompts, which draws then have; None: they have none.
     """
@@ -123,16 +122,21 @@ class ReplayBuffer:
     ) -> list[Draw] | None:
         """Draw a batch: `num_prompts` slots of `group_size` responses.
 
-        Each slot is fresh with probability `recency_prob`. Fresh: a group (what one merge brought
-        for one prompt) with unused responses, drawn once, unused ones first: of the newest merge
-        and, when that runs out, of older ones of the fresh window; with `max_staleness` of all
-        merges, oldest version first. (With fewer prompts than slots, as in a task of one prompt:
-        once for every K of its responses that are unused.) With `recycle_fresh` a prompt of the
-        newest merges is drawn again where nothing is unused. Replay: a prompt of a running shuffle
-        of all prompts, its responses drawn by `response_log_weights`. No prompt comes twice in a
-        batch unless there are fewer prompts than slots. With fewer than `group_size` responses all
-        of them are taken and the rest are repeats. What `curriculum` does not want is drawn again:
-        another group that waits, then replay; or its slot stays empty, a draw of nothing.
+        Each slot is fresh with probability `recency_prob`, else replay.
+
+        A fresh slot draws a group (the responses of one merge to one prompt) with unused responses,
+        each group once, unused responses first: groups of the newest merge, or with `max_staleness`
+        of all merges, the oldest version first. With fewer prompts than slots, as in a task of one
+        prompt, a group is drawn once for every K of its unused responses. With `recycle_fresh` a
+        prompt of the newest merges is drawn again when no unused response is left.
+
+        A replay slot draws a prompt of a running shuffle of all prompts, and its responses by
+        `response_log_weights`.
+
+        No prompt comes twice in a batch unless there are fewer prompts than slots. With fewer than
+        `group_size` responses all of them are taken and the rest are repeats. A group that
+        `curriculum` does not want is replaced by another waiting group, then by replay; or its slot
+        stays empty.
 
         Args:
             num_prompts: p.
@@ -249,7 +253,7 @@ class ReplayBuffer:
 
     def _wants(self, draw: Draw) -> bool:
         """Whether a draw is trained on; one that is not has been used, and is counted."""
-        wanted = curriculum.is_wanted(self._settings, draw, self._contents.store, self._step)
+        wanted = curriculum.is_wanted(self._settings, draw)
         self._contents.ledger.counters["redrawn"] += not wanted
         return wanted
 

@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from tba_jax.flow.edit_distance import near_duplicates
 from tba_jax.flow.rounds import RoundCommit
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Group, Trajectory
+from tba_jax.flow.trajectory import Group
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
 from tba_jax.replay.fresh import FreshGroups, RecentMerges
 from tba_jax.replay.ledger import Ledger
 from tba_jax.replay.prompt_pool import PromptPool
-from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, OrderField, TrajectoryStore
+from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, TrajectoryStore
 
 
 class Contents:
@@ -41,13 +40,9 @@ class Contents:
 
     def __init__(self, settings: ReplaySettings) -> None:
         self._settings = settings
-        self._evict_field: OrderField = "version_min" if settings.evict == "oldest" else "reward"
-        self._unites = settings.deduplicate and not settings.similarity
-        # Beyond a bound on staleness nothing is forgotten: it waits.
-        self._num_merges = 0 if settings.max_staleness else settings.fresh_window
-        self.store = TrajectoryStore(unites=self._unites)
+        self.store = TrajectoryStore(unites=settings.deduplicate)
         self.replay = PromptPool()
-        self.fresh = FreshGroups(self._num_merges)
+        self.fresh = FreshGroups(keeps_older=settings.max_staleness > 0)
         self.recent = RecentMerges()
         self.ledger = Ledger()
         self.economy = Economy()
@@ -63,14 +58,12 @@ class Contents:
             self._insert(group, step)
         for prompt_id in touched:
             self._evict_surplus(prompt_id)
-        self._evict_aged(step)
         self._evict_bytes()
         for prompt_id in touched:
             self.economy.merged_groups += self._refresh(step, prompt_id)
 
     def age(self, step: int) -> None:
-        """What the passing of steps does: old responses go, and late ones if they shall."""
-        self._evict_aged(step)
+        """Evict unused responses that are too stale at this step, if replay.late=drop."""
         if self._settings.max_staleness and self._settings.late == "drop":
             self._evict_late(step - self._settings.max_staleness)
 
@@ -139,33 +132,12 @@ class Contents:
         prompt_id = group.prompt.prompt_id
         for y in group.trajectories:
             self.economy.came_in[len(y.response_tokens)] += 1
-            equal = None
-            if self._settings.similarity:
-                equal = self.store.find(y)
-                if equal is None and not self._is_best_of_similar(y):
-                    self.ledger.counters["evicted_similar"] += 1
-                    continue
             if self.store.insert(group.prompt, y, row_id=self._next_id, merged=step):
                 self._next_id += 1
                 self.recent.add(step, prompt_id)
                 self.replay.add(prompt_id)
             else:
                 self.ledger.counters["united"] += 1
-            if equal is not None:
-                self._remove(equal, "duplicate")
-
-    def _is_best_of_similar(self, y: Trajectory) -> bool:
-        """Whether no similar response is stored; ones with lower rewards are evicted for it."""
-        if y.prompt_id not in self.store:
-            return True
-        slots = self.store.slots(y.prompt_id)
-        stored = self.store.tokens(slots.tolist())
-        slots = slots[near_duplicates(y.response_tokens, stored, self._settings.similarity)]
-        if (self.store.rows["reward"][slots] >= y.reward).any():
-            return False
-        for slot in slots.tolist():
-            self._evict(slot, "similar")
-        return True
 
     def _refresh(self, merged: int, prompt_id: int) -> bool:
         """Set what is unused of a group; whether the group is a new one."""
@@ -180,13 +152,10 @@ class Contents:
         return self.fresh.put(merged, prompt_id, unused, version)
 
     def _evict(self, slot: int, reason: str, copies: int | None = None) -> None:
-        self._remove(slot, f"evicted_{reason}", copies)
-
-    def _remove(self, slot: int, counter: str, copies: int | None = None) -> None:
-        """Remove a row, or so many of its never-drawn responses, under a name of the ledger."""
+        """Remove a row, or `copies` of its never-drawn responses, and count it by the reason."""
         row = self.store.remove(slot, copies)
         gone = row[COUNT] if copies is None else copies
-        self.ledger.counters[counter] += gone
+        self.ledger.counters[f"evicted_{reason}"] += gone
         unused = max(0, row[COUNT] - row[USES])
         if unused:
             self.fresh.lose(row[MERGED], row[PROMPT_ID], min(gone, unused))
@@ -200,21 +169,13 @@ class Contents:
         surplus = len(slots) - self._settings.capacity_per_prompt
         if surplus > 0:
             rows = self.store.rows[slots]
-            order = np.lexsort((rows["id"], rows[self._evict_field]))
+            order = np.lexsort((rows["id"], rows["version_min"]))
             for slot in slots[order[:surplus]].tolist():
                 self._evict(slot, "capacity")
 
-    def _evict_aged(self, step: int) -> None:
-        if not self._settings.max_age:
-            return
-        while (slot := self.store.smallest("version_min")) is not None:
-            if step - int(self.store.rows["version_min"][slot]) <= self._settings.max_age:
-                return
-            self._evict(slot, "age")
-
     def _evict_bytes(self) -> None:
         while self.store.num_bytes > self._settings.max_bytes:
-            slot = self.store.smallest(self._evict_field)
+            slot = self.store.oldest()
             assert slot is not None, "bytes are counted but nothing is stored"
             self._evict(slot, "bytes")
 
@@ -247,9 +208,9 @@ class Contents:
 
     def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
         """Replace everything by what `state` returned."""
-        self.store = TrajectoryStore.restored(arrays, meta, unites=self._unites)
+        self.store = TrajectoryStore.restored(arrays, meta, unites=self._settings.deduplicate)
         self.replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
-        self.fresh = FreshGroups.restored(self._num_merges, meta)
+        self.fresh = FreshGroups.restored(meta, keeps_older=self._settings.max_staleness > 0)
         merged = arrays["row_merged"].tolist()
         rows = collections.Counter(zip(merged, arrays["row_prompt_id"].tolist(), strict=True))
         self.recent = RecentMerges.restored(meta["recent"], rows)

@@ -70,13 +70,13 @@ class FreshGroups:
     """Groups with responses that were never drawn.
 
     Args:
-        num_merges: groups of so many merges wait, and the newest merge is drawn first; 0: all
-            wait, and the one with the oldest version is drawn first.
+        keeps_older: groups of all merges wait, and the oldest policy version is drawn first;
+            False: only groups of the newest merge wait.
     """
 
-    def __init__(self, num_merges: int) -> None:
-        self._num_merges = num_merges
-        self._merges: list[int] = []  # steps of the newest merges, ascending
+    def __init__(self, *, keeps_older: bool) -> None:
+        self._keeps_older = keeps_older
+        self._newest: int | None = None  # step of the newest merge; None with keeps_older
         self._groups: dict[tuple[int, int], _Group] = {}  # by merge and prompt
         self._groups_of: collections.Counter[int] = collections.Counter()  # by prompt
         self._ranks: dict[int, _Rank] = {}
@@ -95,15 +95,11 @@ class FreshGroups:
 
     def open(self, step: int) -> None:
         """Begin the merge of this step, unless the newest one is of this very step."""
-        if not self._num_merges or self._merges[-1:] == [step]:
+        if self._keeps_older or self._newest == step:
             return
-        self._merges.append(step)
-        if len(self._merges) > self._num_merges:
-            del self._merges[0]
-            for rank in [r for r in self._order if r > -self._merges[0]]:
-                for groups in list(self._ranks[rank].groups.values()):
-                    for group in tuple(groups):
-                        self._remove(group)
+        self._newest = step
+        for group in list(self._groups.values()):
+            self._remove(group)
 
     def put(self, merged: int, prompt_id: int, unused: int, version: int) -> bool:
         """What is unused of a group now; returns whether the group is a new one.
@@ -197,7 +193,7 @@ class FreshGroups:
         self._visited.clear()
 
     def _add(self, group: _Group) -> None:
-        number = -group.merged if self._num_merges else group.version
+        number = group.version if self._keeps_older else 0
         rank = self._ranks.get(number)
         if rank is None:
             rank = self._ranks[number] = _Rank()
@@ -209,7 +205,7 @@ class FreshGroups:
         self.num_untouched += not group.is_used
 
     def _remove(self, group: _Group) -> None:
-        number = -group.merged if self._num_merges else group.version
+        number = group.version if self._keeps_older else 0
         rank = self._ranks[number]
         rank.pool.discard(group.prompt_id)
         rank.groups[group.prompt_id].remove(group)
@@ -234,13 +230,13 @@ class FreshGroups:
             for prompt_id in self._ranks[number].pool.ids
             for group in self._ranks[number].groups[prompt_id]
         ]
-        return {"fresh": waiting, "merges": list(self._merges)}
+        return {"fresh": waiting, "merges": [] if self._newest is None else [self._newest]}
 
     @classmethod
-    def restored(cls, num_merges: int, state: Mapping[str, Any]) -> "FreshGroups":
+    def restored(cls, state: Mapping[str, Any], *, keeps_older: bool) -> "FreshGroups":
         """What `state` described, in the same orders."""
-        groups = cls(num_merges)
-        groups._merges = list(state["merges"])
+        groups = cls(keeps_older=keeps_older)
+        groups._newest = max(state["merges"], default=None)
         for group in state["fresh"]:
             groups._add(_Group(*group))
         return groups

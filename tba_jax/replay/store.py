@@ -4,15 +4,14 @@
 Scalars lie in one numpy table, token ids and log-probs as bytes; each prompt lists its rows. A row
 is one response and how often it was drawn: equal responses of one merge are one row where the store
 unites them. It owns two invariants: responses of different merges, versions or rewards never share
-a row, and no operation costs more the more is stored (`smallest` amortised).
+a row, and no operation costs more the more is stored (`oldest` amortised).
 """
 
 import heapq
 import itertools
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -53,8 +52,6 @@ PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
 )
 _DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position: in the prompt's list of rows
 _NO_ID = -1  # id of a free row
-
-OrderField = Literal["version_min", "reward"]
 
 
 class _Responses:
@@ -98,7 +95,7 @@ class TrajectoryStore:
         self._free: list[int] = []
         self._settings = SettingsTable()
         self._prompts: dict[int, _Responses] = {}
-        self._heaps: dict[OrderField, list[int]] = {}  # see smallest
+        self._heap: list[int] | None = None  # see oldest
         self._unites = unites
         self._newest = -1  # the newest merge, whose rows can still be joined
         self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> slot, id
@@ -122,20 +119,9 @@ class TrajectoryStore:
         """Responses counted prompt by prompt: the independent check of `num_trajectories`."""
         return sum(responses.num_responses for responses in self._prompts.values())
 
-    def tokens(self, slots: Sequence[int]) -> list[Int[np.ndarray, " t"]]:
-        """Response tokens in these slots, read-only."""
-        return [np.frombuffer(self._tokens[slot], np.int32) for slot in slots]
-
     def length(self, slot: int) -> int:
         """Tokens of the response in this slot."""
         return len(self._tokens[slot]) // 4
-
-    def find(self, y: Trajectory) -> int | None:
-        """Slot of a response to the same prompt with the same tokens, if there is one."""
-        responses = self._prompts.get(y.prompt_id)
-        tokens = pack_tokens(y)
-        slots = () if responses is None else responses.slots
-        return next((slot for slot in slots if self._tokens[slot] == tokens), None)
 
     def trajectories(self, slots: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Trajectory]:
         """The trajectories in these slots; `rows` are their rows as tuples."""
@@ -203,20 +189,20 @@ class TrajectoryStore:
         self.sum_uses += int(times.sum())
         return rows
 
-    def smallest(self, field: OrderField) -> int | None:
-        """Slot with the smallest value of `field`, the lowest id among equals; None when empty.
+    def oldest(self) -> int | None:
+        """Slot with the oldest policy version, the lowest ID among equals; None when empty.
 
         A heap with lazy deletion: entries of rows that are gone are skipped when they surface. It
         is made when first needed (most runs never reach a bound), and again once stale entries
         outnumber the live ones.
         """
-        heap = self._heaps.get(field)
+        heap = self._heap
         if heap is None:
             live = np.flatnonzero(self.rows["id"] != _NO_ID)
             rows = self.rows[live].tolist()
-            heap = [_heap_key(field, r, s) for r, s in zip(rows, live.tolist(), strict=True)]
+            heap = [_heap_key(r, s) for r, s in zip(rows, live.tolist(), strict=True)]
             heapq.heapify(heap)
-            self._heaps[field] = heap
+            self._heap = heap
         while heap:
             slot = heap[0] & 0xFFFFFFFF
             if self.rows["id"][slot] == (heap[0] >> 32) & 0xFFFFFFFFFFFFFFFF:
@@ -252,11 +238,11 @@ class TrajectoryStore:
                 self._joinable.clear()
             # An entry outlives its row; the id tells.
             self._joinable[self._key(row, tokens, extras)] = slot, row[ID]
-        for field, heap in list(self._heaps.items()):
-            if len(heap) > 2 * self.num_rows + 1024:
-                del self._heaps[field]  # mostly stale entries
+        if self._heap is not None:
+            if len(self._heap) > 2 * self.num_rows + 1024:
+                self._heap = None  # mostly stale entries
             else:
-                heapq.heappush(heap, _heap_key(field, row, slot))
+                heapq.heappush(self._heap, _heap_key(row, slot))
 
     def _take_out(self, responses: _Responses, slot: int, row: tuple[Any, ...]) -> None:
         """Undo `_put`; the prompt stays, even without responses."""
@@ -341,13 +327,6 @@ class TrajectoryStore:
         return store
 
 
-def _heap_key(field: OrderField, row: Sequence[Any], slot: int) -> int:
-    """One integer that sorts by value, then id; a tuple would take three times the memory."""
-    rank = row[VERSION] if field == "version_min" else _float_rank(row[REWARD])
-    return (rank << 96) | (row[ID] << 32) | slot
-
-
-def _float_rank(value: float) -> int:
-    """Integer that orders as the float does."""
-    bits = struct.unpack("<q", struct.pack("<d", value + 0.0))[0]  # + 0.0: one zero, not two
-    return bits if bits >= 0 else bits ^ 0x7FFFFFFFFFFFFFFF
+def _heap_key(row: Sequence[Any], slot: int) -> int:
+    """One integer that sorts by version, then ID; a tuple would take three times the memory."""
+    return (row[VERSION] << 96) | (row[ID] << 32) | slot

@@ -226,9 +226,7 @@ LEDGER_ROWS = {
     "duplicate": "replaced by an identical newer one",
     "evicted_capacity": "evicted: prompt's store full",
     "evicted_bytes": "evicted: buffer full",
-    "evicted_age": "evicted: too old",
     "evicted_reuse": "evicted: used often enough",
-    "evicted_similar": "evicted: worse of two similar ones",
     "evicted_late": "evicted: later than the bound on staleness",
 }
 

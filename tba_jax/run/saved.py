@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
-from tba_jax.config.retired import upgrade
+from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import SETTINGS, Config, make_config
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
@@ -27,14 +27,15 @@ from tba_jax.weights.versions import Versions
 
 
 def load_run_config(workdir: str) -> Config:
-    """The config a run was made with.
+    """The config a run was made with, without settings that exist no more.
 
     Raises:
         UserError: the folder holds no run, or one of another version.
     """
     saved = upgrade(saved_config(local_folder(workdir)))
     known = {name: math.inf if x == "inf" else x for name, x in saved.items() if name in SETTINGS}
-    lost = sorted(saved.keys() - SETTINGS.keys())
+    # A saved policy needs none of the retired settings, whatever their values were.
+    lost = sorted(saved.keys() - SETTINGS.keys() - RETIRED.keys())
     if lost:
         raise UserError(
             f"the config of {workdir} is of another version of tba_jax: this version does not know "

@@ -207,14 +207,6 @@ def test_no_field_is_dead():
             {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "off"},
             "with replay.pace = 'off' the trainer waits for nothing",
         ),
-        (
-            {"replay.max_staleness": 4, "replay.fresh_window": 2},
-            "replay.fresh_window = 2: with replay.max_staleness = 4 everything unused is fresh",
-        ),
-        (
-            {"replay.similarity": 0.25, "replay.deduplicate": False},
-            "replay.deduplicate = False: replay.similarity = 0.25 keeps of similar responses only",
-        ),
         ({"replay.max_reuse": 1}, "replay.max_reuse = 1"),
         (
             {"driver": "sync", "search.initial_fill": 5, "search.exact_lag": 1},
@@ -253,7 +245,7 @@ def test_no_field_is_dead():
             "name=rloo has no such switch",
         ),
         ({"search.explore_min_temperature": 1.5}, "is below search.explore_min_temperature = 1.5"),
-        ({"replay.similarity": 25.0}, r"replay.similarity = 25.0: must lie in \[0, 1\]"),
+        ({"replay.uniform_mix": 25.0}, r"replay.uniform_mix = 25.0: must lie in \[0, 1\]"),
         (
             {"task.name": "redteam", "search.ownership": "by_prompt"},
             "Set --config.search.ownership=auto",

@@ -6,12 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from tba_jax.flow.edit_distance import (
-    distinct_n,
-    edit_distances,
-    mean_pairwise_distance,
-    near_duplicates,
-)
+from tba_jax.flow.edit_distance import distinct_n, edit_distances, mean_pairwise_distance
 
 
 def recursive(a, b):
@@ -37,13 +32,6 @@ def test_distances_equal_the_recursion():
         expected = [recursive(tuple(tokens.tolist()), tuple(o.tolist())) for o in others]
         assert edit_distances(tokens, others).tolist() == expected
     assert edit_distances(others[0], []).tolist() == []
-
-
-def test_near_duplicates_are_below_the_share_of_both_lengths():
-    tokens = np.array([1, 2, 3, 4], np.int32)
-    others = arrays([1, 2, 3, 4], [1, 2, 3, 9], [1, 2, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9])
-    # Bounds 0.25 * 8 = 2 for equal lengths: a distance of 2 is not below it.
-    assert near_duplicates(tokens, others, 0.25).tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -98,26 +98,22 @@ def test_evicted_rows_are_counted_in_responses():
     buffer.check_ledger(0, 6)
 
 
-@pytest.mark.parametrize(
-    ("evict", "kept"), [("oldest", [(4,), (5,), (6,)]), ("lowest_reward", [(1,), (4,), (6,)])]
-)
-def test_capacity_per_prompt_evicts(evict, kept):
-    buffer = make_buffer(capacity_per_prompt=3, evict=evict)
+def test_capacity_per_prompt_evicts_the_oldest():
+    buffer = make_buffer(capacity_per_prompt=3)
     # Version 1 arrives before version 0: age is the policy version, not the time of arrival.
     buffer.merge([make_commit({1: [[4], [5]]}, version=1, rewards={1: [0.9, 0.1]})], 1)
     buffer.merge([make_commit({1: [[1], [2]]}, version=0, rewards={1: [0.8, 0.0]})], 1)
     buffer.merge([make_commit({1: [[6]], 2: [[1]]}, version=2, rewards={1: [0.5]})], 2)
-    assert stored(buffer) == [*((1, tokens) for tokens in kept), (2, (1,))]
+    assert stored(buffer) == [(1, (4,)), (1, (5,)), (1, (6,)), (2, (1,))]
     assert buffer.ledger()["evicted_capacity"] == 2
 
 
-@pytest.mark.parametrize("evict", ["oldest", "lowest_reward"])
-def test_the_byte_bound_evicts_the_first_in_order_of_the_whole_buffer(evict):
+def test_the_byte_bound_evicts_the_oldest_of_the_whole_buffer():
     """Against a sort of everything, over 40 merges."""
     rng = np.random.default_rng(0)
     prompt_bytes = 5 * 3 * 4 + 5 * len("prompt 0")  # at most 3 tokens of 4 bytes each, and text
     limit = 20 * (16 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
-    buffer = make_buffer(max_bytes=limit, evict=evict)
+    buffer = make_buffer(max_bytes=limit)
     kept = []  # (sort key, prompt, tokens)
     serial = 0
     for step in range(40):
@@ -126,9 +122,8 @@ def test_the_byte_bound_evicts_the_first_in_order_of_the_whole_buffer(evict):
         version = int(rng.integers(0, 5))
         buffer.merge([make_commit(responses, version=version, rewards=rewards)], step)
         for p, token_lists in responses.items():
-            for tokens, reward in zip(token_lists, rewards[p], strict=True):
-                key = (version if evict == "oldest" else reward, serial)
-                kept.append((key, p, tuple(tokens)))
+            for tokens in token_lists:
+                kept.append(((version, serial), p, tuple(tokens)))
                 serial += 1
         kept.sort()
         while len(kept) * (16 + RESPONSE_OVERHEAD_BYTES) + _bytes_of_prompts(kept) > limit:
@@ -141,18 +136,6 @@ def test_the_byte_bound_evicts_the_first_in_order_of_the_whole_buffer(evict):
 def _bytes_of_prompts(kept):
     prompts = {p for _, p, _ in kept}
     return sum(4 * (2 + p % 3) + len(f"prompt {p}") for p in prompts)
-
-
-def test_responses_over_the_age_bound_are_gone_at_the_next_look():
-    buffer = make_buffer(max_age=3)
-    buffer.merge([make_commit({1: [[1]], 2: [[2]]}, version=0)], 0)
-    buffer.merge([make_commit({2: [[3]]}, version=2)], 2)
-    assert prompts_of(buffer.sample(2, 1, 3)) in ([1, 2], [2, 1])
-    assert {d.trajectories[0].version_min for d in buffer.sample(1, 1, 4)} == {2}
-    assert buffer.num_prompts == 1
-    assert buffer.ledger()["evicted_age"] == 2
-    assert buffer.sample(1, 1, 6) is None
-    buffer.check_ledger(0)
 
 
 def test_a_response_is_removed_when_it_was_used_up():
@@ -236,14 +219,11 @@ def test_stats_are_those_of_what_is_stored():
 OPTIONS = st.fixed_dictionaries(
     {
         "recency_prob": st.sampled_from([0.0, 0.5, 1.0]),
-        "fresh_window": st.integers(1, 3),
         "pace": st.sampled_from(["off", "trainer"]),
         "priority_temperature": st.sampled_from([0.5, math.inf]),
         "uniform_mix": st.sampled_from([0.0, 0.5]),
         "capacity_per_prompt": st.integers(3, 6),
         "max_bytes": st.sampled_from([2500, 6000, 2**30]),
-        "evict": st.sampled_from(["oldest", "lowest_reward"]),
-        "max_age": st.sampled_from([0, 2]),
         "max_reuse": st.sampled_from([0, 1, 3]),
         "max_staleness": st.sampled_from([0, 1]),
         "late": st.sampled_from(["train", "drop"]),
@@ -336,7 +316,7 @@ def _keys(arrays):
 
 def _check_draws(draws, options, num_prompts, step):
     assert len(draws) == 3
-    drops = options["max_age"] or (options["max_staleness"] and options["late"] == "drop")
+    drops = options["max_staleness"] and options["late"] == "drop"
     if num_prompts >= 3 and not drops:
         assert len(set(prompts_of(draws))) == 3
     for d in draws:
@@ -346,14 +326,13 @@ def _check_draws(draws, options, num_prompts, step):
         assert {y.prompt_id for y in d.trajectories} == {d.prompt.prompt_id}
         for y in d.trajectories:
             age = step - y.version_min
-            assert not options["max_age"] or age <= options["max_age"]
             if d.is_fresh and options["max_staleness"] and options["late"] == "drop":
                 assert age <= options["max_staleness"] or options["recycle_fresh"]
 
 
 def test_restore_replaces_what_was_there():
-    buffer = make_buffer(max_bytes=3000, evict="lowest_reward", seed=(3, 4))
-    other = make_buffer(max_bytes=3000, evict="lowest_reward", seed=5)
+    buffer = make_buffer(max_bytes=3000, seed=(3, 4))
+    other = make_buffer(max_bytes=3000, seed=5)
     rng = np.random.default_rng(0)
     for step in range(12):
         for target in (buffer, other):
@@ -387,46 +366,3 @@ def test_an_empty_buffer_can_be_saved():
     buffer.restore(json_snapshot(make_buffer()))
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
     assert len(buffer.sample(1, 2, 0)) == 1
-
-
-# --- similar responses --------------------------------------------------------------------------
-
-
-def similar_buffer(**options):
-    return make_buffer(similarity=0.25, capacity_per_prompt=100, **options)
-
-
-def test_of_two_similar_responses_the_better_one_is_kept():
-    base = list(range(10, 20))
-    near, far = [*base[:-1], 99], list(range(30, 40))
-    buffer = similar_buffer()
-    buffer.merge([make_commit({1: [base]}, rewards={1: [0.5]})], 0)
-    # One edit in 20 tokens: near. Equal rewards do not replace.
-    buffer.merge([make_commit({1: [near]}, rewards={1: [0.5]}, round=1)], 0)
-    assert stored(buffer) == [(1, tuple(base))]
-    buffer.merge([make_commit({1: [near, far]}, rewards={1: [0.6, 0.0]}, round=2)], 0)
-    assert stored(buffer) == [(1, tuple(near)), (1, tuple(far))]
-    ledger = buffer.ledger()
-    assert ledger["evicted_similar"] == 2 and ledger["generated"] == 4
-    buffer.check_ledger(0, 4)
-
-
-def test_similar_responses_of_other_prompts_do_not_compete():
-    buffer = similar_buffer()
-    buffer.merge([make_commit({1: [[1, 2, 3, 4]], 2: [[1, 2, 3, 5]]})], 0)
-    assert buffer.num_trajectories == 2
-
-
-def test_an_identical_response_is_replaced_by_the_newest_even_with_similarity():
-    buffer = similar_buffer()
-    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.9]})], 0)
-    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.1]}, round=1)], 0)
-    assert buffer.ledger()["duplicate"] == 1 and buffer.ledger()["evicted_similar"] == 0
-
-
-def test_a_better_response_replaces_the_only_one_of_its_prompt_and_can_be_drawn():
-    buffer = similar_buffer(recency_prob=0.5, seed=3)
-    buffer.merge([make_commit({1: [[1, 2, 3, 4]]}, rewards={1: [0.1]})], 0)
-    buffer.merge([make_commit({1: [[1, 2, 3, 5]]}, rewards={1: [0.2]}, round=1)], 1)
-    draws = buffer.sample(2, 2, 1)
-    assert {y.reward for d in draws for y in d.trajectories} == {0.2}

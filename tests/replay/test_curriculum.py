@@ -4,9 +4,7 @@
 import pytest
 from fake_rounds import distinct_responses, make_buffer, make_commit, prompts_of
 
-from tba_jax.replay.config import ReplaySettings
-from tba_jax.replay.curriculum import TRIES, pass_rates
-from tba_jax.settings import ConfigError
+from tba_jax.replay.curriculum import TRIES
 
 # Prompts 1 to 3 always fail, 4 always succeeds, 5 to 7 do both.
 REWARDS = {**dict.fromkeys((1, 2, 3), [0.0] * 4), 4: [1.0] * 4}
@@ -20,36 +18,15 @@ def filled(**settings):
 
 
 @pytest.mark.parametrize("recency_prob", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"equal_rewards": "redraw"}, {5, 6, 7}),
-        ({"pass_rate_low": 0.3, "pass_rate_high": 0.8}, {6, 7}),
-        ({"equal_rewards": "redraw", "pass_rate_high": 0.5}, {5, 6}),
-    ],
-)
-def test_slots_are_drawn_again_until_they_are_wanted(settings, wanted, recency_prob):
-    buffer = filled(recency_prob=recency_prob, **settings)
+def test_slots_are_drawn_again_until_their_rewards_differ(recency_prob):
+    buffer = filled(recency_prob=recency_prob, equal_rewards="redraw")
+    wanted = {5, 6, 7}
     draws = buffer.sample(len(wanted), 4, 0)
     assert set(prompts_of(draws)) == wanted
     buffer.check_ledger(0)
     # Everything else that came before the last wanted one was used, and counted.
     assert buffer.ledger()["redrawn"] <= len(REWARDS) - len(wanted)
     assert buffer.ledger()["used"] == 4 * (len(wanted) + buffer.ledger()["redrawn"])
-
-
-def test_bounds_move_from_easy_prompts_to_hard_ones():
-    moving = {"pass_rate_low": 0.6, "pass_rate_low_final": 0.2, "pass_rate_high_final": 0.4}
-    assert pass_rates(ReplaySettings(**moving, pass_rate_steps=10), 0) == (0.6, 1.0)
-    low, high = pass_rates(ReplaySettings(**moving, pass_rate_steps=10), 5)
-    assert (round(low, 9), round(high, 9)) == (0.4, 0.7)
-    for step, wanted in ((0, {4, 7}), (5, {6}), (40, {5})):
-        buffer = filled(recency_prob=0.0, **moving, pass_rate_steps=10)
-        assert set(prompts_of(buffer.sample(len(wanted), 4, step))) == wanted
-    with pytest.raises(ConfigError, match="pass_rate_steps = 0: final bounds"):
-        ReplaySettings(**moving).check()
-    with pytest.raises(ConfigError, match="pass_rate_low_final = 0.5: is above"):
-        ReplaySettings(pass_rate_low_final=0.5, pass_rate_high_final=0.4, pass_rate_steps=1).check()
 
 
 def test_where_nothing_is_wanted_a_batch_comes_all_the_same():
@@ -60,16 +37,9 @@ def test_where_nothing_is_wanted_a_batch_comes_all_the_same():
     assert buffer.ledger()["redrawn"] == 2 * (TRIES - 1)
 
 
-def test_a_prompt_that_a_draw_used_up_is_judged_by_that_draw():
-    buffer = filled(max_reuse=1, pass_rate_low=0.3, pass_rate_high=0.8)
-    assert set(prompts_of(buffer.sample(2, 4, 0))) == {6, 7}
-
-
 def test_by_default_nothing_is_drawn_twice():
     plain = filled(recency_prob=0.5)
     assert plain.sample(7, 4, 0) and plain.ledger()["redrawn"] == 0
-    with pytest.raises(ConfigError, match="pass_rate_low = 0.6: is above replay.pass_rate_high"):
-        ReplaySettings(pass_rate_low=0.6, pass_rate_high=0.5).check()
 
 
 def test_groups_of_equal_rewards_leave_their_slots_empty():

@@ -51,29 +51,6 @@ def test_a_prompt_is_fresh_once_per_sync_even_with_responses_to_spare():
     assert [buffer.sample(1, 2, 0)[0].is_fresh for _ in range(2)] == [True, False]
 
 
-def test_the_fresh_window_walks_back_newest_first():
-    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
-    for step in range(3):
-        responses = {10 * step + i: distinct_responses(2) for i in range(2)}
-        buffer.merge([make_commit(responses, version=step)], step)
-    assert {d.prompt.prompt_id for d in buffer.sample(2, 2, 2)} == {20, 21}
-    draws = buffer.sample(3, 2, 2)
-    assert {d.prompt.prompt_id for d in draws if d.is_fresh} == {10, 11}
-    assert sum(d.is_fresh for d in draws) == 2  # step 0 is outside of the window
-
-
-def test_a_prompt_of_two_syncs_is_fresh_twice_but_not_in_one_batch():
-    buffer = make_buffer(recency_prob=1.0, fresh_window=2)
-    buffer.merge([make_commit({1: distinct_responses(2), 2: distinct_responses(2)})], 0)
-    buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=1)], 1)
-    first = buffer.sample(2, 2, 1)
-    assert [d.is_fresh for d in first] == [True, True]
-    assert sorted(prompts_of(first)) == [1, 2]
-    (second,) = buffer.sample(1, 2, 1)
-    assert second.is_fresh and second.prompt.prompt_id == 1
-    assert {y.version_min for y in second.trajectories} == {0}
-
-
 def test_merges_at_one_step_are_one_sync_and_empty_ones_are_none():
     buffer = make_buffer(recency_prob=1.0)
     buffer.merge([make_commit({1: distinct_responses(2)})], 5)
@@ -112,14 +89,6 @@ def test_a_prompt_stays_fresh_while_one_response_is_unused():
     assert draw.is_fresh and draw.trajectory_ids == (1,)
 
 
-def test_a_replaced_response_is_no_longer_fresh_in_its_old_merge():
-    buffer = make_buffer(recency_prob=1.0, fresh_window=2, similarity=0.1)
-    buffer.merge([make_commit({1: [[5]]})], 0)
-    buffer.merge([make_commit({1: [[5]]}, version=1)], 1)
-    assert [d.is_fresh for d in buffer.sample(1, 1, 1)] == [True]
-    assert [d.is_fresh for d in buffer.sample(1, 1, 1)] == [False]
-
-
 def test_pace_trainer_waits_for_enough_fresh_prompts():
     buffer = make_buffer(recency_prob=1.0, pace="trainer")
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
@@ -131,12 +100,7 @@ def test_pace_trainer_waits_for_enough_fresh_prompts():
 
 
 def test_rounds_merged_together_or_one_by_one_give_the_same_draws():
-    options = {
-        "pace": "off",
-        "recency_prob": 0.5,
-        "capacity_per_prompt": 3,
-        "evict": "lowest_reward",
-    }
+    options = {"pace": "off", "recency_prob": 0.5, "capacity_per_prompt": 3}
     commits = [
         make_commit(
             {9: [[1], [2]], 4: [[3], [4]]}, round=0, rewards={9: [0.0, 1.0], 4: [0.5, 0.2]}

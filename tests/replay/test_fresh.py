@@ -115,7 +115,7 @@ def test_dropping_takes_what_was_never_drawn_and_leaves_the_rest_for_replay():
 
 @pytest.mark.parametrize("late", ["train", "drop"])
 def test_a_restored_queue_draws_the_same(late):
-    options = {"recency_prob": 0.8, "max_staleness": 3, "late": late, "fresh_window": 1}
+    options = {"recency_prob": 0.8, "max_staleness": 3, "late": late}
     buffer, twin = make_buffer(**options), make_buffer(**options, seed=9)
     rng = np.random.default_rng(0)
     for step in range(30):
@@ -143,7 +143,7 @@ def test_a_long_queue_costs_a_draw_no_more_than_a_short_one():
                 yield item
 
     looked_at = []
-    groups, rng = FreshGroups(0), np.random.default_rng(0)
+    groups, rng = FreshGroups(keeps_older=True), np.random.default_rng(0)
     for merged in range(1000):
         for prompt_id in range(4):
             groups.put(merged, 4 * merged + prompt_id, 2, version=merged)
@@ -229,6 +229,6 @@ def test_what_is_evicted_is_not_drawn_again():
     buffer.merge([make_commit({1: distinct_responses(2, 50)}, version=3, round=1)], 5)
     (draw,) = (d for d in buffer.sample(2, 2, 5) if d.prompt.prompt_id == 1)
     assert {y.version_min for y in draw.trajectories} == {3}
-    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "age")
-    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "age")
+    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "reuse")
+    buffer._contents._evict(buffer._contents.store.slots(2)[0].item(), "reuse")
     assert fresh_prompts(buffer.sample(2, 2, 5)) == [1, 1]

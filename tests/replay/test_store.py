@@ -32,9 +32,8 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
             else:
                 equal[2] += 1
         else:
-            field = "reward" if rng.random() < 0.5 else "version_min"
-            slot = store.smallest(field)
-            first_id = min(model, key=lambda i: (getattr(model[i][1], field), i))
+            slot = store.oldest()
+            first_id = min(model, key=lambda i: (model[i][1].version_min, i))
             _, y, count, uses = model[first_id]
             row = store.rows[slot].item()
             assert (row[ID], row[COUNT], row[USES]) == (first_id, count, uses)
@@ -62,7 +61,7 @@ def test_many_inserts_and_removals_agree_with_a_dictionary():
     assert store.sum_uses == sum(uses for *_, uses in model.values())
     prompt_bytes = sum(make_prompt(p).tokens.nbytes + len(f"prompt {p}") for p in range(4))
     assert store.num_bytes == len(model) * (8 + RESPONSE_OVERHEAD_BYTES) + prompt_bytes
-    while (slot := store.smallest("reward")) is not None:
+    while (slot := store.oldest()) is not None:
         store.remove(slot)
     assert (store.num_trajectories, store.num_bytes, len(store)) == (0, 0, 0)
     assert (store.num_rows, store.sum_uses, store.sum_versions) == (0, 0, 0)
@@ -94,27 +93,28 @@ def test_a_restored_store_unites_with_what_it_had_of_the_newest_merge():
 def test_a_table_that_grew_holds_no_phantom_rows():
     store = TrajectoryStore()
     for row_id in range(1500):
-        y = make_trajectory(1, [row_id], reward=1.0 + row_id)
+        y = make_trajectory(1, [row_id], version=1 + row_id)
         store.insert(make_prompt(1), y, row_id=row_id, merged=0)
-    assert int(store.rows["id"][store.smallest("reward")]) == 0
-    store.remove(store.smallest("reward"))
-    assert int(store.rows["id"][store.smallest("reward")]) == 1
+    assert int(store.rows["id"][store.oldest()]) == 0
+    store.remove(store.oldest())
+    assert int(store.rows["id"][store.oldest()]) == 1
 
 
 def test_stale_heap_entries_do_not_pile_up():
     store = TrajectoryStore()
-    store.insert(make_prompt(1), make_trajectory(1, [1], reward=-1.0), row_id=0, merged=0)
-    assert int(store.rows["id"][store.smallest("reward")]) == 0
+    store.insert(make_prompt(1), make_trajectory(1, [1], version=0), row_id=0, merged=0)
+    assert int(store.rows["id"][store.oldest()]) == 0
     for row_id in range(1, 5000):
-        # Each replaces the one before, whose entry lies above the live smallest one.
-        before = store.find(make_trajectory(1, [7]))
-        store.insert(make_prompt(1), make_trajectory(1, [7]), row_id=row_id, merged=0)
-        if before is not None:
-            store.remove(before)
-        assert len(store._heaps.get("reward", ())) < 1100
-    assert int(store.rows["id"][store.smallest("reward")]) == 0
-    store.remove(store.smallest("reward"))
-    assert int(store.rows["id"][store.smallest("reward")]) == 4999
+        # Each replaces the one before, whose entry is behind that of row 0.
+        before = store.slots(1)[1:].tolist()
+        y = make_trajectory(1, [7], version=1)
+        store.insert(make_prompt(1), y, row_id=row_id, merged=0)
+        for slot in before:
+            store.remove(slot)
+        assert len(store._heap or ()) < 1100
+    assert int(store.rows["id"][store.oldest()]) == 0
+    store.remove(store.oldest())
+    assert int(store.rows["id"][store.oldest()]) == 4999
 
 
 def test_a_restored_store_has_the_same_sums_to_the_last_bit():

@@ -14,7 +14,7 @@ from tba_jax.train.trainer import Counters
 
 def make_state(host, num_hosts, num_searchers=2, step=5, **settings):
     """What one host saves: old and fresh responses, one use of some, a pending round."""
-    buffer = make_buffer(**{"fresh_window": 2, "seed": host, **settings})
+    buffer = make_buffer(**{"seed": host, **settings})
     share = num_searchers // num_hosts
     mine = range(host * share, (host + 1) * share)
     outboxes = {s: Outbox(10**9) for s in mine}
@@ -62,7 +62,7 @@ def divide(states, num_hosts, num_searchers=2, **settings):
                 host=host,
                 num_hosts=num_hosts,
                 num_searchers=num_searchers,
-                make_buffer=lambda: make_buffer(**{"fresh_window": 2, **settings}),
+                make_buffer=lambda: make_buffer(**settings),
             )
         )
         for host in range(num_hosts)
@@ -71,7 +71,7 @@ def divide(states, num_hosts, num_searchers=2, **settings):
 
 def restored(state, **settings):
     """(buffer, outboxes) of a state, after the check that a merge makes."""
-    buffer = make_buffer(**{"fresh_window": 2, **settings})
+    buffer = make_buffer(**settings)
     buffer.restore(state.parts["buffer"])
     outboxes = {}
     for name, saved in state.named("outbox_").items():
@@ -172,7 +172,7 @@ def test_one_response_on_two_hosts_stays_with_both_counts():
 
 
 def test_counts_of_the_economy_add_up_over_hosts():
-    settings = {"max_staleness": 9, "recency_prob": 1.0, "fresh_window": 1}
+    settings = {"max_staleness": 9, "recency_prob": 1.0}
     two = [make_state(host, 2, **settings) for host in range(2)]
     (one,) = divide(two, 1, **settings)
     again = divide([one], 2, **settings)
@@ -189,7 +189,6 @@ def test_the_newest_merge_can_be_drawn_again_after_a_division():
     settings = {"recycle_fresh": True, "recency_prob": 1.0}
     states = [make_state(host, 2, **settings) for host in range(2)]
     buffer, _ = restored(divide(states, 1, **settings)[0], **settings)
-    buffer.sample(2, 2, 7)
     assert (buffer.num_fresh_groups, buffer.ledger()["fresh_recycled"]) == (0, 0)
     draws = buffer.sample(3, 2, 7)
     # The third round of both searchers came at step 7, to prompts 4 and 5; then the one before.
