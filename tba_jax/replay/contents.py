@@ -188,6 +188,8 @@ class Contents:
             is_late = (rows["merged"] == merged) & (rows["version_min"] < version) & (left > 0)
             for slot, copies in zip(slots[is_late].tolist(), left[is_late].tolist(), strict=True):
                 self._evict(slot, "late", copies)
+            # Without its unused copies a row may have been drawn as often as max_reuse allows.
+            self.evict_used_up(slots[is_late & (rows["uses"] > 0)].tolist())
             self._refresh(merged, prompt_id)
 
     def state(self) -> PartState:

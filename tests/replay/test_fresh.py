@@ -113,6 +113,15 @@ def test_dropping_takes_what_was_never_drawn_and_leaves_the_rest_for_replay():
         buffer.check_ledger(0, 6)
 
 
+def test_a_row_whose_unused_copies_are_dropped_counts_as_used_up():
+    buffer = make_buffer(max_reuse=1, max_staleness=1, late="drop")
+    buffer.merge([make_commit({1: [[5]] * 4})], 0)
+    assert buffer.sample(1, 3, 0)
+    assert buffer.sample(1, 1, 2) is None
+    assert (buffer.ledger()["evicted_late"], buffer.ledger()["evicted_reuse"]) == (1, 3)
+    buffer.check_ledger(0, 4)
+
+
 @pytest.mark.parametrize("late", ["train", "drop"])
 def test_a_restored_queue_draws_the_same(late):
     options = {"recency_prob": 0.8, "max_staleness": 3, "late": late}
