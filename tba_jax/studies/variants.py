@@ -8,6 +8,8 @@ Nothing is known here of how they are run or shown. Invariant: every variant is 
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from tba_jax.studies.named import OBJECTIVES, overrides_of
+
 _SYNC = ("driver=sync", "replay.pace=off")
 # Short enough that no variant has reached the ceiling, so that a difference could show.
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
@@ -25,6 +27,12 @@ _ONLINE_DPO = (*_BASELINE, "objective.name=online_dpo")
 _RLOO = (*_BASELINE, "objective.name=rloo")
 _PROXIMAL = (*_BASELINE, "objective.name=proximal_rloo")
 _LAG = "search.exact_lag=16"
+
+
+# The learning curve of the main job, at 60 steps of the schedule.
+_CURVE = ("num_steps=60", "eval.period=6", "task.num_eval_prompts=512")
+# On this job these are points of another objective's loss, or another name for it.
+_LEFT_OUT = ("tb, leave one out", "tba_prime_live", "grpo, beta 0")
 
 
 class Study(NamedTuple):
@@ -64,6 +72,16 @@ STUDIES: dict[str, Study] = {
     ),
     # The main job as a user runs it.
     "main_job": Study("math", {"async": ()}),
+    # Every objective and preset on the main job, at the main job's learning rate.
+    "objectives": Study(
+        "math",
+        {
+            name: (*overrides_of(name), *_CURVE, "optimizer.learning_rate=2e-4")
+            for name in OBJECTIVES
+            if name not in _LEFT_OUT
+        },
+        shown=("pass_at_1",),
+    ),
     # The same number of trained responses by both drivers, and on data exactly D steps old.
     "drivers": Study(
         "math",

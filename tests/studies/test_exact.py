@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Problems whose every response is known: what is exact about them, and who ends at the target."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.config.rules import validate
-from tba_jax.studies import exact, exact_report, exact_runs_report, named, objectives
+from tba_jax.studies import exact, exact_report, exact_runs_report, named
 from tba_jax.studies.enumerated import (
     STRINGS,
     Look,
@@ -72,7 +69,6 @@ def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_
         assert settings.beta == settings.beta_final
         given = [f"--config.{override}" for override in named.overrides_of(name)]
         config = override(None, ["--config=math", *given])
-        validate(config)
         assert config.objective.name == settings.name and config.objective.anchor == settings.anchor
     assert named.settings_of("rloo, beta 0", 0.1).beta == 0.0
     assert named.settings_of("rloo", 0.1).beta == 0.1
@@ -313,57 +309,6 @@ def test_every_study_has_a_table_and_a_figure_and_continues(tmp_path, monkeypatc
     assert exact.main(["optimum", "--only=nope", f"--out={tmp_path}"]) == 2
     assert exact.main(["optimum", "--seeds=1", f"--out={tmp_path}"]) == 2
     assert "--seeds=1: want 2" in capsys.readouterr().err
-
-
-METRICS = [
-    {"step": 0, "time_s": 4.0, "eval/pass_at_1": 0.4},
-    *(
-        {
-            "step": step,
-            "buffer/staleness_histogram": [[0, 200], [1, 56]],
-            "buffer/num_trajectories": 300 * step,
-        }
-        for step in (1, 2)
-    ),
-    {"step": 2, "time_s": 9.5, "eval/pass_at_1": 0.96},
-    {"step": 3, "buffer/staleness_histogram": [[0, 256]], "buffer/num_trajectories": 800},
-    {"step": 3, "time_s": 12.0, "eval/pass_at_1": 0.9},
-]
-
-
-def test_points_of_a_run_count_what_was_trained_and_drawn():
-    points = list(objectives.points_of(METRICS))
-    assert [tuple(p) for p in points] == [
-        (0, 0.4, 4.0, 0, 0),
-        (2, 0.96, 9.5, 512, 600),
-        (3, 0.9, 12.0, 768, 800),
-    ]
-    assert objectives.reached(points) == points[1]
-    assert objectives.reached(points[:1]) is None
-
-
-def test_learning_curves_of_the_main_job_are_recorded_once(tmp_path, monkeypatch):
-    asked = []
-
-    def run_variant(folder, overrides, seed, config):
-        asked.append((overrides, seed))
-        if seed == 1 and "objective.preset=ppo" in overrides:
-            raise RuntimeError("exited with 1: it broke")
-        folder.mkdir(parents=True)
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in METRICS))
-        return {"time_to_first_step_s": 5.0, "staleness": {"mean": 1.0}}
-
-    monkeypatch.setattr(objectives, "run_variant", run_variant)
-    command = ["--only=tb;ppo", "--seeds=2", f"--out={tmp_path}"]
-    for _ in range(2):
-        assert objectives.main(command) == 0
-    assert [seed for _, seed in asked] == [0, 0, 1, 1]
-    text = (tmp_path / "objectives.md").read_text()
-    assert "| tb | 2 | 40.0 % | 90.0 % (90.0) | 2 of 2 | 2 | 10 | 512 | 600 | 5.0 |" in text
-    # A failed run counts as later than all others: the median of one is beyond them.
-    assert "| ppo | 2 (1 failed) | 40.0 % | 90.0 % (90.0) | 1 of 2 | – | – |" in text
-    assert (tmp_path / "objectives.png").read_bytes().startswith(b"\x89PNG")
-    assert not (tmp_path / "runs" / "tb-seed0").exists()
 
 
 @pytest.mark.slow

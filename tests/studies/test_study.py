@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Studies: the statistics and the table; every study's overrides are valid configs."""
 
-import runpy
-
 import numpy as np
 import pytest
 from fake_rounds import make_buffer, make_commit
 
-from tba_jax.config.presets import path_of
+from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze
 from tba_jax.evaluation.attacks import Finds
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
@@ -58,16 +55,8 @@ def test_table_pairs_seeds_with_the_first_variant():
 )
 def test_overrides_of_every_study_make_a_valid_config(name, variant):
     chosen = STUDIES[name]
-    path, *preset = path_of(chosen.config).split(":")
-    config = runpy.run_path(path)["get_config"](*preset)
-    for override in chosen.variants[variant]:
-        field, value = override.split("=")
-        *sections, leaf = field.split(".")
-        section = config
-        for part in sections:
-            section = section[part]
-        section[leaf] = type(section[leaf])(value)
-    validate(freeze(config))
+    given = [f"--config.{each}" for each in chosen.variants[variant]]
+    validate(override(None, [f"--config={chosen.config}", *given]))
 
 
 def test_table_of_a_metric_that_is_no_share_has_no_percent():
