@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An object store below an address, gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, through fsspec.
+"""Objects under gs://BUCKET/PREFIX or s3://BUCKET/PREFIX, through fsspec.
 
-Objects are written whole, never renamed or appended to, and listed as they are. An object can be
-made if there is none, which is what a lock needs: a store without that is refused. It knows nothing
-of what the objects are. Invariant: of many who make one object, one does.
+Objects are written whole and never renamed or appended to; listings are current. A lock needs a
+store that creates an object only if none exists; other stores are refused. Invariant: if several
+processes create the same object, exactly one succeeds (tests/storage/test_bucket.py).
 """
 
 import contextlib
@@ -16,20 +16,23 @@ _EXTRAS = {"gs": "gcs", "s3": "s3"}
 
 
 class StorageError(RuntimeError):
-    """A store cannot be used; the message says which and what to do."""
+    """An object store cannot be used; the message names it and the remedy."""
 
 
 def is_address(text: str | os.PathLike[str]) -> bool:
-    """Whether this names an object store and not a folder."""
+    """Return whether `text` is an address of an object store, not a folder."""
     return "://" in str(text)
 
 
 @contextlib.contextmanager
 def _as_os_error(what: str) -> Iterator[None]:
-    """Let failures be OSErrors: each store raises classes of its own, some below Exception alone.
+    """Turn every exception into an OSError: each store raises its own exception classes.
+
+    Args:
+        what: the operation, for the message.
 
     Raises:
-        OSError: whatever was raised.
+        OSError: the operation failed.
     """
     try:
         yield
@@ -40,20 +43,20 @@ def _as_os_error(what: str) -> Iterator[None]:
 
 
 class Bucket:
-    """The objects below an address, by their names below it.
+    """The objects under an address; names are relative to the address.
 
     Args:
         address: gs://BUCKET/PREFIX or s3://BUCKET/PREFIX.
 
     Raises:
-        StorageError: another kind of address, or its package is not installed.
+        StorageError: the address is of another kind, or the package of the store is missing.
     """
 
     def __init__(self, address: str) -> None:
         protocol, _, path = address.partition("://")
         if protocol not in _EXTRAS or not path.strip("/").partition("/")[2]:
             raise StorageError(
-                f"{address!r} is no address of a work directory; want gs://BUCKET/FOLDER, "
+                f"{address!r} is not an address of a work directory. Give gs://BUCKET/FOLDER, "
                 "s3://BUCKET/FOLDER, or a folder of this machine"
             )
         import fsspec
@@ -72,35 +75,36 @@ class Bucket:
         return self.address
 
     def require_create(self) -> None:
-        """See that an object can be made only where there is none.
+        """Check that the store can create an object only if none exists.
 
         Raises:
-            StorageError: the store overwrites, or looks first and then writes.
+            StorageError: the store overwrites the object, or checks and writes in two steps.
         """
         import fsspec
 
         reason = ""
         if type(self._fs).pipe_file is fsspec.AbstractFileSystem.pipe_file:
-            reason = "its fsspec class looks first and then writes"
+            reason = "its fsspec class checks and writes in two steps"
         else:
             name = f"lock/probe-{os.urandom(8).hex()}"
             made = [self.create(name, mark) for mark in (b"first", b"second")]
             self.remove([name])
             if made != [True, False]:
-                reason = "it overwrites an object that is there"
+                reason = "it overwrites an existing object"
         if reason:
             raise StorageError(
-                f"{self.address} cannot make an object only where there is none ({reason}), so "
-                "two runs could take one work directory. Give a folder of a shared file system"
+                f"{self.address} cannot create an object only if none exists ({reason}), so two "
+                "runs could take the same work directory. Give a folder of a shared file system"
             )
 
     def create(self, name: str, content: bytes) -> bool:
-        """Make an object, unless there is one; whether this call did.
+        """Create an object if none exists; return whether this call created it.
 
-        Contents must differ between those who may make it: an answer that was lost is told by them.
+        Every caller must give another `content`: when the store's answer was lost, a repeated call
+        recognises its own object by the content.
         """
         try:
-            with _as_os_error(f"making {self}/{name}"):
+            with _as_os_error(f"creating {self}/{name}"):
                 self._fs.pipe_file(self._path(name), content, mode="create")
         except FileExistsError:
             return self.read(name) == content
@@ -112,7 +116,7 @@ class Bucket:
             self._fs.pipe_file(self._path(name), content)
 
     def read(self, name: str) -> bytes | None:
-        """Its content; None where there is none."""
+        """Return the content of an object, or None if there is no such object."""
         try:
             with _as_os_error(f"reading {self}/{name}"):
                 return self._fs.cat_file(self._path(name))
@@ -120,19 +124,19 @@ class Bucket:
             return None
 
     def upload(self, file: Path, name: str) -> None:
-        """Replace an object by a file's content."""
+        """Replace an object with the content of a file."""
         with _as_os_error(f"writing {self}/{name}"):
             self._fs.put_file(str(file), self._path(name))
 
     def download(self, name: str, file: Path) -> None:
-        """Make a file of an object, with its folder."""
+        """Write an object to a file; creates the folder of the file."""
         file.parent.mkdir(parents=True, exist_ok=True)
         with _as_os_error(f"reading {self}/{name}"):
             self._fs.get_file(self._path(name), str(file))
 
     def names(self, prefix: str = "") -> list[str]:
-        """Objects whose names begin so, sorted, as the store has them now."""
-        self._fs.invalidate_cache()  # fsspec remembers listings
+        """Return the names that start with `prefix`, sorted, as the store has them now."""
+        self._fs.invalidate_cache()  # fsspec caches listings
         folder = self._path(prefix.rpartition("/")[0]).rstrip("/")
         try:
             with _as_os_error(f"listing {self}/{prefix}"):
@@ -143,7 +147,7 @@ class Bucket:
         return sorted(name for name in names if name.startswith(prefix))
 
     def remove(self, names: list[str]) -> None:
-        """Delete objects, in this order; those that are gone already are no error."""
+        """Delete objects in this order; missing objects are ignored."""
         for name in names:
             try:
                 with _as_os_error(f"deleting {self}/{name}"):

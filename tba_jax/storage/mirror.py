@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A work directory in an object store: a folder of this machine, and what of it is in the bucket.
+"""Copies of a work directory: a local folder and an object store.
 
-A run works in the folder; `push` brings what is new to the bucket, `fetch` makes the folder from
-it. Folders that are written once (checkpoints, published weights) are complete when their
-`digests.json` is there, which is brought last and removed first. Logs, which a store cannot append
-to, are numbered pieces, LOG/HOLD-PIECE, that `fetch` joins; each holder of the directory begins
-with all that it kept, and those of the highest are read. Other files are replaced whole. It does
-not know what is in them. Invariant: what is fetched was complete when it was brought, and whole
-folders have the digests that they were written with.
+A run works in the local folder. `push` uploads new files to the bucket; `fetch` rebuilds the local
+folder from the bucket. Checkpoints and published weights are folders that are written once: such a
+folder is complete if its `digests.json` exists, which is uploaded last and deleted first. A store
+cannot append to objects, so a log is stored as numbered pieces, logs/LOG/HOLD-PIECE, that `fetch`
+joins. Each process that holds the directory uploads the whole log again under its own hold number;
+the pieces of the highest number are read. Other files are replaced whole. Invariant: a fetched
+folder was uploaded completely and matches its digests (tests/storage/test_bucket.py).
 """
 
 import os
@@ -21,33 +21,33 @@ from tba_jax.storage import digests
 from tba_jax.storage.bucket import Bucket, StorageError
 
 FOLDERS = ("checkpoints", "weights")
-"""Of folders with numbers for names, each written once."""
+"""Folders whose subfolders have numbers as names and are written once."""
 FILES = ("config.json", "versions.json", "report.json", "report.html")
-"""Replaced whole."""
+"""Files that are replaced whole."""
 _PIECE = 2**26  # bytes of a log in one object, at most
 
 
 class Mirror:
-    """One work directory.
+    """A local folder and its copy in a bucket.
 
     Args:
-        bucket: where it is kept.
-        folder: of this machine; belongs to the mirror.
-        number: of the hold under which it is pushed; 0 for one that only fetches.
+        bucket: the copy.
+        folder: the local folder; `fetch` deletes its content.
+        number: hold number of the lock, which names pushed log pieces; 0 if only `fetch` is used.
     """
 
     def __init__(self, bucket: Bucket, folder: Path, number: int = 0) -> None:
         self._bucket, self.folder, self._number = bucket, folder, number
         self._sent: dict[str, tuple[int, int]] = {}  # log -> pieces, bytes
         self._known: dict[str, tuple[int, int]] = {}  # file -> size, time of change
-        self._whole: set[str] = set()  # folders that are in the bucket
+        self._whole: set[str] = set()  # complete folders in the bucket
 
     def fetch(self, note: Callable[[str], None], *, weights: bool = False) -> None:
-        """Make the folder anew: logs, files, the newest intact checkpoint.
+        """Rebuild the local folder: logs, files and the newest intact checkpoint.
 
         Args:
-            note: told which folders in the bucket are damaged.
-            weights: published weights, too, which a run makes again.
+            note: receives a line for each damaged folder in the bucket.
+            weights: also fetch the newest published weights, which a resumed run does not need.
         """
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
@@ -74,12 +74,12 @@ class Mirror:
             shutil.rmtree(local)
 
     def push(self) -> None:
-        """Bring what is new to the bucket; what it had no time for comes with the next call.
+        """Upload new and changed files; files that appear during the call wait for the next one.
 
         Raises:
             OSError, StorageError: the store refuses.
         """
-        # A checkpoint is brought after the lines of its steps, which were written before it.
+        # Logs are uploaded first, so that a checkpoint in the bucket has the log of its steps.
         whole = {kind: self._whole_here(kind) for kind in FOLDERS}
         for log in sorted(self.folder.glob("*.jsonl")):
             self._push_log(log)
@@ -100,7 +100,7 @@ class Mirror:
         )
 
     def _push_folders(self, kind: str, here: list[str]) -> None:
-        """Folders that are complete here and not there; those that are gone here go there."""
+        """Upload complete folders that the bucket lacks; delete those that are gone locally."""
         for number in here:
             if f"{kind}/{number}" not in self._whole:
                 self._push_folder(kind, number)
@@ -112,14 +112,14 @@ class Mirror:
 
     def _push_folder(self, kind: str, number: str) -> None:
         name = f"{kind}/{number}"
-        # Links, which stay when the run drops the folder meanwhile.
+        # Hard links keep the files if the run deletes the folder during the upload.
         kept = self.folder / "being_pushed"
         shutil.rmtree(kept, ignore_errors=True)
         try:
             shutil.copytree(self.folder / name, kept, copy_function=os.link)
         except (FileNotFoundError, shutil.Error):
-            return  # it is dropped already
-        self._remove_folder(name)  # of another branch of the run, or cut off
+            return  # the run has deleted it
+        self._remove_folder(name)  # an incomplete upload, or of steps that were repeated
         files = [file for file in sorted(kept.rglob("*")) if file.is_file()]
         last = kept / digests.NAME
         for file in (*(file for file in files if file != last), last):
@@ -133,7 +133,7 @@ class Mirror:
         self._bucket.remove([first, *(each for each in inside if each != first)])
 
     def forget(self) -> None:
-        """Drop what the folder does not have: of other branches, and of earlier holders' logs."""
+        """Delete from the bucket folders that do not exist locally, and logs of earlier holders."""
         names = self._bucket.names()
         for kind in FOLDERS:
             inside = {name.split("/")[1] for name in names if name.startswith(f"{kind}/")}
@@ -149,7 +149,10 @@ class Mirror:
     def _push_log(self, log: Path) -> None:
         pieces, sent = self._sent.get(log.name, (0, 0))
         if log.stat().st_size < sent:
-            raise StorageError(f"{log} has become shorter while a run wrote to it")
+            raise StorageError(
+                f"{log} became shorter while the run wrote to it: another process has changed it. "
+                "Run the same command again"
+            )
         with open(log, "rb") as file:
             file.seek(sent)
             while content := file.read(_PIECE):
@@ -179,7 +182,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _complete(kind: str, names: list[str]) -> list[int]:
-    """Numbers of the folders of a kind that have been brought whole."""
+    """Return the numbers of the folders of a kind that are complete in the bucket."""
     found = []
     for name in names:
         parts = name.split("/")
@@ -193,7 +196,7 @@ def _hold(piece: str) -> int:
 
 
 def _logs(names: list[str]) -> Mapping[str, list[str]]:
-    """Of each log the pieces of the last holder who brought any, in order, up to a gap."""
+    """Return the pieces of each log: those of the highest hold number, in order, up to a gap."""
     found: dict[str, list[str]] = {}
     for name in names:
         if name.startswith("logs/"):

@@ -109,7 +109,7 @@ MOUNT = "is an address, and a path is wanted: mount the bucket (gcsfuse) or a sh
 
 
 NO_STORE = "ftp://host/run"
-WANT = "is no address of a work directory; want gs://BUCKET/FOLDER, s3://BUCKET/FOLDER, or a folder"
+WANT = "is not an address of a work directory. Give gs://BUCKET/FOLDER, s3://BUCKET/FOLDER, or a"
 
 
 def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):

@@ -97,7 +97,9 @@ def test_a_store_that_two_could_make_one_object_in_is_refused(store, message, bu
 
 @pytest.mark.parametrize("address", ["gs://bucket", "gs://", "ftp://a/b", "s3://bucket/"])
 def test_an_address_of_nothing_is_refused(address):
-    with pytest.raises(StorageError, match="is no address of a work directory; want gs://BUCKET/"):
+    with pytest.raises(
+        StorageError, match="is not an address of a work directory. Give gs://BUCKET/"
+    ):
         Bucket(address)
 
 
