@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters on their way to searchers: they travel, and whole weights are what is taken up.
+"""Transport of adapters to searchers that decode with merged weights.
 
-It knows no way of travelling. Invariant: of a version a set of devices holds one merged copy.
+Invariant: searchers with the same devices share one merged copy of a version
+(tests/weights/test_transport.py).
 """
 
 import threading
@@ -14,19 +15,19 @@ from tba_jax.weights.transport import Published, Transport
 
 
 class MergingTransport:
-    """A transport of adapters whose readers get whole weights.
+    """Transports adapters; `latest` returns them merged with the base weights.
 
-    Adapters travel; each searcher's devices have held the base since the run began. They are merged
-    by the searcher that takes a version up, so that the trainer waits for the transfer alone, and
-    once for all that share devices.
+    Each searcher's devices hold the base weights from the start of the run. The searcher that takes
+    up a version merges it, so that the trainer waits for the transfer only. Searchers with the same
+    devices merge once.
 
     Args:
-        adapters: the transport that adapters travel by.
-        merges: of each reader: adapters on its devices -> weights as its decoder wants them.
-            Readers with the same function share what it returned last.
+        adapters: transport of the adapters.
+        merges: for each searcher a function: adapters on its devices -> weights in its decoder's
+            layout. Searchers with the same function share its last result.
 
     Attributes:
-        source: the transport that adapters travel by.
+        source: transport of the adapters.
     """
 
     def __init__(self, adapters: Transport, merges: Sequence[Callable[[Any], Any]]) -> None:
@@ -37,11 +38,11 @@ class MergingTransport:
         self._merged: dict[int, Published] = {}
 
     def publish(self, version: int, params: Any) -> None:
-        """Publish adapters, as the transport that they travel by does."""
+        """Publish adapters."""
         self._adapters.publish(version, params)
 
     def latest(self, reader: int) -> Published | None:
-        """Newest version as whole weights on that reader's devices."""
+        """Return the newest version as merged weights on the reader's devices."""
         published = self._adapters.latest(reader)
         if published is None:
             return None
@@ -49,7 +50,7 @@ class MergingTransport:
         with self._locks[group]:
             merged = self._merged.get(group)
             if merged is None or merged.version < published.version:
-                # Dropped first: a searcher between two rounds then holds one merged copy, not two.
+                # Dropped first, so that the devices never hold two merged copies.
                 merged = None
                 self._merged.pop(group, None)
                 weights = self._merges[group](published.params)
@@ -58,27 +59,22 @@ class MergingTransport:
             return merged
 
     def merged(self, adapters: Sequence[Any]) -> list[Any]:
-        """Whole weights of adapters that lie on the devices of each reader."""
+        """Return merged weights for each searcher, from adapters on the devices of each."""
         return [merge(own) for merge, own in zip(self._merges, adapters, strict=True)]
 
     @property
     def delivery_s(self) -> float:
-        """As the transport that adapters travel by."""
         return self._adapters.delivery_s
 
     @property
     def is_publishing(self) -> bool:
-        """As the transport that adapters travel by."""
         return self._adapters.is_publishing
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """As the transport that adapters travel by."""
         return self._adapters.poll(wait_s)
 
     def settle(self) -> None:
-        """As the transport that adapters travel by."""
         self._adapters.settle()
 
     def close(self) -> None:
-        """As the transport that adapters travel by."""
         self._adapters.close()

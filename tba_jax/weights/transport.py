@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Publish and fetch of versioned policy weights: the one channel from trainer to searchers.
+"""Transports of policy weights from the trainer to searchers, and the transport in memory.
 
-A publication is an immutable `(version, params)` pair in the rollout dtype. It is never an alias of
-train state, whose buffers the next donated train step deletes. All transports give searchers
-the same `latest()`; the one in memory is here. Its invariant: a reader sees a complete version or
-the one before.
+A publication is an immutable pair (version, params) in the rollout dtype. It is never an alias of
+the train state, whose buffers the next donated train step deletes. Invariant: `latest` returns a
+complete version or the one before it (tests/weights/test_transport.py).
 """
 
 import abc
@@ -24,59 +23,64 @@ from tba_jax.weights.versions import PublicationError
 
 
 class Published(NamedTuple):
-    """Weights as searchers see them: the trainer step of publication, and the params."""
+    """Weights that searchers receive: the trainer step of the publication, and the params."""
 
     version: int
     params: Any
 
 
 class Transport(Protocol):
-    """What trainer and searchers need of a weight channel."""
+    """Publishes weights of the trainer and gives them to searchers."""
 
     @property
     def delivery_s(self) -> float:
-        """Seconds from the publication delivered last until readers had it."""
+        """Seconds from the newest delivered publication until searchers had it."""
         ...
 
     @property
     def is_publishing(self) -> bool:
-        """Whether another version had to wait for the one before."""
+        """Whether another publication would wait for the one before."""
         ...
 
     def publish(self, version: int, params: Any) -> None:
-        """Make `params` the next version; returns when the source may be donated.
+        """Publish `params` as the next version; returns when the source may be donated.
 
-        Nothing is waited for: whoever drives `poll` delivers it.
+        Does not wait for the delivery, which `poll` does.
+
+        Args:
+            version: trainer step of the publication.
+            params: tree of arrays in the trainer's layout.
 
         Raises:
-            PublicationError: nothing has been delivered for too long.
+            PublicationError: no publication was delivered within the timeout.
         """
         ...
 
     def latest(self, reader: int) -> Published | None:
-        """Newest complete version, on that reader's devices; None before the first one.
+        """Return the newest complete version on the reader's devices; None before the first.
 
-        Readers are this process's searchers, counted from 0.
+        Args:
+            reader: index of a searcher of this process, from 0.
         """
         ...
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Deliver what was published last; True when there was something.
+        """Deliver the newest publication; return whether there was one.
 
         Args:
-            wait_s: longest wait for something to be published.
+            wait_s: longest wait for a publication, in seconds.
 
         Raises:
-            PublicationError: storage refuses. ValueError: the tree differs from the one before.
+            PublicationError: storage fails. ValueError: the tree differs from the version before.
         """
         ...
 
     def settle(self) -> None:
-        """Have what was published last delivered, unless that takes storage."""
+        """Deliver the newest publication now, unless delivery needs storage."""
         ...
 
     def close(self) -> None:
-        """Finish what is under way; what was not begun is dropped."""
+        """Finish the delivery under way; drop a publication whose delivery has not begun."""
         ...
 
 
@@ -89,16 +93,16 @@ def make_publish_program(
     out_shardings: Any = None,
     quantization: Quantization = "none",
 ) -> Callable[[Any], Any]:
-    """Jitted copy and cast of a params tree to the rollout dtype, in the layout readers want.
+    """Return a jitted function that copies params in the rollout dtype and the searchers' layout.
 
     `jnp.copy` is what makes it a copy: a jitted identity returns its input buffers, which the next
     donated train step deletes.
 
     Args:
         dtype: rollout dtype.
-        layout: as the readers want the tree; None: as it is.
-        out_shardings: of its result on the devices of the params, a tree; None: XLA's choice.
-        quantization: of the copy, which the decoder's layout alone can have.
+        layout: rearranges the tree for the searchers; None: no change.
+        out_shardings: tree of shardings of the result; None: XLA's choice.
+        quantization: of the copy; other than "none" only with the decoder's layout.
     """
 
     def publish(params: Any) -> Any:
@@ -114,12 +118,14 @@ def make_publish_program(
 
 
 def _after_some_work(x: jax.Array) -> jax.Array:
-    """The same values, after some thousand operations on a few numbers.
+    """Return the same values after some thousand operations on a few numbers.
 
-    XLA:CPU runs a program of fewer than 1,000 floating-point operations on the thread that calls
-    it, as one that is over at once; a copy has none, and takes 0.7 s for a gigabyte.
+    XLA:CPU runs a program of fewer than 1,000 floating-point operations on the calling thread. A
+    copy has no such operations, and would block that thread for 0.7 s per gigabyte.
     """
-    halves = jax.lax.optimization_barrier(jnp.full(32, 0.5, jnp.float32))  # else done already
+    halves = jax.lax.optimization_barrier(
+        jnp.full(32, 0.5, jnp.float32)
+    )  # else computed when compiled
     total = halves
     for _ in range(24):
         total = total * halves + halves
@@ -128,12 +134,12 @@ def _after_some_work(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass
 class Parcel:
-    """A publication on its way; who carries it lets go of the weights as early as it can.
+    """A publication that is being delivered.
 
     Attributes:
-        version: of the weights.
-        params: as they were published, then as they arrived.
-        since: when they were published, by `time.monotonic`.
+        version: trainer step of the publication.
+        params: the published weights; after `_carry`, the delivered weights.
+        since: time of the publication, by `time.monotonic`.
     """
 
     version: int
@@ -142,13 +148,13 @@ class Parcel:
 
 
 class Undelivered:
-    """The newest publication that was not delivered yet; it replaces one that nobody took.
+    """Holds at most one publication: the newest that has not been delivered.
 
-    So a publisher never waits for a slow delivery, and readers get the newest. Of the trainer's
-    copies one at most waits here.
+    A newer publication replaces it, so that the trainer never waits for a slow delivery and
+    searchers get the newest weights.
 
     Args:
-        timeout_s: without a delivery for so long, publications are refused.
+        timeout_s: `put` fails if no delivery has ended for this time, in seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -158,39 +164,44 @@ class Undelivered:
         self._since: float | None = None  # of the first publication after the last delivery
 
     def put(self, version: int, params: Any) -> None:
-        """The newest; an older one that waits is dropped."""
+        """Replace the waiting publication.
+
+        Raises:
+            PublicationError: no publication was delivered within the timeout.
+        """
         now = time.monotonic()
         with self._changed:
             self._since = now if self._since is None else self._since
             if now - self._since > self._timeout_s:
                 raise PublicationError(
-                    f"publishing weights failed: nothing published in the last "
-                    f"{now - self._since:.0f} s has reached the searchers (wanted within "
+                    f"publishing weights failed: no publication of the last "
+                    f"{now - self._since:.0f} s has reached the searchers (limit: "
                     f"config.checkpoint.timeout_s = {self._timeout_s:.0f} s): devices or storage "
-                    "hang. Mend them or allow more time, then run the same command again"
+                    "hang. Repair them or raise --config.checkpoint.timeout_s, then run the same "
+                    "command again"
                 )
             self._waiting = Parcel(version, params, now)
             self._changed.notify_all()
 
     def wait(self, wait_s: float) -> None:
-        """Return when there is something to take, or after so many seconds."""
+        """Wait for a publication, at most `wait_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None, wait_s)
 
     def take(self) -> Parcel | None:
-        """The publication to deliver."""
+        """Remove and return the waiting publication; None if there is none."""
         with self._changed:
             taken, self._waiting = self._waiting, None
             return taken
 
     def note_delivery(self) -> None:
-        """What was taken has been delivered."""
+        """Record that the publication of the last `take` was delivered."""
         with self._changed:
             self._since = None if self._waiting is None else self._waiting.since
 
 
 class Mailbox:
-    """The newest version on each reader's devices.
+    """Holds the newest version on each searcher's devices.
 
     Args:
         shardings: as in DeliveringTransport.
@@ -202,7 +213,11 @@ class Mailbox:
         self._published: list[Published] | None = None
 
     def put(self, version: int, params: Any) -> None:
-        """Move a copy in the readers' dtype and layout to each reader's devices, and swap.
+        """Copy params to each searcher's devices, then replace the version before.
+
+        Args:
+            version: trainer step of the publication.
+            params: in the searchers' dtype and layout.
 
         Raises:
             ValueError: the tree differs from the version before.
@@ -218,29 +233,29 @@ class Mailbox:
                 delivered.append(delivered[first])
             else:
                 delivered.append(params if wanted is None else hand_over(params, wanted))
-        # A searcher must never adopt arrays that are still being computed: its thread would wait
-        # on the device inside a round, where nobody counts the wait.
+        # A searcher must never take up arrays that are still being computed: its thread would wait
+        # for the device inside a round, where the wait is not measured.
         jax.block_until_ready(delivered)
         with self._lock:
             self._published = [Published(version, x) for x in delivered]
 
     def latest(self, reader: int) -> Published | None:
-        """Newest version on that reader's devices."""
+        """Return the newest version on the reader's devices; None before the first."""
         with self._lock:
             return None if self._published is None else self._published[reader]
 
 
 class DeliveringTransport(abc.ABC):
-    """A transport whose deliveries end on the devices of this process's searchers.
+    """Base of transports that deliver to the devices of this process's searchers.
 
-    Whoever drives `poll` delivers the newest publication; one that was replaced before it was begun
-    never travels. A subclass says how it travels.
+    `poll` delivers the newest publication; a publication that is replaced before that is dropped. A
+    subclass transfers the weights in `_carry`.
 
     Args:
-        program: as `make_publish_program` makes it, in its turn on the trainer's devices.
-        shardings: for each searcher a tree of shardings in the readers' layout, or one; None where
-            the weights are where the searcher wants them already.
-        timeout_s: a delivery that takes longer has failed.
+        program: result of `make_publish_program`, launched under the trainer's device lock.
+        shardings: for each searcher a sharding or a tree of shardings in the searchers' layout;
+            None if the published weights have the searcher's sharding already.
+        timeout_s: `publish` fails if no delivery has ended for this time, in seconds.
     """
 
     is_publishing = False
@@ -255,11 +270,11 @@ class DeliveringTransport(abc.ABC):
         self._delivering = threading.Lock()
 
     def publish(self, version: int, params: Any) -> None:
-        """Launch copy and cast; the device does them before a later step that is donated."""
+        """Launch copy and cast; the device runs them before the next donated step."""
         self._undelivered.put(version, self._program(params))
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Carry the newest publication to each searcher's devices, wait until ready, swap."""
+        """Deliver the newest publication; return whether there was one."""
         self._undelivered.wait(wait_s)
         with self._delivering:
             parcel = self._undelivered.take()
@@ -272,23 +287,23 @@ class DeliveringTransport(abc.ABC):
             return True
 
     def latest(self, reader: int) -> Published | None:
-        """Newest version that was delivered, on that reader's devices."""
+        """Return the newest delivered version on the reader's devices; None before the first."""
         return self._mailbox.latest(reader)
 
     @abc.abstractmethod
     def _carry(self, parcel: Parcel) -> None:
-        """Have its weights travel; afterwards they are what arrived, in the readers' layout."""
+        """Transfer the weights; sets `parcel.params` to the result, in the searchers' layout."""
 
 
 class MemoryTransport(DeliveringTransport):
-    """Weights handed over inside one process."""
+    """Transport inside one process."""
 
     def _carry(self, parcel: Parcel) -> None:
-        """They are here."""
+        """Nothing to transfer."""
 
     def settle(self) -> None:
-        """Deliver what is published, or wait for whoever does."""
+        """Deliver the newest publication, or wait for the thread that is delivering it."""
         self.poll()
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Nothing to finish."""
