@@ -2,7 +2,8 @@
 """Training from Python, in a script or a notebook: the names that `tba_jax` exports.
 
 It is the main command without its flags, its exit and its signals: errors are raised, the process
-goes on, and a second call works. Imports no jax by itself, and leaves no absl flag behind.
+goes on, and a second call works. Importing it loads no jax; checking a
+config does, because the objective checks its own settings. No absl flag is left behind.
 """
 
 import dataclasses
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from tba_jax.config import presets
 from tba_jax.config.command_line import local_folder, override
+from tba_jax.config.retired import upgrade
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, make_config
+from tba_jax.config.schema import Config, unflatten
 from tba_jax.devices.placement import MODES
 from tba_jax.devices.platform import take_gpu_memory
 from tba_jax.report import files
@@ -172,8 +174,7 @@ class SavedRun:
     @property
     def config(self) -> Config:
         """What the run was made with."""
-        values = {k: float("inf") if v == "inf" else v for k, v in self._files.config.items()}
-        return make_config(values)
+        return unflatten(upgrade(self._files.config))
 
     @property
     def report(self) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from ml_collections import config_flags
 
 from tba_jax.commands.edge import guarded
 from tba_jax.config import schema as config_lib
-from tba_jax.config.command_line import local_folder, parse_flags
+from tba_jax.config.command_line import OPEN, local_folder, parse_flags
 from tba_jax.config.methods import written_out
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
@@ -42,7 +42,11 @@ _PROCESS_START = time.perf_counter()
 # What the config flag looks for settings in, which `cli` fills.
 _GIVEN: list[str] = []
 _CONFIG = config_flags.DEFINE_config_file(
-    "config", None, "A preset, math[:PRESET], or a file, FILE.py[:PRESET].", sys_argv=_GIVEN
+    "config",
+    None,
+    "A preset, math[:PRESET], or a file, FILE.py[:PRESET].",
+    sys_argv=_GIVEN,
+    **OPEN,
 )
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run lives; default runs/FILE-PRESET-seedN. Again: resume."

@@ -11,13 +11,16 @@ A room's `config.py` holds frozen dataclasses of such fields:
 The choices of a field are those of its `Literal` type. Validation, the command line, `--dry_run`
 and docs/config.md come from these declarations. Invariant: a message about a setting names field,
 value, rule and remedy, in one line.
+
+A setting that changes with the optimiser step is a `Schedule`, written as one value.
 """
 
+import ast
 import dataclasses
 import math
 import typing
-from collections.abc import Iterator
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -45,8 +48,158 @@ def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
         raise ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """A number for every optimiser step, counted from 0.
+
+    Written as a number, or as one of
+
+        constant(START)
+        linear(START, FINAL, STEPS)    a straight line over STEPS steps
+        cosine(START, FINAL, STEPS)    half a cosine wave over STEPS steps
+
+    Without STEPS the last step of the run is the end. Three options may follow: `warmup=W` rises
+    linearly to START over the first W steps, `hold=H` then stays at START for H steps, and `jump=J`
+    goes to FINAL at step J.
+
+    Attributes:
+        start: START.
+        final: FINAL; a constant does not read it.
+        steps: STEPS; None: to the last step of the run.
+        shape: the kind.
+        warmup, hold: W and H.
+        jump: J; None: no jump.
+    """
+
+    start: float
+    final: float = 0.0
+    steps: int | None = None
+    shape: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: int = 0
+    hold: int = 0
+    jump: int | None = None
+
+    @property
+    def begin(self) -> int:
+        """The step at which the number leaves START."""
+        return self.warmup + self.hold
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """START, and FINAL where the schedule reaches it."""
+        return (self.start,) if self.shape == "constant" else (self.start, self.final)
+
+    def is_always(self, value: float) -> bool:
+        """Return whether the number is `value` at every step."""
+        return not self.warmup and all(number == value for number in self.numbers)
+
+    def over(self, num_steps: int) -> "Schedule":
+        """Return the same schedule with STEPS filled in for a run of `num_steps` steps."""
+        if self.shape == "constant" or self.steps is not None:
+            return self
+        return dataclasses.replace(self, steps=max(1, num_steps - self.begin))
+
+    def __str__(self) -> str:
+        options = {"warmup": self.warmup, "hold": self.hold, "jump": self.jump}
+        given = [f"{name}={value}" for name, value in options.items() if value not in (0, None)]
+        if self.shape == "constant" and not given:
+            return _shortest(self.start)
+        length = [] if self.shape == "constant" or self.steps is None else [str(self.steps)]
+        return f"{self.shape}({', '.join([*map(_shortest, self.numbers), *length, *given])})"
+
+    @property
+    def plain(self) -> float | str:
+        """A number for a constant, otherwise the text; `parse_schedule` reads both."""
+        return self.start if self == Schedule(self.start) else str(self)
+
+
+def parse_schedule(name: str, value: Any) -> Schedule:
+    """Return the schedule that a number or a text describes.
+
+    Args:
+        name: of the setting, for errors.
+        value: a number, a text such as "linear(0.01, 0.001, 500)", or a schedule.
+
+    Raises:
+        ConfigError: see `need`.
+    """
+    if isinstance(value, Schedule):
+        return value
+    example = f'Write a number, or for example --config.{name}="linear(0.01, 0.001, 500)".'
+    need(
+        isinstance(value, (int, float, str)) and not isinstance(value, bool),
+        name,
+        value,
+        "must be a number or a schedule",
+        example,
+    )
+    try:
+        return Schedule(float(value))
+    except ValueError:
+        pass  # not a number: a call
+    try:
+        call = ast.parse(str(value).strip(), mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+            raise ValueError("is neither a number nor KIND(...)")
+        shape, *numbers = call.func.id, *map(ast.literal_eval, call.args)
+        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return _schedule(shape, numbers, options)
+    except (SyntaxError, ValueError, TypeError) as error:
+        rule = str(error) if type(error) is ValueError else "cannot be read as KIND(NUMBERS)"
+        need(False, name, value, rule, example)
+        raise AssertionError from error
+
+
+_KINDS: Mapping[str, Any] = {name: name for name in ("constant", "linear", "cosine")}
+_NUMBERS = ("START", "FINAL", "STEPS")
+_OPTIONS = ("warmup", "hold", "jump")
+
+
+def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedule:
+    """Return the schedule of a call's parts.
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    if shape not in _KINDS:
+        raise ValueError(f"{shape!r} must be one of {', '.join(_KINDS)}")
+    is_constant = shape == "constant"
+    if len(numbers) not in ((1,) if is_constant else (2, 3)):
+        wanted = _NUMBERS[0] if is_constant else ", ".join(_NUMBERS)
+        raise ValueError(f"{shape} takes {wanted}, and {len(numbers)} numbers are given")
+    allowed = ("warmup",) if is_constant else _OPTIONS
+    given = dict(zip(_NUMBERS, numbers, strict=False))
+    for name, number in (given | options).items():
+        if name not in (*_NUMBERS, *allowed):
+            raise ValueError(f"{name!r} must be one of {', '.join(allowed)}")
+        is_count, least = name not in _NUMBERS[:2], int(name == "STEPS")
+        if is_count and (type(number) is not int or number < least):
+            raise ValueError(f"{name} = {number!r} must be a whole number, at least {least}")
+        if type(number) not in (int, float):
+            raise ValueError(f"{name} = {number!r} must be a number")
+    start, final = float(given["START"]), float(given.get("FINAL", 0.0))
+    return Schedule(start, final, given.get("STEPS"), _KINDS[shape], **options)
+
+
+def _shortest(number: float) -> str:
+    """The shortest text that reads back as the same float."""
+    text = repr(number).removesuffix(".0")
+    mantissa, e, exponent = text.partition("e")
+    return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if e else text
+
+
 class Section:
     """Base of a room's settings."""
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the section with these values by name."""
+        return cls(**values)
+
+    def values(self) -> dict[str, Any]:
+        """Return the settings by name."""
+        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
+        return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
 
     def check(self) -> None:
         """Rules across the fields of this section; single fields are checked as declared.
@@ -126,11 +279,18 @@ class Setting:
         return "" if self.at_least is None else f"must be at least {self.at_least}"
 
     @property
+    def kind(self) -> str:
+        """What its values are, for people."""
+        kinds = {str: "text", int: "whole number", float: "number", bool: "True or False"}
+        kinds[Schedule] = "number or schedule"
+        return kinds.get(self.type, "list")
+
+    @property
     def _size(self) -> str:
         """What every number must be, so that what is computed from it exists."""
         if self.type is int:
             return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
-        if self.type is float and self.at_most is None:
+        if self.type in (float, Schedule) and self.at_most is None:
             return f"must be a finite number{', or inf' * (self.default == math.inf)}"
         return ""
 
@@ -141,7 +301,7 @@ class Setting:
     def _has_size(self, value: Any) -> bool:
         if self.type is int:
             return abs(value) < (_LARGEST_BYTES if self._is_bytes else _LARGEST)
-        if self.type is float:
+        if self.type in (float, Schedule):
             return abs(value) < _LARGEST_FLOAT or (value == math.inf == self.default)
         return True
 
@@ -151,15 +311,22 @@ class Setting:
         Raises:
             ConfigError: see `need`.
         """
-        ok = (
-            (not self.choices or value in self.choices)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
+        numbers = value.numbers if isinstance(value, Schedule) else (value,)
+        value = value.plain if isinstance(value, Schedule) else value
+        ok = all(
+            (not self.choices or number in self.choices)
+            and (self.at_least is None or number >= self.at_least)
+            and (self.above is None or number > self.above)
+            and (self.at_most is None or number <= self.at_most)
+            for number in numbers
         )
-        if ok and not self._has_size(value):
+        if ok and not all(map(self._has_size, numbers)):
             need(False, self.name, value, self._size, f"The default is {self.default}.")
-        if ok and self.type is float and 0 < abs(value) < _SMALLEST_FLOAT:
+        if (
+            ok
+            and self.type in (float, Schedule)
+            and any(0 < abs(n) < _SMALLEST_FLOAT for n in numbers)
+        ):
             rule = f"must be 0 or at least {_SMALLEST_FLOAT:g} in size, as smaller numbers are 0"
             need(False, self.name, value, rule, f"The default is {self.default}.")
         if self.choices:
@@ -183,8 +350,7 @@ def declared(section: type, prefix: str = "") -> Iterator[Setting]:
     types = typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
         type_ = types[entry.name]
-        if dataclasses.is_dataclass(type_):
-            assert isinstance(type_, type)
+        if isinstance(type_, type) and issubclass(type_, Section):
             yield from declared(type_, f"{prefix}{entry.name}.")
-        else:
+        elif "meaning" in entry.metadata:
             yield Setting(prefix + entry.name, type_, entry.default, **entry.metadata)

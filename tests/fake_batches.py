@@ -17,9 +17,9 @@ from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models.scoring import Scoring
+from tba_jax.settings import Schedule
 from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.tb import TrajectoryBalance
-from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_settings import StepSettings

@@ -41,15 +41,17 @@ def python(code, cwd, *arguments):
     )
 
 
-def test_the_package_and_a_config_load_no_jax(tmp_path):
+def test_the_package_and_a_preset_load_no_jax(tmp_path):
     code = (
         "import sys, tba_jax\n"
         "early = {'jax', 'numpy', 'ml_collections', 'absl'} & {*sys.modules}\n"
         "assert early == set(), early\n"
         "assert {'load_config', 'run_training', 'load_run'} <= {*dir(tba_jax)}\n"
-        "assert tba_jax.load_config('math:gsm8k').num_steps == 700\n"
         "tba_jax.run_training, tba_jax.load_run\n"
+        "from tba_jax.config.presets import load\n"
+        "assert load('math:gsm8k').num_steps == 700\n"
         "assert 'jax' not in sys.modules\n"
+        "assert tba_jax.load_config('math:gsm8k').num_steps == 700\n"
         "from absl import flags\n"
         "assert 'config' not in flags.FLAGS and 'workdir' not in flags.FLAGS\n"
     )

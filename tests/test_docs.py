@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.config.schema import default_config, flatten
+from tba_jax.config.schema import SETTINGS
+from tba_jax.train.objectives.registry import own_names
 
 ROOT = Path(__file__).parents[1]
 MODULES = defaultdict(list)  # module or room -> the files that `module.name` may be of
@@ -17,10 +18,10 @@ for path in sorted((ROOT / "tba_jax").rglob("*.py")):
         MODULES[owner].append(path)
 SUFFIXES = {"py", "sh", "md", "json", "jsonl", "html", "parquet"}
 FIELDS_OF = defaultdict(set)  # section of the config -> its fields
-for field in flatten(default_config()):
+for field in SETTINGS:
     FIELDS_OF[field.split(".")[0]].add(field.split(".")[-1])
-# No field: written out as those that it stands for.
-FIELDS_OF["objective"].add("preset")
+# Own settings of objectives, and `preset`, which is written out as the settings it stands for.
+FIELDS_OF["objective"] |= {"preset", *own_names()}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = ROOT / "docs" / "decisions"
 SOURCES = [

@@ -135,7 +135,6 @@ def run_config(job: Mapping[str, Any]) -> Config:
             "batch.micro_batch_rows": job["micro_batch_rows"],
             "objective.group_size": job["group"],
             "objective.beta": job["beta"],
-            "objective.beta_final": job["beta"],
             "optimizer.learning_rate": job["learning_rate"],
             "search.samples_per_prompt": job["group"],
             "search.prompts_per_round": job["prompts"],

@@ -160,7 +160,7 @@ def _ours(
         "objective.group_size": args.group_size,
         "search.samples_per_prompt": args.group_size,
         "search.max_new_tokens": _MAX_NEW_TOKENS,
-        "optimizer.warmup_steps": _WARMUP_STEPS,
+        "optimizer.learning_rate": f"linear(2e-4, 0, warmup={_WARMUP_STEPS})",
     }
     command = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in overrides.items()]

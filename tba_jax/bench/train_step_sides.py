@@ -39,11 +39,11 @@ from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
+from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.base import summed
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import TrainState, init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_settings import StepSettings

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.config.presets import load, names
-from tba_jax.config.schema import Config, flatten
+from tba_jax.config.retired import upgrade
+from tba_jax.config.schema import defaults, flatten
 from tba_jax.report.files import Run
 from tba_jax.report.writers import format_duration, format_metric, metric_label
 
@@ -55,7 +56,7 @@ def model_card(run: Run, step: int, name: str) -> str:
     """
     from huggingface_hub import ModelCardData
 
-    config = run.config
+    config = upgrade(run.config)
     source = str(config["model.path"]) or "embedded:start_model"
     base = hub_id(source)
     objective = _OBJECTIVES.get(config["objective.name"], str(config["objective.name"]))
@@ -65,11 +66,11 @@ def model_card(run: Run, step: int, name: str) -> str:
         pipeline_tag="text-generation",
         tags=["tba_jax", "reinforcement-learning", objective.lower().replace(" ", "-")],
     )
-    defaults = flatten(Config())
+    default = defaults(config["objective.name"])
     settings = "\n".join(
         f"| `{field}` | {_text(value)} |"
         for field, value in sorted(config.items())
-        if field in _ALWAYS or (field.startswith("objective.") and value != defaults.get(field))
+        if field in _ALWAYS or (field.startswith("objective.") and value != default.get(field))
     )
     group, prompts = config["objective.group_size"], config["batch.num_prompts"]
     data = str(config["task.data_path"])

@@ -33,6 +33,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 
@@ -113,12 +114,10 @@ def fine_tune(
 ) -> tuple[Any, list[float]]:
     """(parameters, loss of every step); `params` are donated."""
     settings = OptimizerSettings(
-        learning_rate=learning_rate,
-        schedule="cosine",
-        warmup_steps=warmup_steps,
+        learning_rate=Schedule(learning_rate, shape="cosine", warmup=warmup_steps),
         weight_decay=weight_decay,
     )
-    schedule = learning_rate_schedule(settings, num_steps)
+    schedule = learning_rate_schedule(settings.learning_rate, num_steps)
     optimizer = make_optimizer(settings, schedule)
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     sharding = ComputeSharding(config, any_device(platform_of(device)))

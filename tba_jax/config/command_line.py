@@ -9,8 +9,9 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
@@ -19,6 +20,9 @@ from tba_jax.config import methods, presets
 from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
+
+# Options of a config flag: the config is locked already, but for the own settings of objectives.
+OPEN: Mapping[str, Any] = {"lock_config": False, "accept_new_attributes": True}
 
 
 def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
@@ -61,10 +65,12 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
     argv = ["", *arguments]
     flag_values = flags.FlagValues()
     if config is None:
-        holder = config_flags.DEFINE_config_file("config", flag_values=flag_values, sys_argv=argv)
+        holder = config_flags.DEFINE_config_file(
+            "config", flag_values=flag_values, sys_argv=argv, **OPEN
+        )
     else:
         holder = config_flags.DEFINE_config_dict(
-            "config", editable(config), flag_values=flag_values, sys_argv=argv
+            "config", editable(config), flag_values=flag_values, sys_argv=argv, **OPEN
         )
     _, *strays = parse_flags(argv, flag_values)
     if strays:
@@ -73,13 +79,18 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
 
 
 def _check_fields(arguments: Sequence[str]) -> None:
-    """Refuse `--config.FIELD` for fields that no config has."""
+    """Refuse `--config.FIELD` for a retired field and for a field that no config has.
+
+    Own settings of objectives pass: `ObjectiveSettings.check` refuses those of another objective.
+    """
     for argument in arguments:
         field = argument.removeprefix("--config.").split("=")[0]
         if not argument.startswith("--config.") or field in SETTINGS:
             continue
         if field in RETIRED:
             raise ConfigError(f"config.{field} exists no more: {RETIRED[field].advice}")
+        if field.startswith("objective."):
+            continue
         near = difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
         near = near or [f for f in SETTINGS if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"

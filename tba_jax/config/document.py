@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/config.md: every setting with its default, its range and its meaning, as declared.
+"""Write docs/config.md: every setting with its default, its range and its meaning, as declared.
 
 python -m tba_jax.config.document [FILE]
 """
@@ -10,13 +10,20 @@ from pathlib import Path
 
 from tba_jax.config.schema import SETTINGS, Config
 from tba_jax.settings import Setting
+from tba_jax.train.objectives.registry import objective_names, own_settings
 
 _HEAD = """\
 # Configuration
 
-Every setting, as `--config.NAME=VALUE` gives it and a preset of `configs/` changes it. `--dry_run`
-prints those of a run and stops. A resumed run may change the settings marked `*`: they decide what
+Every setting. Set one with `--config.NAME=VALUE` or in a preset of `configs/`. `--dry_run` prints
+the settings of a run and stops. A resumed run may change the settings marked `*`: they decide what
 is logged, kept and risked, not what is computed.
+
+`objective.beta`, the two temperatures and `optimizer.learning_rate` are schedules. A number is a
+constant. `linear(START, FINAL, STEPS)` moves on a straight line and `cosine(START, FINAL, STEPS)`
+on half a cosine wave; without STEPS they end at the last step of the run. Options: `warmup=W` rises
+linearly to START over W steps, `hold=H` then stays there for H steps, `jump=J` goes to FINAL at
+step J. For example `--config.optimizer.learning_rate="cosine(1e-5, 0, 600, warmup=50, hold=350)"`.
 
 This page is generated from the declarations, each in the `config.py` of the part that consumes it:
 `python -m tba_jax.config.document docs/config.md`.
@@ -24,30 +31,35 @@ This page is generated from the declarations, each in the `config.py` of the par
 
 
 def page() -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown. Loads JAX."""
     config = Config()
     sections = {"": "The run", **{n: s.__doc__ or "" for n, s in config.sections().items()}}
     parts = [_HEAD]
     for section, title in sections.items():
         rows = [s for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
-        head = f"## `{section}`\n\n{title}\n" if section else f"## {title}\n"
-        table = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
-        parts.append(head + "\n" + table + "".join(map(_row, rows)))
+        parts.append(f"## `{section}`\n\n{title}\n" if section else f"## {title}\n")
+        parts.append(_table(rows))
+        if section == "objective":
+            parts += [_own(name) for name in objective_names() if own_settings(name)]
     return "\n".join(parts)
+
+
+def _own(objective: str) -> str:
+    """The settings that one objective has beside the shared ones."""
+    return f"### `objective.name={objective}`\n\n{_table(own_settings(objective))}"
+
+
+def _table(rows: Sequence[Setting]) -> str:
+    head = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
+    return head + "".join(map(_row, rows))
 
 
 def _row(setting: Setting) -> str:
     default = "" if setting.default == "" else f"`{setting.default}`"
     allowed = setting.rule.removeprefix("must be ").removeprefix("must lie ")
-    allowed = allowed.removeprefix("one of ") or _type(setting)
+    allowed = allowed.removeprefix("one of ") or setting.kind
     name = f"`{setting.name}`{' *' if setting.on_resume else ''}"
     return f"| {' | '.join((name, default, allowed, setting.meaning))} |\n"
-
-
-def _type(setting: Setting) -> str:
-    return {str: "text", int: "whole number", float: "number", bool: "True, False"}.get(
-        setting.type, "list"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

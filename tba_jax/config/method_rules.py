@@ -7,12 +7,11 @@ It reads a config and touches nothing.
 from tba_jax.config.schema import Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.settings import need
-from tba_jax.train.objectives.registry import make_objective
 
 
 def check_method(config: Config) -> None:
     """Settings of other sections without which the objective would mean another thing."""
-    if config.objective.log_z == "cached":
+    if config.objective.built.needs_soft_value:
         _cached(config)
     _vine(config)
 
@@ -35,8 +34,7 @@ def _cached(config: Config) -> None:
 def _vine(config: Config) -> None:
     """Values of states by drawing on: by whom, and for whom."""
     mode, search, o = MODES[config.placement], config.search, config.objective
-    # The default is known to want none: asking it would load JAX for every config that is read.
-    wants = o.name != type(o)().name and make_objective(o).needs_advantages
+    wants = o.built.needs_advantages
     for ok, name, rule, remedy in (
         (
             (search.vine_tokens > 0) == wants,

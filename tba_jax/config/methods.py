@@ -12,9 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tba_jax.settings import ConfigError
-from tba_jax.train.config import SWITCHES, ObjectiveSettings
+from tba_jax.train.config import ObjectiveSettings
+from tba_jax.train.objectives.registry import own_names, own_settings
 
 FLAG = "--config.objective.preset="
+
+# Own settings of objectives that belong to the run and not to a method: a preset leaves them.
+_KEPT = ("scale", "log_z_rate", "ema_decay", "importance_floor")
 
 # TBA' of MATH: the reference follows the policy, log-ratios of tokens are bounded.
 _PRIME = {
@@ -47,9 +51,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "log_z": "softmean",
         "value_temperature": 1.0,
         "beta": 1e-3,
-        "beta_final": 1e-3,
-        "beta_schedule": "constant",
-        "beta_steps": 0,
     },
     # arXiv:2505.20686: the soft value of a prompt, of a temperature of its own, by what the start
     # model drew for it before training. Theirs draws 8 for every prompt.
@@ -57,9 +58,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "log_z": "cached",
         "value_temperature": 0.5,
         "beta": 1e-3,
-        "beta_final": 1e-3,
-        "beta_schedule": "constant",
-        "beta_steps": 0,
         "search.initial_fill": 1024,
     },
     # arXiv:2501.12599, section 2.3.2: policy mirror descent, the mean reward for the soft value,
@@ -74,9 +72,6 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "importance": "sequence_clip",
         "importance_cap": 10.0,
         "beta": 1 / 15,
-        "beta_final": 1 / 15,
-        "beta_schedule": "constant",
-        "beta_steps": 0,
     },
     # arXiv:2503.14286: what is worse than the mean gets less weight the less likely it has become.
     "topr": {"anchor": "none", "importance": "topr"},
@@ -105,16 +100,13 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {
         "name": "grpo",
         "beta": 0.04,
-        "beta_final": 0.04,
-        "beta_schedule": "constant",
-        "beta_steps": 0,
         "reference.placement": "trainer",
     },
 }
 
 
 def fields_of(name: str) -> dict[str, Any]:
-    """Dotted fields of a method, those that it leaves at their defaults among them.
+    """Return the dotted fields of a method; None resets a setting to its default. Loads JAX.
 
     Raises:
         ConfigError: there is none of that name.
@@ -123,22 +115,15 @@ def fields_of(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"objective.preset has no {name!r}; there are {', '.join(METHODS)}{hint}")
-    defaults = {field.name: field.default for field in dataclasses.fields(ObjectiveSettings)}
-    reset = (
-        "name",
-        *SWITCHES,
-        "log_z_layers",
-        "importance_cap",
-        "clip_low",
-        "clip_high",
-        "gae_lambda",
-        "epochs",
-        "minibatches",
-    )
-    found = {f"objective.{field}": defaults[field] for field in reset}
-    for field, value in METHODS[name].items():
-        is_own = field in defaults
-        found[f"objective.{field}" if is_own else field] = value
+    given = METHODS[name]
+    has = {setting.name for setting in own_settings(given.get("name", "tb"))}
+    kept = {field for field in _KEPT if f"objective.{field}" in has}
+    shared = {field.name for field in dataclasses.fields(ObjectiveSettings)}
+    found: dict[str, Any] = {"objective.name": "tb"}
+    found |= {f"objective.{field}": None for field in own_names() if field not in kept}
+    for field, value in given.items():
+        is_of_objective = "." not in field and (field in shared or f"objective.{field}" in has)
+        found[f"objective.{field}" if is_of_objective else field] = value
     return found
 
 

@@ -7,9 +7,9 @@ the beginning of the long one's. It says so instead of guessing what was meant.
 
 from collections.abc import Iterator
 
-from tba_jax.config.schema import Config
-from tba_jax.train.config import ObjectiveSettings, OptimizerSettings
-from tba_jax.train.objectives.registry import make_objective
+from tba_jax.config.schema import SETTINGS, Config, get_field
+from tba_jax.settings import Schedule
+from tba_jax.train.config import ObjectiveSettings
 
 # Rounds of a searcher in a step, above which the first step is far away.
 _MANY_ROUNDS = 100
@@ -20,8 +20,8 @@ def notes(config: Config) -> list[str]:
     return [
         *_sync(config),
         *_rounds(config),
-        *_learning_rate(config.optimizer, config.num_steps),
-        *_objective(config.objective, config.num_steps),
+        *_schedules(config),
+        *_objective(config.objective),
         *_reference(config),
     ]
 
@@ -41,53 +41,44 @@ def _rounds(config: Config) -> Iterator[str]:
         )
 
 
-def _learning_rate(o: OptimizerSettings, num_steps: int) -> Iterator[str]:
-    name = f"optimizer.schedule={o.schedule}"
-    warm_end = o.warmup_steps
-    decay_start = warm_end + (o.stable_steps if o.schedule == "wsd" else 0)
-    if num_steps <= warm_end:
-        yield f"{name}: the run ends after {num_steps} of the {warm_end} steps of warm-up"
-    elif o.schedule == "wsd" and num_steps <= decay_start:
-        yield (
-            f"{name}: the run ends at the peak, at step {num_steps}; the decay would begin at step "
-            f"{decay_start}"
-        )
-    elif o.schedule != "constant" and 0 < o.decay_steps > num_steps - decay_start:
-        done = num_steps - decay_start
-        yield f"{name}: the run ends after {done} of the {o.decay_steps} steps of decay"
+def _schedules(config: Config) -> Iterator[str]:
+    for name, setting in SETTINGS.items():
+        if setting.type is Schedule:
+            yield from _schedule(name, get_field(config, name), config.num_steps)
 
 
-def _objective(o: ObjectiveSettings, num_steps: int) -> Iterator[str]:
-    if o.beta_schedule == "linear_then_jump" and num_steps <= o.beta_jump_step:
+def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
+    """A schedule that the run does not follow to its end."""
+    value, begin = f"{name}={schedule}", schedule.begin
+    steps = schedule.over(num_steps).steps or 0
+    if num_steps <= schedule.warmup:
+        yield f"{value}: the run ends after {num_steps} of the {schedule.warmup} steps of warm-up"
+    elif schedule.jump is not None:
+        if num_steps <= schedule.jump:
+            yield (
+                f"{value}: the run ends before the jump to {schedule.final:g} at step "
+                f"{schedule.jump}"
+            )
+    elif schedule.shape != "constant" and num_steps <= begin:
         yield (
-            f"objective.beta_schedule={o.beta_schedule}: the run ends before the jump to "
-            f"{o.beta_final} at step {o.beta_jump_step}"
+            f"{value}: the run ends at {schedule.start:g}, at step {num_steps}; the number would "
+            f"change from step {begin} on"
         )
-    if o.weights == "equal" and make_objective(o).needs_behavior:
+    elif steps > num_steps - begin and len(set(schedule.numbers)) > 1:
+        yield (
+            f"{value}: the run ends after {num_steps - begin} of the {steps} steps from "
+            f"{schedule.start:g} to {schedule.final:g}"
+        )
+
+
+def _objective(o: ObjectiveSettings) -> Iterator[str]:
+    if o.weights == "equal" and o.built.needs_behavior:
         yield (
             f"objective.weights=equal has no effect: objective {o.name} needs responses to count "
             "as often as they were drawn"
         )
-    if o.beta and make_objective(o).beta_is == "unused":
+    if not o.beta.is_always(0.0) and o.built.beta_is == "unused":
         yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"
-    beta_steps = o.beta_steps if o.beta_schedule == "linear" else 0
-    gamma, gamma_final = o.reference_temperature, o.reference_temperature_final
-    for name, start, final, steps in (
-        ("beta", o.beta, o.beta_final, beta_steps),
-        ("reference_temperature", gamma, gamma_final, o.reference_temperature_steps),
-        (
-            "reward_temperature",
-            o.reward_temperature,
-            o.reward_temperature_final,
-            o.reward_temperature_steps,
-        ),
-    ):
-        if steps > num_steps and start != final:
-            yield (
-                f"objective.{name}_steps={steps}: the run ends after {num_steps} of them, at "
-                f"{start + (final - start) * num_steps / steps:.4g} on the way from {start} to "
-                f"{final}"
-            )
 
 
 def _reference(config: Config) -> Iterator[str]:

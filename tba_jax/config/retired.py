@@ -4,7 +4,10 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.config.schema import SETTINGS, Config, flatten
+from tba_jax.config.schema import SETTINGS, defaults
+from tba_jax.settings import Schedule
+from tba_jax.train.config import ObjectiveSettings
+from tba_jax.train.objectives.registry import objective_names, own_settings
 
 
 class Retired(NamedTuple):
@@ -19,10 +22,32 @@ class Retired(NamedTuple):
     advice: str
 
 
+_BETA = 'Write --config.objective.beta="linear(START, FINAL, STEPS)"'
+_TEMPERATURE = 'Write --config.objective.{}_temperature="linear(START, FINAL, STEPS)".'
+_RATE = 'Write --config.optimizer.learning_rate="{}".'
+
 _PASS_RATE = (
     "no result needed it. Set --config.replay.equal_rewards=redraw to draw again a group whose "
     "rewards are all equal"
 )
+
+# Settings that `_converted` reads in a saved config: what to write today.
+_CONVERTED: Mapping[str, str] = {
+    "objective.beta_schedule": f"{_BETA}; a number is a constant.",
+    "objective.beta_final": f"{_BETA}.",
+    "objective.beta_steps": f"{_BETA}.",
+    "objective.beta_jump_step": _BETA.replace("STEPS", "STEPS, jump=STEP") + ".",
+    "objective.reference_temperature_final": _TEMPERATURE.format("reference"),
+    "objective.reference_temperature_steps": _TEMPERATURE.format("reference"),
+    "objective.reward_temperature_final": _TEMPERATURE.format("reward"),
+    "objective.reward_temperature_steps": _TEMPERATURE.format("reward"),
+    "objective.linex_alpha": "The asymmetry of objective.shape=linex is 1. Leave the setting out.",
+    "optimizer.schedule": _RATE.format("cosine(PEAK, 0)")
+    + " The kinds are linear and cosine; a number is a constant.",
+    "optimizer.warmup_steps": _RATE.format("linear(PEAK, 0, warmup=STEPS)"),
+    "optimizer.stable_steps": _RATE.format("cosine(PEAK, 0, STEPS, warmup=STEPS, hold=STEPS)"),
+    "optimizer.decay_steps": _RATE.format("linear(PEAK, 0, STEPS)"),
+}
 
 RETIRED: Mapping[str, Retired] = {
     "replay.fresh_window": Retired(
@@ -44,6 +69,7 @@ RETIRED: Mapping[str, Retired] = {
     "replay.pass_rate_low_final": Retired(0.0, _PASS_RATE),
     "replay.pass_rate_high_final": Retired(1.0, _PASS_RATE),
     "replay.pass_rate_steps": Retired(0, _PASS_RATE),
+    **{name: Retired(None, advice) for name, advice in _CONVERTED.items()},
 }
 """By the former name of the setting."""
 
@@ -55,12 +81,87 @@ def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     retired setting at its neutral value is dropped. Any other unknown setting stays, for the caller
     to name.
 
+    Loads JAX.
+
     Args:
         saved: setting name -> value, as config.json has it.
     """
+    found = _converted(saved)
     kept = {
         name: value
-        for name, value in saved.items()
+        for name, value in found.items()
         if not (name in RETIRED and name not in SETTINGS and value == RETIRED[name].neutral)
     }
-    return {**flatten(Config()), **kept}
+    name = str(found.get("objective.name", ObjectiveSettings().name))
+    return {**defaults(name), **kept}
+
+
+# Own settings of objectives that were shared by all, and for which 0 was the objective's default.
+_ZERO_WAS_OWN = ("objective.clip_low", "objective.clip_high", "objective.importance_cap")
+
+
+def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved config with schedules as one value, and the objective's own settings alone."""
+    found = dict(saved)
+    if "objective.beta_schedule" not in found:
+        return found
+    found["objective.beta"] = _beta(found)
+    for name in ("reference", "reward"):
+        found[f"objective.{name}_temperature"] = _temperature(found, name)
+    found["optimizer.learning_rate"] = _learning_rate(found)
+    if found.get("objective.shape") != "linex" or found.get("objective.linex_alpha") == 1:
+        found.pop("objective.linex_alpha", None)
+    name = found.get("objective.name")
+    own = {s.name for s in own_settings(name)} if name in objective_names() else set()
+    for name in _WERE_SHARED - own:
+        found.pop(name, None)  # the objective did not read it
+    for name in _ZERO_WAS_OWN:
+        if not found.get(name, 1):
+            del found[name]
+    return found
+
+
+def _beta(found: dict[str, Any]) -> float | str:
+    shape, start = found.pop("objective.beta_schedule"), found["objective.beta"]
+    final, steps = found.pop("objective.beta_final"), found.pop("objective.beta_steps")
+    jump = found.pop("objective.beta_jump_step")
+    if shape == "constant":
+        return start
+    jump = jump if shape == "linear_then_jump" else None
+    return Schedule(start, final, steps, "linear", jump=jump).plain
+
+
+def _temperature(found: dict[str, Any], name: str) -> float | str:
+    start = found[f"objective.{name}_temperature"]
+    final = found.pop(f"objective.{name}_temperature_final")
+    steps = found.pop(f"objective.{name}_temperature_steps")
+    return Schedule(start, final, steps, "linear").plain if steps else start
+
+
+def _learning_rate(found: dict[str, Any]) -> float | str:
+    peak, kind = found["optimizer.learning_rate"], found.pop("optimizer.schedule")
+    warmup, hold, steps = (
+        found.pop(f"optimizer.{name}_steps") for name in ("warmup", "stable", "decay")
+    )
+    if kind == "constant":
+        return Schedule(peak, warmup=warmup).plain
+    is_wsd = kind == "wsd"
+    return Schedule(
+        peak,
+        0.0,
+        steps or None,
+        "linear" if kind == "linear" else "cosine",
+        warmup=warmup,
+        hold=hold if is_wsd else 0,
+    ).plain
+
+
+# Settings that every config had, whatever its objective.
+_WERE_SHARED = {
+    f"objective.{name}"
+    for name in (
+        "anchor baseline_shift clip_high clip_low ema_decay epochs gae_lambda importance "
+        "importance_cap importance_floor kl_center kl_clamp length_normalise log_z log_z_layers "
+        "log_z_rate minibatches reward_transform scale shape value_temperature"
+    ).split()
+}

@@ -12,7 +12,7 @@ from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.settings import need
 from tba_jax.tasks.registry import entry_of
-from tba_jax.train.objectives.registry import free_of_behavior, make_objective
+from tba_jax.train.objectives.registry import free_of_behavior
 
 
 def validate(config: Config) -> None:
@@ -117,7 +117,7 @@ def _driver(config: Config) -> None:
     )
     if config.search.swap == "in_flight":
         need(
-            not make_objective(config.objective).needs_behavior,
+            not config.objective.built.needs_behavior,
             "search.swap",
             config.search.swap,
             "only an objective that needs no behaviour policy permits a response of several "
@@ -264,7 +264,7 @@ def _gang(config: Config) -> None:
 def _start_data(config: Config) -> None:
     """Responses that the replay buffer is given before the first step."""
     need(
-        not make_objective(config.objective).needs_behavior,
+        not config.objective.built.needs_behavior,
         "task.start_path",
         config.task.start_path,
         "only an objective that needs no behaviour policy can train on responses that no policy "
@@ -335,7 +335,7 @@ def _rows(config: Config) -> None:
     """How the rows of a batch are made and cut."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
     parts = config.mesh.data * config.mesh.fsdp
-    updates = config.objective.minibatches
+    updates = config.objective.built.minibatches
     prompts = config.batch.num_prompts
     rows = prompts * config.objective.group_size
     need(

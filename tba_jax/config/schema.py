@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, FieldReference
 
 from tba_jax.devices.config import FleetSettings, MeshSettings, PodSettings, XlaSettings
 from tba_jax.devices.placement import MODES, PlacementName
@@ -25,7 +25,7 @@ from tba_jax.replay.config import ReplaySettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
-from tba_jax.settings import Section, declared, field
+from tba_jax.settings import Schedule, Section, declared, field, parse_schedule
 from tba_jax.tasks.config import TaskSettings
 from tba_jax.train.config import (
     BatchSettings,
@@ -33,6 +33,7 @@ from tba_jax.train.config import (
     OptimizerSettings,
     ReferenceSettings,
 )
+from tba_jax.train.objectives.registry import objective_names, own_settings
 from tba_jax.weights.config import SyncSettings
 
 
@@ -139,21 +140,55 @@ class Config:
 SETTINGS = {setting.name: setting for setting in declared(Config)}
 
 
+class _Objective(ConfigDict):
+    """The section `objective`: the chosen objective checks the types of its own settings."""
+
+    def get_type(self, key: str) -> Any:
+        return super().get_type(key) if f"objective.{key}" in SETTINGS else object
+
+
 def default_config() -> ConfigDict:
-    """Every field with its default, to be edited; locked, so unknown fields are refused."""
+    """Return every field with its default, to be edited.
+
+    Unknown fields are refused, except in `objective`: the chosen objective knows its own settings.
+    """
     return editable(Config())
 
 
 def editable(config: Config) -> ConfigDict:
-    """A config as a locked ConfigDict of the same fields."""
-    return ConfigDict(dataclasses.asdict(config)).lock()
+    """Return a config as a locked ConfigDict of the same fields."""
+    edited: Any = ConfigDict(plain(config))
+    edited.objective = _Objective(edited.objective)
+    for setting in SETTINGS.values():
+        if setting.type is Schedule:
+            section, _, name = setting.name.partition(".")
+            # A number or a text, which a field of one type would not take.
+            edited[section][name] = FieldReference(edited[section][name], field_type=object)
+    edited.lock()
+    edited.objective.unlock()
+    return edited
 
 
-def freeze(config: ConfigDict) -> Config:
-    """An edited config as the value that a run is built from; not validated."""
+def plain(config: Config) -> dict[str, Any]:
+    """Return a config as nested dictionaries of plain values, which `freeze` takes."""
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    return {n: v.values() if isinstance(v, Section) else v for n, v in values.items()}
+
+
+def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
+    """Return an edited config as the value that a run is built from; not validated.
+
+    Raises:
+        ConfigError: a schedule cannot be read.
+    """
     values: dict[str, Any] = {name: config[name] for name in config}
     for name, section in Config().sections().items():
-        values[name] = type(section)(**values[name])
+        fields = dict(values[name])
+        for field_name in fields:
+            setting = SETTINGS.get(f"{name}.{field_name}")
+            if setting is not None and setting.type is Schedule:
+                fields[field_name] = parse_schedule(setting.name, fields[field_name])
+        values[name] = type(section).of(fields)
     return Config(**values)
 
 
@@ -172,8 +207,14 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
     Raises:
         KeyError: no such field. TypeError: a value of another type.
     """
-    edited = editable(config)
-    edited.update_from_flattened_dict(dict(fields))
+    edited: Any = editable(config)
+    for name, value in fields.items():
+        if name in SETTINGS:
+            edited.update_from_flattened_dict({name: value})
+        elif name.startswith("objective."):
+            edited.objective[name.removeprefix("objective.")] = value
+        else:
+            raise KeyError(name)
     return freeze(edited)
 
 
@@ -185,10 +226,42 @@ def get_field(config: Config, field: str) -> Any:
     return value
 
 
+def defaults(objective: str) -> dict[str, Any]:
+    """Return dotted field name -> default, as `flatten` writes them, with an objective's own.
+
+    Loads JAX. An unknown objective has no settings of its own.
+    """
+    own = own_settings(objective) if objective in objective_names() else ()
+    return {s.name: _as_json(s.default) for s in (*SETTINGS.values(), *own)}
+
+
 def flatten(config: Config) -> dict[str, Any]:
-    """Dotted field name -> value, sorted; infinities as the string "inf" (JSON has none)."""
-    values = {name: get_field(config, name) for name in sorted(SETTINGS)}
-    return {name: "inf" if value == math.inf else value for name, value in values.items()}
+    """Return dotted field name -> value, sorted, as JSON can hold them. Loads JAX.
+
+    Infinities are the string "inf", schedules are a number or a text. The own settings of the
+    objective are among the fields.
+    """
+    values = {name: get_field(config, name) for name in SETTINGS}
+    for setting in own_settings(config.objective.name):
+        values[setting.name] = getattr(config.objective.built, setting.name.split(".")[1])
+    return {name: _as_json(values[name]) for name in sorted(values)}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Schedule):
+        value = value.plain
+    return "inf" if value == math.inf else value
+
+
+def unflatten(values: Mapping[str, Any]) -> Config:
+    """Return the config that `flatten` made the values of; not validated.
+
+    Raises:
+        KeyError: no such field. TypeError: a value of another type.
+    """
+    default = defaults(str(values.get("objective.name")))
+    given = {name: v for name, v in values.items() if name in SETTINGS or v != default.get(name)}
+    return make_config({name: math.inf if v == "inf" else v for name, v in given.items()})
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,6 @@ compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
 
 import argparse
 import copy
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import ConfigError
+from tba_jax.config.schema import ConfigError, plain
 from tba_jax.devices.placement import MODES
 from tba_jax.planning import table
 from tba_jax.planning.children import Answer, ask
@@ -346,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--compare weighs two ways to divide a slice, and with placement=fleet all of it "
                 "trains; leave it out, or give another --config.placement"
             )
-        given = dataclasses.asdict(config)
+        given = plain(config)
         if args.compare and chooses:
             given["placement"] = "auto"  # neither way is asked for
         facts = planner.describe(given, chooses=chooses)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.resolved import shares_data
-from tba_jax.config.schema import Config, ConfigError, default_config, freeze
+from tba_jax.config.schema import Config, ConfigError, default_config, freeze, plain
 from tba_jax.devices.placement import MODES
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
@@ -89,7 +89,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     assert chip is not None
     least = minima(config, model_config, choice.placement)
     return {
-        "config": dataclasses.asdict(config),
+        "config": plain(config),
         "chip": dataclasses.asdict(chip),
         "platform": devices[0].platform,
         "num_devices": len(devices),

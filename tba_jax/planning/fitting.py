@@ -100,7 +100,7 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
     are filled up with empty ones as far as devices divide them. Where a pass over a batch makes
     several updates, each has its part of a micro-batch.
     """
-    k, of_update = config.objective.group_size, num_parts * config.objective.minibatches
+    k, of_update = config.objective.group_size, num_parts * config.objective.built.minibatches
     responses = config.batch.num_prompts * k
     if config.batch.packed_length:
         rows = -(-responses // of_update) * of_update
@@ -146,7 +146,7 @@ def micro_batch_rows(
         whole = config.batch.num_prompts * k
         larger = [n for n in reversed(options) if (n % k == 0 or n >= whole) and n > wanted]
         room *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
-    is_possible = wanted % (num_parts * config.objective.minibatches) == 0 and (
+    is_possible = wanted % (num_parts * config.objective.built.minibatches) == 0 and (
         config.batch.packed_length or wanted in options
     )
     nearest = wanted if is_possible else min(options, key=distance)

@@ -45,8 +45,8 @@ PRESETS = {
         # One train program for any number of distinct responses, of which there are 40 to 60.
         "batch": {"num_prompts": 16, "num_length_buckets": 1, "micro_batch_rows": 64},
         # Five in six responses are repeats, nearly all of them hasty answers.
-        "objective": {"group_size": 16, "beta": 0.05, "beta_final": 0.05, "weights": "equal"},
-        "optimizer": {"learning_rate": 2e-4, "schedule": "linear", "warmup_steps": 5},
+        "objective": {"group_size": 16, "beta": 0.05, "weights": "equal"},
+        "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},
         "search": {
             "samples_per_prompt": 16,
             "prompts_per_round": 16,
@@ -91,19 +91,13 @@ PRESETS = {
         },
         "objective": {
             "group_size": 20,
-            "beta": 0.014,
-            "beta_final": 0.004,
-            "beta_schedule": "linear",
-            "beta_steps": 500,
+            "beta": "linear(0.014, 0.004, 500)",
             "scale": "paper",
         },
         "optimizer": {
-            "learning_rate": 1e-5,
-            "schedule": "wsd",
-            "warmup_steps": 50,
-            "stable_steps": 350,
-            # Longer than what is left (300): the run ends at half the peak rate, as theirs.
-            "decay_steps": 600,
+            # 600 steps are longer than what is left (300): the run ends at half the peak rate, as
+            # theirs.
+            "learning_rate": "cosine(1e-5, 0, 600, warmup=50, hold=350)",
             "clip_norm": 0.0,
         },
         "search": {
@@ -133,7 +127,7 @@ PRESETS = {
         },
         # One group per trainer device at a time, a row with its prompt once.
         "batch": {"num_prompts": 32, "micro_batch_rows": 64, "share_prompts": True},
-        "objective": {"group_size": 16, "beta": 0.005, "beta_final": 0.005},
+        "objective": {"group_size": 16, "beta": 0.005},
         "optimizer": {
             "learning_rate": 1e-6,
             "b2": 0.99,

@@ -48,19 +48,13 @@ _PAPER = {
     "objective": {
         "group_size": 16,
         "beta": 0.05,
-        "beta_final": 0.05,
         "scale": "paper",
         "log_z": "learned",
-        "reward_temperature": 2.0,
-        "reward_temperature_final": 1.0,
     },
     "optimizer": {
-        "learning_rate": 1e-4,
-        "schedule": "linear",
-        "warmup_steps": 100,
         # Their scheduler counts the 8 micro-batches of a step and is moved once a step, so the rate
         # ends at 88 % of its peak.
-        "decay_steps": 39_900,
+        "learning_rate": "linear(1e-4, 0, 39900, warmup=100)",
         "weight_decay": 0.01,
         "clip_norm": 1.0,
     },
@@ -117,8 +111,8 @@ PRESETS = {
         "model": {"path": "embedded:attacker_model"},
         "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
         # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
-        "objective": {"group_size": 16, "beta": 0.2, "beta_final": 0.2},
-        "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
+        "objective": {"group_size": 16, "beta": 0.2},
+        "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
             # The same empty prompt four times over: 64 attacks a round, a batch of the trainer's.
             "prompts_per_round": 4,
@@ -161,7 +155,7 @@ PRESETS = {
         {
             "model": {"path": "openai-community/gpt2"},
             "lora": {"modules": ("q", "k", "v")},
-            "objective": {"reward_temperature_steps": 500},
+            "objective": {"reward_temperature": "linear(2, 1, 500)"},
             "search": {"explore_min_temperature": 0.5},
             "replay": {"capacity_per_prompt": 100_000},
             "victim": {"path": "vicgalle/gpt2-alpaca", "template": ALPACA},
@@ -182,9 +176,8 @@ PRESETS = {
             },
             "lora": {"modules": ("q", "v")},
             "objective": {
-                "reward_temperature_steps": 1000,
-                "reference_temperature_final": 1.2,
-                "reference_temperature_steps": 2000,
+                "reward_temperature": "linear(2, 1, 1000)",
+                "reference_temperature": "linear(1, 1.2, 2000)",
             },
             "search": {"explore_min_temperature": 0.7},
             "replay": {"recency_prob": 0.6, "capacity_per_prompt": 130_000},

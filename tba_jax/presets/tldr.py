@@ -42,14 +42,10 @@ def _pythia(size: str) -> dict:
         "objective": {
             "group_size": 20,
             # Towards 0.05 in 128 steps, cut at their update 32, counted from 1, where it jumps.
-            "beta": 1.0,
-            "beta_final": 0.05,
-            "beta_schedule": "linear_then_jump",
-            "beta_steps": 128,
-            "beta_jump_step": 31,
+            "beta": "linear(1, 0.05, 128, jump=31)",
             "scale": "paper",
         },
-        "optimizer": {"learning_rate": 3e-6, "schedule": "linear", "clip_norm": 0.0},
+        "optimizer": {"learning_rate": "linear(3e-6, 0)", "clip_norm": 0.0},
         "search": {
             "samples_per_prompt": 20,
             "prompts_per_round": 8,
@@ -90,13 +86,9 @@ PRESETS = {
         "batch": {"num_prompts": 8, "num_length_buckets": 1},
         "objective": {
             "group_size": 16,
-            "beta": 1.0,
-            "beta_final": 0.1,
-            "beta_schedule": "linear_then_jump",
-            "beta_steps": 60,
-            "beta_jump_step": 15,
+            "beta": "linear(1, 0.1, 60, jump=15)",
         },
-        "optimizer": {"learning_rate": 1e-3, "schedule": "linear", "warmup_steps": 5},
+        "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
         "search": {
             "samples_per_prompt": 16,
             "prompts_per_round": 8,
@@ -127,7 +119,7 @@ PRESETS = {
     "pythia2.8b_slow": {
         **_SLOW,
         "num_steps": 825,
-        "objective": {**_SLOW["objective"], "beta_steps": 412, "beta_jump_step": 139},
+        "objective": {**_SLOW["objective"], "beta": "linear(1, 0.05, 412, jump=139)"},
     },
 }
 

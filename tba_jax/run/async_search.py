@@ -26,7 +26,6 @@ from tba_jax.run.searching import make_demand, make_searches
 from tba_jax.run.watchdog import Watchdog
 from tba_jax.run.whole_hosts.remote_search import RemoteAdmission, RemoteSearch
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
-from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.off_policy import spent_strata
 
 POLL_S = 0.002
@@ -396,7 +395,7 @@ class AsynchronousSearch:
         )
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
-            needs_behavior = make_objective(self._run.config.objective).needs_behavior
+            needs_behavior = self._run.config.objective.built.needs_behavior
             spent = spent_strata(trainer.strata) if needs_behavior else []
             for line in [*diagnostics(self._run, self._admission), *spent]:
                 self._run.logs.progress.note(line)

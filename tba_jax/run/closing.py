@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tba_jax.config.command_line import versions
-from tba_jax.config.schema import Config, difference, flatten
+from tba_jax.config.schema import defaults, difference, flatten
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.economy import Economy
 from tba_jax.report.jsonl import LogError, jsonable
@@ -109,7 +109,7 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
         "versions": versions(),
-        "config_changes": difference(flatten(Config()), flatten(run.config)),
+        "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
     }
     report |= {key: section() for key, section in run.sections.items()}
     report = jsonable(report)

@@ -4,7 +4,6 @@
 It does not start, continue or change one.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.retired import RETIRED, upgrade
-from tba_jax.config.schema import SETTINGS, Config, make_config
+from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import CheckpointError, Checkpoints
@@ -33,15 +32,15 @@ def load_run_config(workdir: str) -> Config:
         UserError: the folder holds no run, or one of another version.
     """
     saved = upgrade(saved_config(local_folder(workdir)))
-    known = {name: math.inf if x == "inf" else x for name, x in saved.items() if name in SETTINGS}
+    known = defaults(str(saved.get("objective.name")))
     # A saved policy needs none of the retired settings, whatever their values were.
-    lost = sorted(saved.keys() - SETTINGS.keys() - RETIRED.keys())
+    lost = sorted(saved.keys() - known.keys() - RETIRED.keys())
     if lost:
         raise UserError(
             f"the config of {workdir} is of another version of tba_jax: this version does not know "
             f"{', '.join(lost)}. Use the version that config.json names"
         )
-    return make_config(known)
+    return unflatten({name: value for name, value in saved.items() if name in known})
 
 
 def load_policy(

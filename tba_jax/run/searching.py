@@ -48,7 +48,6 @@ from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
-from tba_jax.train.objectives.registry import make_objective
 from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import VersionReader
@@ -416,7 +415,7 @@ def swaps_in_flight(config: Config) -> bool:
     """Whether newer weights are taken between chunks: never where each has its own quota."""
     if config.search.exact_lag:
         return False
-    needs_behavior = make_objective(config.objective).needs_behavior
+    needs_behavior = config.objective.built.needs_behavior
     swap = config.search.swap
     return swap == "in_flight" or (swap == "auto" and not needs_behavior)
 

@@ -28,9 +28,7 @@ from tba_jax.replay.soft_values import SoftValues
 from tba_jax.run.modeling import make_padding, make_scoring, policy_config
 from tba_jax.run.shared import Shared
 from tba_jax.settings import need
-from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
-from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_settings import StepSettings
@@ -52,12 +50,7 @@ def make_step_settings(
     Raises:
         ConfigError: the objective reads more of the reference than its placement gives.
     """
-    o = config.objective
-
-    def line(start: float, final: float, steps: int) -> Schedule:
-        return Schedule(start, final, steps, "linear" if steps else "constant")
-
-    objective = make_objective(o)
+    o, objective = config.objective, config.objective.built
     need(
         not objective.needs_token_reference or config.reference.placement == "trainer",
         "reference.placement",
@@ -68,25 +61,21 @@ def make_step_settings(
     return StepSettings(
         objective=objective,
         target=Target(
-            Schedule(o.beta, o.beta_final, o.beta_steps, o.beta_schedule, o.beta_jump_step),
-            line(
-                o.reference_temperature,
-                o.reference_temperature_final,
-                o.reference_temperature_steps,
-            ),
-            line(o.reward_temperature, o.reward_temperature_final, o.reward_temperature_steps),
+            o.beta.over(config.num_steps),
+            o.reference_temperature.over(config.num_steps),
+            o.reward_temperature.over(config.num_steps),
         ),
         scoring=make_scoring(config, eos_ids),
-        log_z_rate=o.log_z_rate,
+        log_z_rate=objective.log_z_rate,
         reference_reset_period=config.reference.reset_period,
         reference_ema_decay=config.reference.ema_decay,
         optimizer_reset_period=config.optimizer.reset_period,
         micro_batch_rows=micro_batch_rows(config),
-        row_multiple=config.mesh.data * config.mesh.fsdp * o.minibatches,
+        row_multiple=config.mesh.data * config.mesh.fsdp * objective.minibatches,
         is_whole=groups_stay_whole(config, num_hosts),
         remat=config.model.remat,
-        epochs=o.epochs,
-        minibatches=o.minibatches,
+        epochs=objective.epochs,
+        minibatches=objective.minibatches,
         rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
     )
 
@@ -96,8 +85,8 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
 
     The schedule is of steps; the updates of a step have its rate.
     """
-    schedule = learning_rate_schedule(config.optimizer, config.num_steps)
-    num_updates = config.objective.num_updates
+    schedule = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
+    num_updates = config.objective.built.num_updates
     of_update = schedule if num_updates == 1 else lambda count: schedule(count // num_updates)
     return make_optimizer(config.optimizer, of_update), schedule
 
@@ -123,7 +112,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         host: which of them.
     """
     num_prompts, group_size = config.batch.num_prompts // num_hosts, config.objective.group_size
-    objective = make_objective(config.objective)
+    objective = config.objective.built
     return Packing(
         num_prompts=num_prompts,
         group_size=group_size,
@@ -132,7 +121,7 @@ def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int =
         row_length=config.batch.packed_length,
         shares_prompts=config.batch.share_prompts,
         row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts)
-        * config.objective.minibatches,
+        * objective.minibatches,
         micro_batch_rows=micro_batch_rows(config) // num_hosts,
         is_whole=groups_stay_whole(config, num_hosts),
         has_prompts="log_z" in objective.heads,
@@ -167,7 +156,8 @@ def make_step_shardings(
 
 def _log_z_layers(config: Config) -> int:
     """Of the head of log Z or of values; 0: there is none."""
-    return config.objective.log_z_layers if make_objective(config.objective).heads else 0
+    objective = config.objective.built
+    return objective.log_z_layers if objective.heads else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
@@ -212,10 +202,10 @@ def make_buffer(shared: Shared) -> ReplayBuffer:
 
 def make_soft_values(config: Config) -> SoftValues | None:
     """What a cached log Z reads; None where log Z is another."""
-    objective = config.objective
-    if not make_objective(objective).needs_soft_value:
+    objective = config.objective.built
+    if not objective.needs_soft_value:
         return None
-    temperature = objective.value_temperature or objective.beta
+    temperature = objective.value_temperature or config.objective.beta.start
     return SoftValues(temperature, config.search.sampling_temperature)
 
 

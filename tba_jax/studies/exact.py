@@ -30,7 +30,6 @@ from tba_jax.studies.enumerated import Look
 from tba_jax.studies.enumerated_runs import Batches, train
 from tba_jax.studies.named import settings_of
 from tba_jax.studies.sweeps import STUDIES, Study
-from tba_jax.train.objectives.registry import make_objective
 
 
 def rows(
@@ -38,17 +37,15 @@ def rows(
 ) -> Iterator[exact_report.Row]:
     """Some cases of an objective; each program's when it is done."""
     settings = settings_of(name, study.beta)
-    objective = make_objective(settings)
+    objective, beta = settings.built, settings.beta.start
     by_shape: dict[Any, list[str]] = {}
     for label in labels:
         by_shape.setdefault(study.settings(name, label), []).append(label)
     for shape, same in by_shape.items():
         start = time.monotonic()
         conditions = [study.condition(label) for label in same]
-        if settings.beta != study.beta:  # its own
-            conditions = [
-                c._replace(beta=settings.beta, beta_final=settings.beta) for c in conditions
-            ]
+        if beta != study.beta:  # its own
+            conditions = [c._replace(beta=beta, beta_final=beta) for c in conditions]
         looks, batches = train(
             objective, study.problem(), shape, conditions, seeds=range(num_seeds), rates=study.rates
         )

@@ -47,11 +47,8 @@ OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
 
 
 def overrides_of(name: str) -> list[str]:
-    """Arguments of the main command, without their `--config.`; beta is held where it is given."""
-    given = dict(OBJECTIVES[name])
-    if "beta" in given:
-        given["beta_final"] = given["beta"]
-    return [f"objective.{field}={value}" for field, value in given.items()]
+    """Return arguments of the main command, without their `--config.`."""
+    return [f"objective.{field}={value}" for field, value in OBJECTIVES[name].items()]
 
 
 def settings_of(name: str, beta: float) -> ObjectiveSettings:
@@ -64,9 +61,4 @@ def settings_of(name: str, beta: float) -> ObjectiveSettings:
         fields = {k: v for k, v in of_preset.items() if k.startswith("objective.")}
         fields.setdefault("objective.beta", beta)
     fields |= {f"objective.{field}": value for field, value in given.items()}
-    fields |= {
-        "objective.beta_final": fields["objective.beta"],
-        "objective.beta_schedule": "constant",
-        "objective.beta_steps": 0,
-    }
     return make_config(fields).objective

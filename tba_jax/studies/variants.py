@@ -15,14 +15,15 @@ _SYNC = ("driver=sync", "replay.pace=off")
 _SHORT = ("num_steps=45", "eval.period=15", "task.num_eval_prompts=1024", "eval.num_slots=512")
 
 # At half the rate of the preset success falls back less between two evaluations.
-_ATTACKS = ("num_steps=80", "eval.period=20", "optimizer.learning_rate=5e-4", *_SYNC)
+_RATE = "optimizer.learning_rate=linear(5e-4, 0, warmup=5)"
+_ATTACKS = ("num_steps=80", "eval.period=20", _RATE, *_SYNC)
 
 _LONG_ROUNDS = ("search.prompts_per_round=64", "search.num_slots=64", "search.outbox_bytes=32000")
 
 # The TL;DR miniature by every objective: on policy, and on data exactly 16 updates old. Baselines
 # hold beta, as theirs do; TB anneals it, as the paper's TL;DR runs do.
 _LAGGED = (*_SYNC, "sync_period=1", "replay.recency_prob=1.0")
-_BASELINE = (*_LAGGED, "objective.beta_schedule=constant", "objective.beta=0.1")
+_BASELINE = (*_LAGGED, "objective.beta=0.1")
 _ONLINE_DPO = (*_BASELINE, "objective.name=online_dpo")
 _RLOO = (*_BASELINE, "objective.name=rloo")
 _PROXIMAL = (*_BASELINE, "objective.name=proximal_rloo")

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array
 
+from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 
 # Two axes of at least this size are kept as means over each other. The default of optax, 128, would
@@ -19,39 +20,41 @@ from tba_jax.train.config import OptimizerSettings
 _SMALLEST_FACTORED = 32
 
 
-def learning_rate_schedule(settings: OptimizerSettings, num_steps: int) -> optax.Schedule:
-    """Learning rate as a function of the step.
+def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
+    """Return the learning rate as a function of the step, counted from 0.
 
-    constant; linear and cosine: to 0; wsd: stable, then, cosine decay to 0 over `decay_steps`
-    (a horizon beyond the last step leaves the rate above 0, as in the paper's Figure 1 run).
+    STEPS beyond the last step leave the rate above FINAL, as in the paper's Figure 1 run.
+
+    Args:
+        rate: of the settings.
+        num_steps: of the run.
 
     References:
         TBA, arXiv:2503.18929, appendix B.1.
     """
-
-    learning_rate, warmup_steps = settings.learning_rate, settings.warmup_steps
-    decay_steps = settings.decay_steps
-
-    def warmup(step: Any) -> Any:
-        # From one part in warmup_steps, not from 0, which would waste the first batch.
-        return learning_rate * (step + 1) / max(1, warmup_steps)
-
-    left = max(1, num_steps - warmup_steps)
-    if settings.schedule == "constant":
-        after: optax.Schedule = optax.constant_schedule(learning_rate)
-    elif settings.schedule == "linear":
-        after = optax.linear_schedule(learning_rate, 0.0, decay_steps or left)
-    elif settings.schedule == "cosine":
-        after = optax.cosine_decay_schedule(learning_rate, decay_steps or left)
+    rate = rate.over(num_steps)
+    start, final, steps = rate.start, rate.final, rate.steps or 0
+    if rate.shape == "constant":
+        moving: optax.Schedule = optax.constant_schedule(start)
+    elif rate.shape == "linear":
+        moving = optax.linear_schedule(start, final, steps)
     else:
-        after = optax.join_schedules(
-            [
-                optax.constant_schedule(learning_rate),
-                optax.cosine_decay_schedule(learning_rate, decay_steps),
-            ],
-            [settings.stable_steps],
-        )
-    return optax.join_schedules([warmup, after], [warmup_steps]) if warmup_steps else after
+        moving = optax.cosine_decay_schedule(start, steps, alpha=final / start)
+    parts = [(0, moving)]
+    if rate.hold:
+        parts = [(0, optax.constant_schedule(start)), (rate.hold, moving)]
+    if rate.warmup:
+        # From one part in `warmup`, not from 0, which would waste the first batch.
+        def rising(step: Any) -> Any:
+            return start * (step + 1) / rate.warmup
+
+        first, *rest = parts
+        parts = [(0, rising), (rate.warmup, first[1]), *((rate.warmup + s, f) for s, f in rest)]
+    if rate.jump is not None:
+        parts = [(s, f) for s, f in parts if s < rate.jump or not s]
+        parts.append((rate.jump, optax.constant_schedule(final)))
+    boundaries = [at for at, _ in parts[1:]]
+    return optax.join_schedules([f for _, f in parts], boundaries) if boundaries else moving
 
 
 def make_optimizer(

@@ -1,52 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers that move with the optimiser step: beta and the temperatures of the target.
+"""Values of a schedule at a traced step, for the target of training.
 
-Not the learning rate, which is optax's and stands still in a skipped step. A schedule is a value:
-frozen, hashable, and equal to another that gives the same numbers by the same words.
+The learning rate is `optimizers.learning_rate_schedule`, which is made of optax's functions.
 """
-
-import dataclasses
-from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import Schedule
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """A number at every optimiser step.
 
-    constant:          start
-    linear:            from start to final over `steps`, then constant (GSM8K)
-    linear_then_jump:  the same line, cut at `jump_step` where it jumps to final (TL;DR)
+def value_at(schedule: Schedule, step: Array | int) -> Float[Array, ""]:
+    """Return the number at an optimiser step, float32.
 
-    Attributes:
-        start: at step 0.
-        final: from the last of `steps` on, or from the jump.
-        steps: at least 1 unless constant.
-        shape: see above.
-        jump_step: read by linear_then_jump alone.
+    Args:
+        schedule: with its STEPS, see `Schedule.over`.
+        step: counted from 0.
 
     References:
-        TBA, arXiv:2503.18929, appendix B.1 and B.2.
+        Lines and jumps of beta: TBA, arXiv:2503.18929, appendix B.1 and B.2.
     """
-
-    start: float
-    final: float = 0.0
-    steps: int = 0
-    shape: Literal["constant", "linear", "linear_then_jump"] = "constant"
-    jump_step: int = 0
-
-    def at(self, step: Array | int) -> Float[Array, ""]:
-        """The number at an optimiser step, counted from 0."""
-        if self.shape == "constant":
-            return jnp.float32(self.start)
-        share = jnp.clip(jnp.asarray(step, jnp.float32) / self.steps, 0.0, 1.0)
-        value = self.start + (self.final - self.start) * share
-        if self.shape == "linear_then_jump":
-            value = jnp.where(jnp.asarray(step) >= self.jump_step, self.final, value)
-        return value.astype(jnp.float32)
-
-    def is_always(self, value: float) -> bool:
-        """Whether it never leaves `value`."""
-        return self.start == value and (self.shape == "constant" or self.final == value)
+    start, final, steps = schedule.start, schedule.final, schedule.steps
+    if schedule.shape == "constant":
+        value = jnp.float32(start)
+    else:
+        assert steps is not None, "Schedule.over fills STEPS in"
+        share = jnp.asarray(step, jnp.float32) - schedule.begin
+        share = jnp.clip(share / steps, 0.0, 1.0)
+        if schedule.shape == "cosine":
+            share = (1 - jnp.cos(jnp.pi * share)) / 2
+        value = start + (final - start) * share
+    if schedule.jump is not None:
+        value = jnp.where(jnp.asarray(step) >= schedule.jump, final, value)
+    if schedule.warmup:
+        rising = start * (jnp.asarray(step, jnp.float32) + 1) / schedule.warmup
+        value = jnp.where(jnp.asarray(step) < schedule.warmup, rising, value)
+    return value.astype(jnp.float32)

@@ -35,6 +35,7 @@ from tba_jax.train.minibatches import Update, update_by_parts
 from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.off_policy import STRATA_KEY, stratified
 from tba_jax.train.rows import Rows, Tokens, make_rows, whole
+from tba_jax.train.schedules import value_at
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.step_metrics import batch_metrics, measured, padding_share
 from tba_jax.train.step_settings import StepSettings
@@ -81,7 +82,7 @@ def make_train_step(
         c = 1 if isinstance(batch, PackedBatch) else batch.slots.shape[1]
         size = rows_at_once(settings.micro_batch_rows, c, settings.row_multiple)
         cut = cut_rows(rows, size, is_whole=settings.is_whole)
-        beta = settings.target.beta.at(state.step)
+        beta = value_at(settings.target.beta, state.step)
         temperatures = settings.target.temperatures(state.step)
         rows = _with_reference(rows, state, cut)
         reference_logprob = rows.responses.reference_logprob

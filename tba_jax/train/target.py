@@ -5,7 +5,8 @@ import dataclasses
 
 from jaxtyping import Array, Float
 
-from tba_jax.train.schedules import Schedule
+from tba_jax.settings import Schedule
+from tba_jax.train.schedules import value_at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Target:
         if self.reference_temperature.is_always(1.0) and self.reward_temperature.is_always(1.0):
             return {}
         return {
-            "reference_temperature": self.reference_temperature.at(step),
-            "reward_temperature": self.reward_temperature.at(step),
+            "reference_temperature": value_at(self.reference_temperature, step),
+            "reward_temperature": value_at(self.reward_temperature, step),
         }
 
 

@@ -107,7 +107,7 @@ def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):
 
 
 def test_a_saved_config_with_retired_settings_loads_and_resumes(tmp_path):
-    neutral = {name: retired.neutral for name, retired in RETIRED.items()}
+    neutral = {n: r.neutral for n, r in RETIRED.items() if r.neutral is not None}
     saved = {**flatten(Config()), **neutral}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     sealed.write(tmp_path / "config.json", {"config": saved, "run_id": "a"})

@@ -13,7 +13,6 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, make_config
 from tba_jax.run.compiling import first_batch
 from tba_jax.run.training import make_packing
-from tba_jax.train.objectives.registry import make_objective
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
 # ml_collections loads config files through a deprecated function of importlib.
@@ -25,9 +24,9 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
     config = override(None, ["--config=math", f"--config.objective.preset={name}"])
     validate(config)
     assert not hasattr(config.objective, "preset")
-    made = make_objective(config.objective)
+    made = config.objective.built
     plain = override(None, ["--config=math"])
-    assert (made == make_objective(plain.objective)) == (name in ("tba", "gflownet_sync"))
+    assert (made == plain.objective.built) == (name in ("tba", "gflownet_sync"))
     batch = first_batch(config, make_packing(config, 0))
     assert (batch.soft_values is not None) == (name == "a_star_po")
     assert (batch.token_advantages is not None) == (name == "vineppo")
@@ -35,7 +34,7 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
 
 def test_presets_are_the_published_points():
     def of(name):
-        return make_objective(override(Config(), [f"--config.objective.preset={name}"]).objective)
+        return override(Config(), [f"--config.objective.preset={name}"]).objective.built
 
     assert of("tba") == TrajectoryBalance()
     assert of("oapl") == TrajectoryBalance(
@@ -47,15 +46,19 @@ def test_presets_are_the_published_points():
     )
     assert of("tba_prime") == prime and prime.needs_token_reference and prime.needs_behavior
     config = override(Config(), ["--config.objective.preset=flowrl"])
-    assert math.isclose(1 / config.objective.beta, 15) and config.objective.log_z_layers == 3
+    assert math.isclose(1 / config.objective.beta.start, 15)
+    assert config.objective.built.log_z_layers == 3
 
 
 def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not():
     given = ["--config.objective.log_z=vargrad", "--config.objective.preset=flowrl"]
     config = override(make_config({"objective.kl_center": "none"}), given)
-    o = config.objective
+    o = config.objective.built
     assert (o.log_z, o.length_normalise, o.kl_center) == ("vargrad", True, "live")
-    assert tba_jax.load_config("math", objective={"preset": "oapl"}).objective.log_z == "softmean"
+    assert (
+        tba_jax.load_config("math", objective={"preset": "oapl"}).objective.built.log_z
+        == "softmean"
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,9 +87,12 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
         ({"shape": "linex"}, "shape = 'linex': grows exponentially"),
         ({"kl_center": "none", "log_z": "softmean"}, "kl_center = 'none': only log_z=vargrad"),
         ({"log_z": "cached", "anchor": "behavior"}, "anchor = 'behavior': objective.log_z=cached"),
-        ({"log_z": "cached", "beta_schedule": "linear", "beta_steps": 5}, "beta_schedule = 'line"),
-        ({"epochs": 2}, "epochs = 2: objective.name=tb makes one update by a batch"),
-        ({"name": "dapo", "minibatches": 4}, "minibatches = 4: objective.name=dapo makes one"),
+        (
+            {"log_z": "cached", "beta": "linear(1, 2, 5)"},
+            "beta = 'linear.1, 2, 5.': objective.log_z",
+        ),
+        ({"epochs": 2}, "epochs = 2: objective.name=tb has no such setting; it has scale"),
+        ({"name": "dapo", "minibatches": 4}, "minibatches = 4: .*it has clip_low, clip_high"),
         ({"name": "ppo", "epochs": 3, "minibatches": 4}, None),
         ({"name": "ppo", "minibatches": 512}, "minibatches = 512: a batch has at most 256 rows"),
         ({"value_temperature": 1.0}, "value_temperature = 1.0: log_z=vargrad is no soft value"),

@@ -14,6 +14,9 @@ from tba_jax.run.training import make_packing
 pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
+GSM8K_RATE = "optimizer.learning_rate=cosine(1e-5, 0, 600, warmup=50, hold=350)"
+
+
 @pytest.mark.parametrize("name", names())
 def test_every_preset_runs_in_one_thread_by_that_flag_alone(name):
     config = override(None, [f"--config={name}", "--config.driver=sync"])
@@ -36,15 +39,15 @@ def test_miniatures_and_the_default_have_nothing_to_say():
             "math:gsm8k",
             20,
             [
-                "optimizer.schedule=wsd: the run ends after 20 of the 50 steps of warm-up",
-                "objective.beta_steps=500: the run ends after 20 of them, at 0.0136 on the way "
+                "objective.beta=linear(0.014, 0.004, 500): the run ends after 20 of the 500 steps "
                 "from 0.014 to 0.004",
+                f"{GSM8K_RATE}: the run ends after 20 of the 50 steps of warm-up",
             ],
         ),
         (
             "math:gsm8k",
             500,
-            ["optimizer.schedule=wsd: the run ends after 100 of the 600 steps of decay"],
+            [f"{GSM8K_RATE}: the run ends after 100 of the 600 steps from 1e-05 to 0"],
         ),
         ("math:math", 50, ["reference.reset_period=50: the run ends before the first reset"]),
         ("math:math", 51, []),
@@ -52,15 +55,18 @@ def test_miniatures_and_the_default_have_nothing_to_say():
             "tldr:toy",
             15,
             [
-                "objective.beta_schedule=linear_then_jump: the run ends before the jump to 0.1 at "
-                "step 15"
+                "objective.beta=linear(1, 0.1, 60, jump=15): the run ends before the jump to 0.1 "
+                "at step 15"
             ],
         ),
         ("tldr:toy", 16, []),
         (
             "redteam:toy",
             5,
-            ["optimizer.schedule=linear: the run ends after 5 of the 5 steps of warm-up"],
+            [
+                "optimizer.learning_rate=linear(0.001, 0, warmup=5): the run ends after 5 of the 5 "
+                "steps of warm-up"
+            ],
         ),
     ],
 )
@@ -79,21 +85,18 @@ def test_equal_weights_are_for_objectives_that_assume_nothing_of_the_sampler():
     assert [each.has_equal_weights for each in packing] == [True, False]
 
 
-def test_a_run_that_ends_at_the_peak_says_when_the_decay_would_begin():
-    fields = {"schedule": "wsd", "warmup_steps": 5, "stable_steps": 20, "decay_steps": 10}
-    fields = {f"optimizer.{name}": value for name, value in fields.items()}
+def test_a_run_that_ends_before_its_schedule_changes_says_when_it_would():
+    fields = {"optimizer.learning_rate": "cosine(1, 0, 10, warmup=5, hold=20)"}
     (note,) = notes(make_config({**fields, "num_steps": 25}))
-    assert note.endswith("ends at the peak, at step 25; the decay would begin at step 25")
+    assert note.endswith("ends at 1, at step 25; the number would change from step 25 on")
     assert notes(make_config({**fields, "num_steps": 35})) == []
 
 
 def test_temperatures_say_how_far_they_get():
-    fields = {"reward_temperature": 2.0, "reward_temperature_steps": 200}
-    fields = {f"objective.{name}": value for name, value in fields.items()}
-    (note,) = notes(make_config(fields))
+    (note,) = notes(make_config({"objective.reward_temperature": "linear(2, 1, 200)"}))
     assert note == (
-        "objective.reward_temperature_steps=200: the run ends after 100 of them, at 1.5 on the way "
-        "from 2.0 to 1.0"
+        "objective.reward_temperature=linear(2, 1, 200): the run ends after 100 of the 200 steps "
+        "from 2 to 1"
     )
 
 

@@ -308,7 +308,8 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
 def test_each_update_has_its_part_of_every_micro_batch(packed):
     """Also of one that holds all of a batch, whose 140 rows divide over no 8."""
     fields = {"batch.packed_length": packed, "batch.share_prompts": False}
-    config = replace(freeze(PRESETS["get_config"]("gsm8k")), {**fields, "objective.minibatches": 4})
+    ppo = {"objective.name": "ppo", "objective.scale": None, "objective.minibatches": 4}
+    config = replace(freeze(PRESETS["get_config"]("gsm8k")), fields | ppo)
     options = fitting.micro_batch_options(config, 2)
     assert options and all(n % 8 == 0 for n in options)
     assert not packed or max(options) == 144

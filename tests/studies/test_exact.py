@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.config.command_line import override
+from tba_jax.config.rules import validate
+from tba_jax.settings import Schedule
 from tba_jax.studies import exact, exact_report, exact_runs_report, named
 from tba_jax.studies.enumerated import (
     STRINGS,
@@ -66,14 +68,15 @@ def test_a_look_at_the_target_says_zero():
 def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_command():
     for name in named.OBJECTIVES:
         settings = named.settings_of(name, 0.1)
-        assert settings.beta == settings.beta_final
+        assert settings.beta.shape == "constant"
         given = [f"--config.{override}" for override in named.overrides_of(name)]
         config = override(None, ["--config=math", *given])
-        assert config.objective.name == settings.name and config.objective.anchor == settings.anchor
-    assert named.settings_of("rloo, beta 0", 0.1).beta == 0.0
-    assert named.settings_of("rloo", 0.1).beta == 0.1
-    assert named.settings_of("oapl", 0.1).anchor == "behavior"
-    assert named.settings_of("flowrl", 0.1).beta == 1 / 15
+        validate(config)
+        assert config.objective.name == settings.name and config.objective.own == settings.own
+    assert named.settings_of("rloo, beta 0", 0.1).beta == Schedule(0.0)
+    assert named.settings_of("rloo", 0.1).beta == Schedule(0.1)
+    assert named.settings_of("oapl", 0.1).built.anchor == "behavior"
+    assert named.settings_of("flowrl", 0.1).beta == Schedule(1 / 15)
     for study in STUDIES.values():
         assert set(study.names) <= set(named.OBJECTIVES)
         for label in study.cases:

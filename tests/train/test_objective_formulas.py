@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.settings import Schedule
 from tba_jax.train.objectives.base import GroupData, Totals
 from tba_jax.train.objectives.registry import make_objective, objective_names
 
@@ -253,8 +254,8 @@ def from_sampler(g, policy):
     return total(policy) - total(g.mu) - g.r / BETA
 
 
-def linex(a):
-    return lambda t: (np.exp(a * t) - a * t - 1) / a**2
+def linex(t):
+    return np.exp(t) - t - 1
 
 
 def normalised_reward(g, policy):
@@ -310,8 +311,8 @@ FORMULAS = {
         {"baseline_shift": 0.2}, balance(tb_residual, lambda g: vargrad(g) - 0.2 / BETA)),
     "tb, per token": ({"length_normalise": True}, balance(short, own(short))),
     "tb, linex": (
-        {"length_normalise": True, "shape": "linex", "linex_alpha": 0.7},
-        balance(short, own(short), linex(0.7))),
+        {"length_normalise": True, "shape": "linex"},
+        balance(short, own(short), linex)),
     "tb, cosh": ({"length_normalise": True, "shape": "cosh"},
         balance(short, own(short), lambda t: np.cosh(t) - 1)),
     "tb, rewards normalised": (
@@ -345,14 +346,16 @@ def test_every_objective_has_a_formula_here():
     assert {name.split(",")[0] for name in FORMULAS} == set(objective_names())
 
 
+def named(name, **own):
+    """The objective of a formula's name, at the tests' beta."""
+    return make_objective(name.split(",")[0], own, SimpleNamespace(beta=Schedule(BETA)))
+
+
 @functools.cache
 def computed():
     """(loss, gradient) of every objective, in one program."""
     made = problem()
-    objectives = {
-        name: make_objective(SimpleNamespace(name=name.split(",")[0], beta=BETA, **fields))
-        for name, (fields, _) in FORMULAS.items()
-    }
+    objectives = {name: named(name, **fields) for name, (fields, _) in FORMULAS.items()}
 
     def compute(policy):
         return {
@@ -383,7 +386,7 @@ def test_value_and_gradient_are_those_of_the_formula(name):
 
 def test_values_are_pulled_to_what_advantages_say_and_by_nothing_else():
     made = problem()
-    objective = make_objective(SimpleNamespace(name="ppo", beta=BETA, gae_lambda=0.7))
+    objective = named("ppo", gae_lambda=0.7)
 
     def loss(values):
         return loss_of(
@@ -405,7 +408,7 @@ def test_values_are_pulled_to_what_advantages_say_and_by_nothing_else():
 def test_advantages_and_what_values_are_fitted_to_are_those_that_the_step_began_with():
     made = problem()
     begun = np.where(made.mask, np.random.default_rng(8).normal(size=made.mask.shape), 0.0)
-    objective = make_objective(SimpleNamespace(name="ppo", beta=BETA, gae_lambda=0.7))
+    objective = named("ppo", gae_lambda=0.7)
 
     def loss(policy, values):
         changed = SimpleNamespace(**vars(made) | {"values": values, "begun": begun})

@@ -10,33 +10,35 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.models.transformer import abstract_params
+from tba_jax.settings import Schedule, parse_schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import begun_anew, learning_rate_schedule, make_optimizer
+from tba_jax.train.schedules import value_at
 
 CONFIG = tiny_config()
 
 
-def test_learning_rate_schedules():
-    def at(step, **changes):
-        settings = OptimizerSettings(**{"learning_rate": 1.0, **changes})
-        return float(learning_rate_schedule(settings, num_steps=100)(step))
-
-    assert at(99) == 1.0
-    np.testing.assert_allclose([at(s, schedule="linear") for s in (0, 50, 100)], [1, 0.5, 0])
-    np.testing.assert_allclose(at(50, schedule="cosine"), 0.5, rtol=1e-6)
-    np.testing.assert_allclose(
-        [at(s, schedule="linear", warmup_steps=4) for s in (0, 3, 4, 52)], [0.25, 1, 1, 0.5]
-    )
-
-
-def test_gsm8k_schedule_ends_at_half_the_peak():
-    # paper.md 3.1, Figure 1: 50 warm-up, 350 stable, cosine over 600, stopped at 700
-    settings = OptimizerSettings(
-        schedule="wsd", learning_rate=1e-5, warmup_steps=50, stable_steps=350, decay_steps=600
-    )
-    schedule = learning_rate_schedule(settings, num_steps=700)
-    got = [float(schedule(step)) for step in (49, 399, 700)]
-    np.testing.assert_allclose(got, [1e-5, 1e-5, 5e-6], rtol=1e-5)
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("1", {99: 1.0}),
+        ("linear(1, 0)", {0: 1, 50: 0.5, 100: 0}),
+        ("cosine(1, 0)", {50: 0.5}),
+        ("cosine(1, 0.2)", {50: 0.6, 100: 0.2}),
+        ("linear(1, 0, warmup=4)", {0: 0.25, 3: 1, 4: 1, 52: 0.5}),
+        ("constant(1, warmup=4)", {0: 0.25, 4: 1, 99: 1}),
+        ("linear(1, 0.5, 10, warmup=4, hold=6, jump=12)", {9: 1, 11: 0.95, 12: 0.5, 99: 0.5}),
+        # paper.md 3.1, Figure 1: 50 warm-up, 350 stable, cosine over 600, stopped at 700
+        ("cosine(1e-5, 0, 600, warmup=50, hold=350)", {49: 1e-5, 399: 1e-5, 700: 5e-6}),
+    ],
+)
+def test_learning_rates(text, expected):
+    """The target's schedules and the optimiser's have one meaning."""
+    schedule = parse_schedule("optimizer.learning_rate", text)
+    rate = learning_rate_schedule(schedule, num_steps=100)
+    for step, value in expected.items():
+        np.testing.assert_allclose(rate(step), value, rtol=1e-5)
+        np.testing.assert_allclose(value_at(schedule.over(100), step), value, rtol=1e-5, atol=1e-7)
 
 
 def test_weight_decay_spares_norms_and_clipping_bounds_the_norm():
@@ -124,8 +126,9 @@ def test_updates_follow_the_schedule(name):
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_moments_begin_anew_and_the_schedule_goes_on(name):
-    settings = OptimizerSettings(name=name, learning_rate=1.0, schedule="linear")
-    optimizer = make_optimizer(settings, learning_rate_schedule(settings, num_steps=10))
+    settings = OptimizerSettings(name=name)
+    rate = Schedule(1.0, shape="linear")
+    optimizer = make_optimizer(settings, learning_rate_schedule(rate, num_steps=10))
     params = {"w": jnp.zeros((40, 40))}
     first = state = optimizer.init(params)
     for i in range(3):

@@ -9,9 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.settings import ConfigError, Schedule
 from tba_jax.train import objectives
 from tba_jax.train.objectives.base import GroupData, Objective, Totals
-from tba_jax.train.objectives.registry import free_of_behavior, make_objective, objective_names
+from tba_jax.train.objectives.registry import (
+    free_of_behavior,
+    make_objective,
+    objective_names,
+    own_names,
+    own_settings,
+)
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
 
@@ -19,25 +26,33 @@ def test_a_file_in_the_folder_is_an_objective(tmp_path, monkeypatch):
     source = "\n".join(
         (
             "import dataclasses",
+            "from tba_jax.settings import Schedule, field",
             "@dataclasses.dataclass(frozen=True)",
             "class Ours:",
-            "    scale: str",
-            "    clip: float = 0.2",
+            "    beta: Schedule",
+            "    clip: float = field(0.2, 'bound of the ratio', above=0)",
+            "    inner: int = 3",
             "OBJECTIVE = Ours",
         )
     )
     (tmp_path / "ours.py").write_text(source)
     monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path)])
     assert "ours" in objective_names() and "base" not in objective_names()
-    made = make_objective(SimpleNamespace(name="ours", scale="paper", beta=0.5))
-    assert (made.scale, made.clip) == ("paper", 0.2)
+    assert [s.name for s in own_settings("ours")] == ["objective.clip"]
+    assert "clip" in own_names()
+    made = make_objective("ours", {"clip": 1}, SimpleNamespace(beta=Schedule(0.5), clip=9))
+    assert (made.beta, made.clip, made.inner) == (Schedule(0.5), 1.0, 3)
+    with pytest.raises(ConfigError, match="clip = 'a': must be positive. The default is 0.2"):
+        make_objective("ours", {"clip": "a"})
+    with pytest.raises(ConfigError, match="inner = 4: .*no such setting; it has clip. Leave it"):
+        make_objective("ours", {"inner": 4})
     monkeypatch.delitem(sys.modules, "tba_jax.train.objectives.ours")
 
 
 def test_settings_reach_the_objective():
-    made = make_objective(SimpleNamespace(name="tb", scale="paper", log_z="learned"))
+    made = make_objective("tb", {"scale": "paper", "log_z": "learned"})
     assert made == TrajectoryBalance("paper", "learned") and made.heads == ("log_z",)
-    assert make_objective(SimpleNamespace(name="tb")).heads == ()
+    assert make_objective("tb").heads == ()
     assert free_of_behavior() == ("tb",)
 
 
@@ -83,14 +98,14 @@ def random_groups(p=4, k=3, t=5, seed=0):
 @pytest.mark.parametrize("name", objective_names())
 def test_losses_of_disjoint_groups_add_up_to_the_batchs(name):
     """What lets a batch be worked on in parts; a plain mean in an objective would fail here."""
-    objective, data = make_objective(SimpleNamespace(name=name)), random_groups()
+    objective, data = make_objective(name), random_groups()
     if "log_z" in objective.heads:
         data = data._replace(log_z=jnp.arange(4.0) / 5)
     if "value" in objective.heads:
         data = data._replace(token_values=jnp.sin(data.policy_token_logprobs))
     if objective.needs_advantages:
         data = data._replace(token_advantages=jnp.cos(data.policy_token_logprobs))
-    assert hash(objective) == hash(make_objective(SimpleNamespace(name=name)))
+    assert hash(objective) == hash(make_objective(name))
     whole = objective(data, 0.3)
     arrays = {n: x for n, x in data._asdict().items() if n != "totals" and x is not None}
     parts = [

@@ -25,10 +25,10 @@ from fake_models import random_params
 
 from tba_jax.models.logprobs import response_mask, token_logprobs
 from tba_jax.models.transformer import apply
+from tba_jax.settings import Schedule
 from tba_jax.train.heads import LogZHead
 from tba_jax.train.objectives.base import Loss, Objective
 from tba_jax.train.objectives.ppo import Ppo
-from tba_jax.train.schedules import Schedule
 from tba_jax.train.state import init_state
 from tba_jax.train.step import make_train_step
 

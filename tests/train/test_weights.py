@@ -3,7 +3,6 @@
 
 import functools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ OBJECTIVES = {
     f"{name}_{log_z}": made
     for name in objective_names()
     for log_z in ("vargrad", "learned")
-    if (made := make_objective(SimpleNamespace(name=name, log_z=log_z))).heads
+    if (made := make_objective(name, {"log_z": log_z} if name == "tb" else {})).heads
     == (("log_z",) if log_z == "learned" else ())
 }
 

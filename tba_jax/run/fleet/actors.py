@@ -14,7 +14,6 @@ from typing import Any
 import ray
 import ray.exceptions
 import ray.util
-from ml_collections import ConfigDict
 
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
@@ -47,7 +46,7 @@ _GONE = (
 
 def restored(fields: dict[str, Any]) -> Config:
     """A config that came as plain values, so that versions that differ can say so themselves."""
-    return freeze(ConfigDict(fields))
+    return freeze(fields)
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.config.schema import Config
+from tba_jax.config.schema import Config, plain
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag
@@ -195,7 +195,7 @@ class _Fleet:
         self._hold = hold
         self._display = display
         self._namespace = f"tba_jax-{run_id_of(workdir)}-{uuid.uuid4().hex[:8]}"
-        self._fields = dataclasses.asdict(config)
+        self._fields = plain(config)
         self._token = secrets.token_hex(16)
         self._accept_changed = list(accept_changed)
         self._deaths = 0

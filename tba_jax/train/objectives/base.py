@@ -128,8 +128,11 @@ class Objective(abc.ABC):
         beta_is: positive: it divides by beta; any: 0 leaves the reference out; unused.
         needs_soft_value: it reads what the buffer keeps of each prompt.
         needs_advantages: it reads those that come with responses.
-        may_repeat: several updates by one batch are meant (`objective.epochs`): ratios to the
-            sampler are bounded, and its loss is a mean of tokens that needs no whole group.
+        epochs, minibatches: passes over a batch, and updates of a pass. Only an objective that
+            bounds ratios to the sampler, and whose loss is a mean of tokens that needs no whole
+            group, declares them as settings.
+        log_z_layers, log_z_rate: of a learned log Z or of learned values.
+        value_temperature: of the soft value that it reads, in units of the reward; 0: beta.
     """
 
     needs_behavior: ClassVar[Any]
@@ -137,7 +140,11 @@ class Objective(abc.ABC):
     beta_is: ClassVar[Any] = "positive"
     needs_soft_value: ClassVar[Any] = False
     needs_advantages: ClassVar[bool] = False
-    may_repeat: ClassVar[bool] = False
+    epochs: ClassVar[Any] = 1
+    minibatches: ClassVar[Any] = 1
+    log_z_layers: ClassVar[Any] = 1
+    log_z_rate: ClassVar[Any] = 1.0
+    value_temperature: ClassVar[Any] = 0.0
 
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "needs_behavior"):
@@ -150,6 +157,21 @@ class Objective(abc.ABC):
     def heads(self) -> tuple[Literal["log_z", "value"], ...]:
         """What is learned beside the policy; one of them at most."""
         return ()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimiser updates of one batch."""
+        return self.epochs * self.minibatches
+
+    def check(self, shared: Any) -> None:  # noqa: B027  (most objectives have no such rule)
+        """Refuse settings of this objective that make no sense together.
+
+        Args:
+            shared: settings that every objective has, `ObjectiveSettings`.
+
+        Raises:
+            ConfigError: see `settings.need`.
+        """
 
     @abc.abstractmethod
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     group_normalised,
@@ -26,15 +27,14 @@ class Cispo(Objective):
     A group of equal rewards has A = 0, which is the filter of its recipe. Log-probs here are
     float32 throughout.
 
-    Attributes:
-        importance_cap: of the ratio; 1 + its epsilon_high.
-
     References:
         MiniMax-M1, arXiv:2506.13585, eq. 4; the scale of the cap and the mean over prompts:
         arXiv:2510.13786; TRL loss_type="cispo".
     """
 
-    importance_cap: float = 5.0
+    importance_cap: float = field(
+        5.0, "largest ratio to the sampler, 1 + epsilon_high of the paper", above=0
+    )
 
     needs_behavior = True
     beta_is = "unused"

@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
@@ -24,15 +25,12 @@ class Dapo(Objective):
 
     Its dynamic sampling is the buffer's: `replay.equal_rewards=redraw`.
 
-    Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-
     References:
         DAPO, arXiv:2503.14476, eq. 8.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.28
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.28, "how far a ratio may rise above 1 before it is clipped", above=0)
 
     needs_behavior = True
     beta_is = "unused"

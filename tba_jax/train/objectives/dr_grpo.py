@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     centred,
@@ -27,15 +28,12 @@ class DrGrpo(Objective):
     The paper divides by a constant, the longest length that may be generated; here it is 1, so that
     gradients are in units of the reward as RLOO's. There is no KL.
 
-    Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-
     References:
         Understanding R1-Zero-like training, arXiv:2503.20783.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.2, "how far a ratio may rise above 1 before it is clipped", above=0)
 
     needs_behavior = True
     beta_is = "unused"

@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import Schedule, field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
@@ -28,26 +29,23 @@ class Grpo(Objective):
     for rho = pi / mu of a token and k3 = exp(g) - g - 1, g = log pi_ref - log pi.
 
     Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-        beta, beta_schedule: of the run; only whether beta is always 0 is read, when no reference
-            is needed.
+        beta: KL coefficient of the run; only whether it is always 0 is read, because no reference
+            is needed then.
 
     References:
         DeepSeekMath, arXiv:2402.03300, eq. 3 and 4; TRL `GRPOTrainer`, loss_type="grpo".
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    beta: float = 0.04
-    beta_schedule: str = "constant"
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.2, "how far a ratio may rise above 1 before it is clipped", above=0)
+    beta: Schedule = Schedule(0.04)
 
     needs_behavior = True
     beta_is = "any"
 
     @property
     def needs_token_reference(self) -> bool:
-        """Of the KL, unless its coefficient is always 0."""
-        return self.beta > 0 or self.beta_schedule != "constant"
+        return not self.beta.is_always(0.0)
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         advantage = group_normalised(data, data.reward)[..., None]

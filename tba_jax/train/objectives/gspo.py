@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
@@ -24,15 +25,12 @@ class Gspo(Objective):
     s_j = (pi(y_j) / mu(y_j))^(1 / |y_j|)
     loss = -(1 / (p K)) sum_j w_j min(s_j A_j, clip(s_j, 1 - low, 1 + high) A_j)
 
-    Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-
     References:
         GSPO, arXiv:2507.18071, eq. 5 to 7; its clips are those of section 5.1.
     """
 
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
+    clip_low: float = field(3e-4, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(4e-4, "how far a ratio may rise above 1 before it is clipped", above=0)
 
     needs_behavior = True
     beta_is = "unused"

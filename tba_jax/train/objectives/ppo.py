@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field, share
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
@@ -29,29 +30,39 @@ class Ppo(Objective):
     loss = -mean over tokens of min(rho A, clip(rho) A) + value_weight mean over tokens of
            (V(s_t) - stop(A_t + V(s_t)))^2 / 2
 
-    A state is a prompt with the tokens before t; V is a head on the policy's own last state there
-    (`objective.log_z_layers` and `log_z_rate` are its), and its gradient flows into the policy.
-    With a trace of 1, the default, the value is fitted to R. Where a step makes several updates
-    (`objective.epochs`, `minibatches`), A and what V is fitted to are those of the policy that the
-    step began with.
+    A state is a prompt with the tokens before t. V is a head on the policy's last hidden state
+    there, and its gradient flows into the policy. With a trace of 1, the default, the value is
+    fitted to R. Where a step makes several updates (`epochs`, `minibatches`), A and the target of V
+    are computed with the policy that the step began with.
 
     Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-        value_weight: of the value's loss.
-        gae_lambda: trace of the advantages; below 1 they trust the values more.
+        value_weight: weight of the value's loss.
 
     References:
         PPO, arXiv:1707.06347, eq. 7; generalised advantages, arXiv:1506.02438.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.2, "how far a ratio may rise above 1 before it is clipped", above=0)
+    epochs: int = field(1, "passes over each batch", at_least=1)
+    minibatches: int = field(
+        1, "optimiser updates of a pass, each by an equal part of the batch", at_least=1
+    )
+    gae_lambda: float = share(
+        1.0, "trace of generalised advantages; below 1 they rely more on the learned values"
+    )
+    log_z_rate: float = field(
+        1.0, "learning rate of the value head over the policy's learning rate", above=0
+    )
+    log_z_layers: int = field(
+        1,
+        "layers of the value head: 1: linear; more: with GELU and LayerNorm between them",
+        at_least=1,
+    )
     value_weight: float = 0.1
-    gae_lambda: float = 1.0
 
     needs_behavior = True
     beta_is = "any"
-    may_repeat = True
 
     @property
     def heads(self) -> tuple[Literal["value"], ...]:

@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import (
     clipped_gain,
@@ -26,15 +27,12 @@ class ProximalRloo(Objective):
     A_j = R_j - mean of the other K - 1
     loss = -(1 / (p K)) sum w_j min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j),  rho = pi / mu
 
-    Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-
     References:
         TBA, arXiv:2503.18929, eq. 6 (its baseline); TRL 0.9 `RLOOTrainer`; arXiv:2410.18252.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.2, "how far a ratio may rise above 1 before it is clipped", above=0)
 
     needs_behavior = True
     beta_is = "any"

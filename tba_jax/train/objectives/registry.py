@@ -8,16 +8,17 @@ when something about its objective is asked.
 import dataclasses
 import importlib
 import pkgutil
+import types
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tba_jax.settings import Setting, declared, need
 from tba_jax.train import objectives
 
 if TYPE_CHECKING:
     from tba_jax.train.objectives.base import Objective
 
-_SHARED = {"base", "choices", "pieces", "registry", "switches"}
-# Where a setting is 0, an objective has a number of its own.
-_OWN = {"clip_low", "clip_high", "importance_cap"}
+_SHARED = {"base", "pieces", "registry", "switches"}
 
 
 def objective_names() -> tuple[str, ...]:
@@ -26,23 +27,72 @@ def objective_names() -> tuple[str, ...]:
 
 
 def objective_class(name: str) -> "type[Objective]":
-    """The objective of this name."""
+    """Return the objective's class. Loads JAX."""
     return importlib.import_module(f"{objectives.__name__}.{name}").OBJECTIVE
 
 
+def own_settings(name: str) -> tuple[Setting, ...]:
+    """Return the settings that an objective declares in its file. Loads JAX.
+
+    They are the fields of its dataclass that are declared by `settings.field`; their names are
+    "objective.NAME", as on the command line.
+    """
+    return tuple(declared(objective_class(name), "objective."))
+
+
+def own_names() -> tuple[str, ...]:
+    """Return the names of all objectives' own settings, sorted, without "objective.". Loads JAX."""
+    found = {s.name for name in objective_names() for s in own_settings(name)}
+    return tuple(sorted(name.removeprefix("objective.") for name in found))
+
+
 def free_of_behavior() -> tuple[str, ...]:
-    """Objectives that assume nothing of the sampler, as they are by default."""
+    """Return the objectives that accept responses of any sampler with their default settings."""
     return tuple(n for n in objective_names() if not objective_class(n)().needs_behavior)
 
 
-def make_objective(settings: Any) -> "Objective":
-    """The objective `settings.name`; its fields are the settings of the same names.
+def make_objective(
+    name: str, own: Mapping[str, Any] = types.MappingProxyType({}), shared: Any = None
+) -> "Objective":
+    """Return an objective with these settings.
 
     Args:
-        settings: the section `objective` of a config. A field of the objective that it lacks keeps
-            its default, and so does a clip or cap that is 0 there.
+        name: of the objective.
+        own: its own settings by name; the others keep their defaults.
+        shared: settings that every objective has. A field of the objective's dataclass that is no
+            setting takes the value of the shared setting of the same name.
+
+    Raises:
+        ConfigError: the objective does not have one of the settings, or a value has another type.
     """
-    made: Any = objective_class(settings.name)
-    names = [field.name for field in dataclasses.fields(made) if hasattr(settings, field.name)]
-    values = {name: getattr(settings, name) for name in names}
-    return made(**{name: value for name, value in values.items() if value or name not in _OWN})
+    made: Any = objective_class(name)
+    known = {s.name.removeprefix("objective."): s for s in own_settings(name)}
+    values = {n: _typed(name, known, n, value) for n, value in own.items()}
+    for entry in dataclasses.fields(made):
+        if entry.name not in known and hasattr(shared, entry.name):
+            values[entry.name] = getattr(shared, entry.name)
+    return made(**values)
+
+
+def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
+    """The value of one own setting, with whole numbers as floats where a float is declared."""
+    has = f"it has {', '.join(known)}" if known else "it has none of its own"
+    need(
+        name in known,
+        f"objective.{name}",
+        value,
+        f"objective.name={objective} has no such setting; {has}",
+        f"Leave it out, or set --config.objective.{name}=None.",
+    )
+    type_ = known[name].type
+    wanted = str if known[name].choices else type_
+    if wanted is float and type(value) is int:
+        return float(value)
+    need(
+        type(value) is wanted,
+        f"objective.{name}",
+        value,
+        known[name].rule or f"must be a {known[name].kind}".replace("a True", "True"),
+        f"The default is {known[name].default}.",
+    )
+    return value

@@ -5,10 +5,13 @@ Of `tb` alone, which says what each switch means. The invariant: with the defaul
 called, so exact Trajectory Balance is exact whatever is added.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import need
 from tba_jax.train.objectives.base import GroupData
 from tba_jax.train.objectives.pieces import (
     baseline,
@@ -86,10 +89,10 @@ def estimated_log_z(
     return jnp.broadcast_to(found[:, None], scaled_reward.shape)
 
 
-def shaped(t: Float[Array, "p k"], shape: str, alpha: float) -> Float[Array, "p k"]:
+def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
     """A convex function of the residual whose curvature at its minimum, 0, is 1."""
     if shape == "linex":
-        return (jnp.exp(alpha * t) - alpha * t - 1) / alpha**2
+        return jnp.exp(t) - t - 1
     if shape == "cosh":
         return jnp.cosh(t) - 1
     return jnp.square(t) / 2
@@ -124,3 +127,93 @@ def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Fl
 def per_token(data: GroupData) -> Float[Array, "p k"]:
     """1 / |y| of each response."""
     return 1 / num_counted(data)
+
+
+def check(o: Any, shared: Any) -> None:
+    """Refuse combinations of switches that have no meaning or can overflow.
+
+    Args:
+        o: the objective.
+        shared: settings that every objective has.
+
+    Raises:
+        ConfigError: see `settings.need`.
+    """
+    has_anchor = o.anchor != "none"
+    if o.log_z == "cached":
+        _check_cached(o, shared)
+    need(
+        has_anchor or (o.log_z in ("vargrad", "leave_one_out", "mean_reward")),
+        "objective.log_z",
+        o.log_z,
+        "without an anchor there is a baseline and no log Z",
+        "Set --config.objective.log_z=vargrad.",
+    )
+    need(
+        not o.value_temperature or o.log_z in ("softmean", "cached"),
+        "objective.value_temperature",
+        o.value_temperature,
+        f"log_z={o.log_z} is no soft value",
+        "Set --config.objective.value_temperature=0 or --config.objective.log_z=softmean.",
+    )
+    need(
+        has_anchor or o.shape == "squared",
+        "objective.shape",
+        o.shape,
+        "without an anchor there is no residual to shape",
+        "Set --config.objective.shape=squared.",
+    )
+    need(
+        has_anchor or not o.kl_clamp,
+        "objective.kl_clamp",
+        o.kl_clamp,
+        "without an anchor there is no log-ratio to clamp",
+        "Set --config.objective.kl_clamp=0.",
+    )
+    need(
+        o.shape == "squared" or o.kl_clamp > 0 or o.length_normalise,
+        "objective.shape",
+        o.shape,
+        "grows exponentially, and a log-ratio of a whole response would overflow",
+        "Set --config.objective.length_normalise=True or give objective.kl_clamp.",
+    )
+    need(
+        o.kl_center == "live" or (has_anchor and o.log_z in ("vargrad", "leave_one_out")),
+        "objective.kl_center",
+        o.kl_center,
+        "only log_z=vargrad or leave_one_out, with an anchor, centres a log-ratio",
+        "Set --config.objective.kl_center=live.",
+    )
+
+
+def _check_cached(o: Any, shared: Any) -> None:
+    """Refuse what the cached values of prompts do not hold for."""
+    moves = shared.beta.shape != "constant" and not o.value_temperature
+    is_plain = all(
+        getattr(shared, f"{name}_temperature").is_always(1.0) for name in ("reference", "reward")
+    )
+    for ok, name, value, rule, remedy in (
+        (o.anchor == "reference", "anchor", o.anchor, "is of the reference", "reference"),
+        (
+            o.reward_transform == "raw",
+            "reward_transform",
+            o.reward_transform,
+            "is of raw rewards",
+            "raw",
+        ),
+        (not moves, "beta", shared.beta.plain, "has one temperature, and beta moves", "0.05"),
+        (
+            is_plain,
+            "reward_temperature",
+            shared.reward_temperature.plain,
+            "is of the target without temperatures",
+            "1",
+        ),
+    ):
+        need(
+            ok,
+            f"objective.{name}",
+            value,
+            f"objective.log_z=cached {rule}",
+            f"Set --config.objective.{name}={remedy}.",
+        )

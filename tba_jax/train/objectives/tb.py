@@ -2,12 +2,13 @@
 """Trajectory Balance and its relatives: one loss with switches, exact TB by default."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives import switches
 from tba_jax.train.objectives.base import (
     GroupData,
@@ -16,14 +17,6 @@ from tba_jax.train.objectives.base import (
     balance_metrics,
     tb_residual,
     vargrad_log_z,
-)
-from tba_jax.train.objectives.choices import (
-    Anchor,
-    Importance,
-    KlCenter,
-    LogZ,
-    RewardTransform,
-    Shape,
 )
 from tba_jax.train.objectives.pieces import centred, group_normalised, is_past
 
@@ -42,56 +35,82 @@ class TrajectoryBalance(Objective):
     `advantage` keeps the gradient in units of the reward, so that gradient clipping means the same
     at every beta and a moving beta is not a hidden learning-rate schedule.
 
-    Every other field is a switch of its own, and exact Trajectory Balance is their defaults:
-    residual = (log pi - log anchor) - r / beta, log_z from the group, their sum t in a convex
-    shape. Without an anchor there is no residual to square: the loss is -A log pi, A without
-    gradient, and beta is not read. docs/objectives.md has the methods that these make.
-
-    Attributes:
-        scale: see above; the second form of the gradient holds for VarGrad alone.
-        log_z: `switches.estimated_log_z`; learned: a head on the prompt, gradients flow there too;
-            cached: of the prompt, by what the policy at the start drew for it, and vargrad where
-            it drew nothing.
-        value_temperature: of the soft value that `log_z=softmean` is, in units of the reward; 0:
-            beta. OAPL has two, as A*-PO before it. What `log_z=cached` reads has it already.
-        anchor: what the policy is held to: the reference, the sampler (then of one version), an
-            estimate of a moving average of the policy, or nothing.
-        shape: of t: squared t^2 / 2, linex (e^(a t) - a t - 1) / a^2, cosh cosh t - 1.
-        linex_alpha: a; positive punishes too much probability more.
-        kl_center: whose log-ratio to the anchor the group's log Z has the mean of: the live
-            policy's, the sampler's as when it was drawn, or none.
-        baseline_shift: in units of the reward, the baseline lies so far below the group's: a pull
-            to what was sampled.
-        length_normalise: log-ratios are divided by the number of tokens.
-        reward_transform: group_normalised: r less its group's mean, over its deviation.
-        importance: of pi / mu, without gradient. sequence_clip: a response's, at most the cap;
-            topr: a response's, at most 1, and 1 where its reward is above the mean; these multiply
-            its loss. token_clip: a token's, 0 above the cap (the gradient of min(ratio, cap));
-            truncated: at most the cap; masked: 0 outside [floor, cap]; these multiply a token's
-            part of the gradient.
-        importance_cap, importance_floor: see there.
-        kl_clamp: bounds the log-ratio of each token to the anchor; 0: none.
-        ema_decay: of the average that `anchor=ema_surrogate` estimates, per step.
+    Every other setting is a switch of its own, and their defaults are exact Trajectory Balance:
+    residual = (log pi - log anchor) - r / beta, log_z from the group, the residual plus log_z is t
+    and goes through a convex shape. Without an anchor there is no residual: the loss is -A log pi,
+    A without gradient, and beta is not read. docs/objectives.md lists the methods that these
+    settings make. The second form of the gradient above holds for VarGrad alone.
 
     References:
         TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3. TBA' : section 6.
     """
 
-    scale: Literal["advantage", "paper"] = "advantage"
-    log_z: LogZ = "vargrad"
-    value_temperature: float = 0.0
-    anchor: Anchor = "reference"
-    shape: Shape = "squared"
-    linex_alpha: float = 1.0
-    kl_center: KlCenter = "live"
-    baseline_shift: float = 0.0
-    length_normalise: bool = False
-    reward_transform: RewardTransform = "raw"
-    importance: Importance = "none"
-    importance_cap: float = 8.0
-    importance_floor: float = 0.5
-    kl_clamp: float = 0.0
-    ema_decay: float = 0.9
+    scale: Literal["advantage", "paper"] = field(
+        "advantage", "advantage: beta/2 times the group's variance; paper: mean of squares"
+    )
+    log_z: Literal["vargrad", "leave_one_out", "mean_reward", "softmean", "learned", "cached"] = (
+        field(
+            "vargrad",
+            "estimate of log Z: vargrad: group mean of r / beta minus the log-ratio; leave_one_out:"
+            " the same mean over the other responses; mean_reward: group mean of r / beta; "
+            "softmean: log mean exp r / beta; learned: a head on the prompt; cached: softmean of "
+            "what the start model drew for the prompt, or vargrad for a prompt without such "
+            "responses",
+        )
+    )
+    value_temperature: float = field(
+        0.0,
+        "log_z=softmean or cached: temperature of the soft value, in units of the reward; 0: beta; "
+        "higher values approach the mean reward",
+        at_least=0,
+    )
+    log_z_rate: float = field(
+        1.0, "log_z=learned: learning rate of the head over the policy's learning rate", above=0
+    )
+    log_z_layers: int = field(
+        1,
+        "log_z=learned: layers of the head: 1: linear; more: with GELU and LayerNorm between them",
+        at_least=1,
+    )
+    anchor: Literal["reference", "behavior", "ema_surrogate", "none"] = field(
+        "reference",
+        "denominator of log-ratios: the reference; behavior: the policy that drew the response; "
+        "ema_surrogate: an estimate of a moving average of the policy; none: no ratio, a policy "
+        "gradient",
+    )
+    shape: Literal["squared", "linex", "cosh"] = field(
+        "squared",
+        "convex function of the residual t: squared: t^2 / 2; linex: e^t - t - 1, which punishes "
+        "too much probability more; cosh: cosh t - 1",
+    )
+    kl_center: Literal["live", "behavior", "none"] = field(
+        "live",
+        "log-ratio whose group mean is part of log Z: live: of the current policy; behavior: of "
+        "the policy that drew the responses; none: no log-ratio",
+    )
+    baseline_shift: float = field(
+        0.0, "distance of the baseline below the group's, in units of the reward", at_least=0
+    )
+    length_normalise: bool = field(False, "divide log-ratios by the number of tokens")
+    reward_transform: Literal["raw", "group_normalised"] = field(
+        "raw", "group_normalised: the reward minus its group's mean, over its standard deviation"
+    )
+    importance: Literal["none", "token_clip", "sequence_clip", "topr", "truncated", "masked"] = (
+        field(
+            "none",
+            "weight by the ratio to the sampler, without gradient; of tokens: token_clip: 0 above "
+            "the cap; truncated: at most the cap; masked: 0 outside floor and cap; of responses: "
+            "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean",
+        )
+    )
+    importance_cap: float = field(8.0, "largest ratio to the sampler", above=0)
+    importance_floor: float = field(
+        0.5, "importance=masked: smallest ratio to the sampler with a weight", above=0
+    )
+    kl_clamp: float = field(0.0, "bound of each token's log-ratio; 0: none", at_least=0)
+    ema_decay: float = field(
+        0.9, "anchor=ema_surrogate: decay of the estimated average, per step", above=0, at_most=1
+    )
 
     @property
     def needs_behavior(self) -> bool:
@@ -119,10 +138,19 @@ class TrajectoryBalance(Objective):
         """The learned log Z, where it is asked for."""
         return ("log_z",) if self.log_z == "learned" else ()
 
+    def check(self, shared: Any) -> None:
+        switches.check(self, shared)
+
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         if self.anchor == "none":
             return self._without_anchor(data)
-        is_plain = self == TrajectoryBalance(self.scale, self.log_z)
+        plain = TrajectoryBalance(
+            self.scale,
+            self.log_z,
+            log_z_rate=self.log_z_rate,
+            log_z_layers=self.log_z_layers,
+        )
+        is_plain = self == plain
         if is_plain and self.log_z in ("vargrad", "learned"):
             return self._exact(data, beta)
         reward = self._reward(data)
@@ -137,7 +165,7 @@ class TrajectoryBalance(Objective):
         weight = switches.response_weight(
             data, self.importance, self.importance_cap, centred(data, reward)
         )
-        mean = data.mean_over_responses(weight * switches.shaped(t, self.shape, self.linex_alpha))
+        mean = data.mean_over_responses(weight * switches.shaped(t, self.shape))
         loss = mean * (beta if self.scale == "advantage" else 2)
         residual = jax.lax.stop_gradient(gap - reward / beta)
         known = balance_metrics(data, residual, data.mean_over_group(t - residual))

@@ -6,6 +6,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from tba_jax.settings import field
 from tba_jax.train.objectives.base import GroupData, Loss, Objective
 from tba_jax.train.objectives.pieces import clipped_gain, is_clipped, log_ratio, with_balance
 
@@ -19,20 +20,20 @@ class VinePpo(Objective):
     A_t is `search.vine`'s: the value of the next state less that of the one before, each the mean
     reward of what the policy that drew the response made of it. No KL, and no learned value.
 
-    Attributes:
-        clip_low, clip_high: how far the ratio may fall below 1 and rise above it.
-
     References:
         VinePPO, arXiv:2410.01679.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)
+    clip_high: float = field(0.2, "how far a ratio may rise above 1 before it is clipped", above=0)
+    epochs: int = field(1, "passes over each batch", at_least=1)
+    minibatches: int = field(
+        1, "optimiser updates of a pass, each by an equal part of the batch", at_least=1
+    )
 
     needs_behavior = True
     needs_advantages = True
     beta_is = "unused"
-    may_repeat = True
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         advantage = data.token_advantages

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retired settings in saved configs keep their meaning."""
+
+import pytest
+
+from tba_jax.config.retired import upgrade
+from tba_jax.config.schema import Config, flatten, make_config, unflatten
+
+# What every config.json had in place of schedules and of objectives' own settings.
+BEFORE = {
+    "objective.beta_schedule": "constant",
+    "objective.beta_final": 0.05,
+    "objective.beta_steps": 0,
+    "objective.beta_jump_step": 0,
+    "objective.reference_temperature_final": 1.0,
+    "objective.reference_temperature_steps": 0,
+    "objective.reward_temperature_final": 1.0,
+    "objective.reward_temperature_steps": 0,
+    "objective.linex_alpha": 1.0,
+    "objective.clip_low": 0.0,
+    "objective.clip_high": 0.0,
+    "objective.gae_lambda": 1.0,
+    "objective.epochs": 1,
+    "objective.minibatches": 1,
+    "objective.importance_cap": 0.0,
+    "optimizer.schedule": "constant",
+    "optimizer.warmup_steps": 0,
+    "optimizer.stable_steps": 0,
+    "optimizer.decay_steps": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        ({}, {}),
+        (
+            {
+                "objective.beta": 1.0,
+                "objective.beta_schedule": "linear_then_jump",
+                "objective.beta_steps": 128,
+                "objective.beta_jump_step": 31,
+            },
+            {"objective.beta": "linear(1, 0.05, 128, jump=31)"},
+        ),
+        (
+            {
+                "objective.beta": 0.014,
+                "objective.beta_schedule": "linear",
+                "objective.beta_steps": 500,
+                "objective.reward_temperature": 2.0,
+                "objective.reward_temperature_steps": 9,
+            },
+            {
+                "objective.beta": "linear(0.014, 0.05, 500)",
+                "objective.reward_temperature": "linear(2, 1, 9)",
+            },
+        ),
+        (
+            {
+                "optimizer.schedule": "wsd",
+                "optimizer.warmup_steps": 5,
+                "optimizer.stable_steps": 7,
+                "optimizer.decay_steps": 9,
+            },
+            {"optimizer.learning_rate": "cosine(1e-4, 0, 9, warmup=5, hold=7)"},
+        ),
+        (
+            {"optimizer.schedule": "linear", "optimizer.warmup_steps": 5},
+            {"optimizer.learning_rate": "linear(1e-4, 0, warmup=5)"},
+        ),
+        (
+            {"optimizer.warmup_steps": 5},
+            {"optimizer.learning_rate": "constant(1e-4, warmup=5)"},
+        ),
+        (
+            {"objective.name": "ppo", "objective.epochs": 4, "objective.clip_high": 0.3},
+            {"objective.name": "ppo", "objective.epochs": 4, "objective.clip_high": 0.3},
+        ),
+    ],
+)
+def test_a_saved_config_of_before_is_the_same_run(before, now):
+    # Of a `tb` config, with the settings of all objectives.
+    saved = flatten(Config()) | BEFORE | before
+    read = unflatten(upgrade(saved))
+    assert read == make_config(now)
+    assert upgrade(flatten(read)) == flatten(read)
+
+
+def test_a_value_that_no_longer_has_a_meaning_stays_and_is_seen():
+    saved = flatten(Config()) | BEFORE | {"objective.shape": "linex", "objective.linex_alpha": 2.0}
+    assert upgrade(saved)["objective.linex_alpha"] == 2.0
