@@ -141,7 +141,11 @@ def gone(text, files=FILES):
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_files_and_names_on_a_page_exist(path):
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
-    assert gone(text) == []
+    missing = gone(text)
+    # A results page keeps the command that made it, and names the last commit that has the command.
+    if path.parent.name == "results" and re.search(r"exists up to commit [0-9a-f]{7}", text):
+        missing = [n for n in missing if not n.startswith(("tba_jax.bench.", "tba_jax.studies."))]
+    assert missing == []
 
 
 def test_files_and_names_in_the_sources_exist():

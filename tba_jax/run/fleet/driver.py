@@ -263,7 +263,7 @@ class _Fleet:
                 self._fields,
                 str(self._workdir),
                 self._accept_changed,
-                self._token,
+                self._token if member == 0 else "",
                 self._num_trainers,
             )
             for member in range(self._config.fleet.trainer_hosts)

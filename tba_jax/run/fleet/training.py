@@ -51,7 +51,7 @@ class TrainerHost:
         config: validated.
         workdir: claimed by the driver.
         accept_changed: as in `conduct`.
-        token: bearer token of the run's channel.
+        token: bearer token of the run's channel; "" in processes that do not own the buffer.
         num_restarts: trainers of this run that its driver has replaced.
     """
 
@@ -70,16 +70,19 @@ class TrainerHost:
         self._relay = Relay()
         self._interrupted = threading.Event()
         self._search_server: SearchServer | None = None
-        self._channel = ChannelServer(
-            search_handlers(lambda: self._search_server),
-            token,
-            port=config.remote.port,
-            is_local=config.fleet.address == "local",
-        ).start()
+        self._channel: ChannelServer | None = None
+        if token:
+            self._channel = ChannelServer(
+                search_handlers(lambda: self._search_server),
+                token,
+                port=config.remote.port,
+                is_local=config.fleet.address == "local",
+            ).start()
 
     @property
     def endpoint(self) -> Endpoint:
         """Where searchers reach the search server."""
+        assert self._channel is not None, "searchers ask the owner of the buffer"
         return self._channel.endpoint
 
     def run(self, number: int = 0, coordinator: str = "") -> Outcome:
