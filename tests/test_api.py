@@ -16,7 +16,6 @@ from tba_jax.config.schema import ConfigError
 ROOT = Path(__file__).parents[1]
 # ml_collections loads config files through a deprecated function of importlib.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning"),
     pytest.mark.usefixtures("compiled_once"),
 ]
 

@@ -18,7 +18,6 @@ from tba_jax.planning.hlo_cost import program_cost
 from tba_jax.planning.minimum import _Products
 from tba_jax.planning.model_shapes import published_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(
     not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"

@@ -15,7 +15,6 @@ from tba_jax.report.page import Run
 from tba_jax.report.series import Metrics
 
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def fields(*arguments):

@@ -18,7 +18,6 @@ from tba_jax.studies import study
 
 ROOT = Path(__file__).parents[2]
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 MATH = f"--config={ROOT / 'configs' / 'math.py'}"
 

@@ -16,7 +16,6 @@ from tba_jax.run.training import make_packing
 from tba_jax.train.objectives.tb import TrajectoryBalance
 
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -11,7 +11,6 @@ from tba_jax.config.schema import Config, make_config
 from tba_jax.run.training import make_packing
 
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 GSM8K_RATE = "optimizer.learning_rate=cosine(1e-5, 0, 600, warmup=50, hold=350)"

@@ -12,7 +12,6 @@ from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def test_the_names_are_those_of_the_files():

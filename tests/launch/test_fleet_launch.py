@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 
-import pytest
 import yaml
 from launch_cloud import ROOT, Cloud
 
@@ -16,7 +15,6 @@ from tba_jax.config.rules import validate
 from tba_jax.devices.config import parse_resources
 
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def fleet_config(words):

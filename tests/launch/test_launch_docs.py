@@ -24,7 +24,6 @@ def pod_jobs(page):
 
 
 # ml_collections loads config files through a deprecated function of importlib.
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 @pytest.mark.parametrize(
     ("page", "number", "kind", "chips", "layout"),
     [

@@ -22,7 +22,6 @@ from tba_jax.planning.children import Answer
 from tba_jax.planning.model_shapes import PUBLISHED, published_config
 from tba_jax.run import modeling
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROBERTA = {
     "model_type": "roberta",

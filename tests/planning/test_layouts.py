@@ -164,7 +164,6 @@ def test_judges_that_one_chip_cannot_hold_make_groups_larger():
         assert choice.placement.searcher_meshes[0].devices.size == group
 
 
-@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_main_accepts_the_printed_flags():
     pytest.importorskip("libtpu")
     for preset, model, text in (("gsm8k", RHO, "v5e:2x4"), ("math", QWEN, "v5p:2x2x4")):

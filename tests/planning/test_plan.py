@@ -20,7 +20,6 @@ from tba_jax.planning import compile_one
 from tba_jax.planning.children import Answer
 from tba_jax.planning.model_shapes import PUBLISHED, published_config
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 ROOT = Path(__file__).parents[2]
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))

@@ -16,8 +16,6 @@ from tba_jax.run.identity import KINDS, check, fingerprints
 from tba_jax.run.modeling import START_MODEL
 from tba_jax.run.rewarding import make_task
 
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
-
 
 @pytest.fixture
 def made_of(tmp_path):

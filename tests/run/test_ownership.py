@@ -143,7 +143,7 @@ def report_of_another_config(workdir):
 
 
 REFUSED = {
-    prompts_of_another_program: r"holds prompts\.json, and no config\.json",
+    prompts_of_another_program: r"prompts\.json begins with b'\[\]': no run",
     linked_tensorboard: r"tensorboard is a symbolic link",
     mail_of_another_program: r"holds mail, and no config\.json",
     link_in_the_lock_of_a_run: r"lock/00000001\.unfinished is a symbolic link",

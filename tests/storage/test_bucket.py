@@ -85,13 +85,13 @@ class LooksFirst(fake_store.ObjectStore):
 
 
 @pytest.mark.parametrize(
-    ("store", "message"), [(Overwrites, "it overwrites an object"), (LooksFirst, "looks first")]
+    ("store", "message"), [(Overwrites, "it overwrites an existing"), (LooksFirst, "in two steps")]
 )
 def test_a_store_that_two_could_make_one_object_in_is_refused(store, message, bucket):
     bucket.require_create()
     assert bucket.names() == []
     fsspec.register_implementation("gs", store, clobber=True)
-    with pytest.raises(StorageError, match=f"gs://bucket/runs/a cannot make .*{message}"):
+    with pytest.raises(StorageError, match=f"gs://bucket/runs/a cannot create .*{message}"):
         Bucket("gs://bucket/runs/a").require_create()
 
 

@@ -38,7 +38,6 @@ from tba_jax.studies.enumerated_runs import Batches
 from tba_jax.studies.sweeps import STUDIES
 
 # ml_collections loads config files through a deprecated function of importlib.
-pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 
 
 def test_token_logprobs_are_those_of_a_table_walked_by_hand():
