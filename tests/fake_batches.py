@@ -2,7 +2,6 @@
 """Batches of a tiny model, padded and packed, and train steps on meshes that divide it."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,7 @@ SETTINGS = StepSettings(TrajectoryBalance(), Target(Schedule(0.1)), SCORING)
 
 
 def named(name):
-    return make_objective(SimpleNamespace(name=name))
+    return make_objective(name)
 
 
 def slow(*values):

@@ -11,13 +11,13 @@ or a collective; on TPU an instruction of its own. Those of a decode chunk are g
 """
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tba_jax.bench.reporting import run_command
 from tba_jax.config.command_line import override
+from tba_jax.config.schema import plain
 from tba_jax.planning.command import Planner
 from tba_jax.planning.model_shapes import published_config
 from tba_jax.planning.verdict import Program
@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any
     for target in args.targets.split(","):
         request = {"topology": target, "model": model, "judges": {}, "cache": ""}
         planner = Planner(request, args.timeout_s)
-        facts = planner.describe(dataclasses.asdict(config), chooses=True)
+        facts = planner.describe(plain(config), chooses=True)
         planned = {p["name"]: p for p in facts["programs"] if p["minimum"]}
         if strays := [n for n in args.programs.split(",") if n not in PROGRAMS]:
             raise ValueError(f"--programs: no {strays[0]!r}; there are {', '.join(PROGRAMS)}")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What programs are made of: counts beside a minimum that no program goes below."""
 
-import dataclasses
 import importlib.util
 import json
 import runpy
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.bench import structure
-from tba_jax.config.schema import freeze, replace
+from tba_jax.config.schema import freeze, plain, replace
 from tba_jax.planning import compile_one
 from tba_jax.planning.children import Answer
 from tba_jax.planning.command import Planner
@@ -42,7 +41,7 @@ def rows():
     model, _ = published_config(str(START_MODEL))
     request = {"topology": "", "model": model, "judges": {}, "cache": ""}
     planner = Planner(request, 60.0, in_process)
-    facts = planner.describe(dataclasses.asdict(config), chooses=False)
+    facts = planner.describe(plain(config), chooses=False)
     planned = {p["name"]: p for p in facts["programs"]}
     return {
         name: structure.row(planned[name], planner.compile(facts, name), 4)
@@ -119,7 +118,7 @@ def two_layers(target, *names):
     model, _ = published_config("realtreetune/rho-1b-sft-GSM8K")
     request = {"topology": target, "model": model | {"num_hidden_layers": 2}, "judges": {}}
     planner = Planner(request | {"cache": ""}, 600.0)
-    facts = planner.describe(dataclasses.asdict(config), chooses=True)
+    facts = planner.describe(plain(config), chooses=True)
     planned = {p["name"]: p for p in facts["programs"]}
     return [structure.row(planned[n], planner.compile(facts, n), 2) for n in names]
 

@@ -73,7 +73,7 @@ def test_another_config_in_the_same_directory_is_refused_with_the_difference(ref
     before = (reference / "metrics.jsonl").read_bytes()
     done = run(reference, *SYNC, "optimizer.learning_rate=0.5", cache=cache)
     assert done.returncode == 2
-    assert "optimizer.learning_rate: 0.0002 -> 0.5" in done.stderr
+    assert "optimizer.learning_rate: 'linear(0.0002, 0, warmup=5)' -> 0.5" in done.stderr
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 

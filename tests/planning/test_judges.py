@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models that give rewards or judge have rows in a plan: bytes, and the run's own programs."""
 
-import dataclasses
 import json
 import runpy
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze, replace
+from tba_jax.config.schema import freeze, plain, replace
 from tba_jax.models import encoder
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
@@ -57,7 +56,7 @@ def planned(config, models):
     model, _ = published_config(modeling.model_path(config))
     request = {"topology": "", "model": model, "judges": models, "cache": ""}
     planner = plan.Planner(request, 60.0, in_process)
-    return planner.describe(dataclasses.asdict(config), chooses=False), planner
+    return planner.describe(plain(config), chooses=False), planner
 
 
 @pytest.mark.parametrize(

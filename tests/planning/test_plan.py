@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan command: figures of the real run's programs, a verdict, a remedy, an exit code."""
 
-import dataclasses
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze, replace
+from tba_jax.config.schema import freeze, plain, replace
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one
@@ -42,7 +41,7 @@ def start_config(**fields):
     # The devices of this process are there already.
     config = replace(config, {"num_cpu_devices": 1, "placement": "split", **fields})
     validate(config)
-    return dataclasses.asdict(config)
+    return plain(config)
 
 
 @pytest.fixture(scope="module")
