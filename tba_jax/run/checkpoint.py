@@ -47,9 +47,6 @@ _READ_ERRORS = (
 )
 
 
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names that Orbax gives to folders under way
-
-
 def _is_told_once(record: std_logging.LogRecord) -> bool:
     # Orbax's own metadata decide nothing here, and it goes on without them.
     return not record.exc_info and " Metadata file: " not in record.getMessage()
@@ -82,7 +79,7 @@ _OWN_NAMES = frozenset({*_ITEMS, "_CHECKPOINT_METADATA", "commit_success.txt", d
 def _is_own_remainder(folder: epath.Path) -> bool:
     """Whether an unfinished folder holds nothing but what a save of a run writes."""
     return not os.path.islink(folder) and all(
-        path.name.partition(_UNFINISHED)[0] in _OWN_NAMES for path in folder.iterdir()
+        (saves.finished_name(path.name) or path.name) in _OWN_NAMES for path in folder.iterdir()
     )
 
 
@@ -192,7 +189,8 @@ class Checkpoints:
         read_only: for commands that look at a run without writing to it.
         processes: of the run that save; this one alone unless said.
         confirm: raises where this process may no longer write here; called before unfinished
-            folders are removed, before a save becomes visible and before a checkpoint is put aside.
+            folders are removed, before a save begins, before it becomes visible and before a
+            checkpoint is put aside.
 
     Attributes:
         list_s: seconds that the newest save took to list its files with their digests.
@@ -213,6 +211,7 @@ class Checkpoints:
         self._folder = epath.Path(folder if "://" in str(folder) else os.path.abspath(folder))
         self.list_s = 0.0
         self._confirm = confirm
+        self._writer = saves.Writer(self._folder, confirm)
         self._saving: int | None = None
         self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
@@ -246,6 +245,7 @@ class Checkpoints:
                 read_only=read_only,
                 enable_async_checkpointing=True,
                 async_options=saves.in_background(timeout_s, self._list_files),
+                temporary_path_class=self._writer.temporary_path_class,
                 multiprocessing_options=multiprocessing,
             ),
         )
@@ -257,18 +257,17 @@ class Checkpoints:
     def _sweep(self) -> None:
         """Remove what interrupted saves of this run left."""
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
-            if _UNFINISHED in folder.name and _is_own_remainder(folder):
-                folder.rmtree()
+            if saves.finished_name(folder.name) and _is_own_remainder(folder):
+                saves.remove(folder)
 
     def _list_files(self) -> None:
         """Digest what was written: in process 0, before the checkpoint becomes visible."""
-        for folder in self._folder.iterdir():
-            step, is_unfinished, _ = folder.name.partition(_UNFINISHED)
-            if step == str(self._saving) and (is_unfinished or folder.name == step):
+        final = self._folder / str(self._saving)
+        for folder in (self._writer.unfinished(final), final):  # the latter in an object store
+            if folder.is_dir():
                 start = time.perf_counter()
                 digests.write(folder)
                 self.list_s = time.perf_counter() - start
-                self._confirm()
                 return
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
@@ -383,6 +382,8 @@ class Checkpoints:
         def finish() -> None:
             with contextlib.suppress(CheckpointError):
                 self.wait()
+            with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
+                self._writer.remove_unfinished()
 
         thread = threading.Thread(target=finish, name="last-save", daemon=True)
         thread.start()

@@ -1,16 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options for asynchronous saves of Orbax, while a checkpoint and weights are saved concurrently.
+"""Options for asynchronous saves of Orbax, and the names of folders that a save has not completed.
 
 Orbax 0.12.0 creates the directories of an asynchronous save in the background. Its writes wait for
 a signal under the number of the newest save of the process. If a version of the weights and a
 checkpoint begin concurrently, a write waits for a signal that is never sent, and fails after five
 minutes. Invariant: the directories of a save exist before `save` returns, so that no write waits
 for a signal (tests/storage/test_saves.py).
+
+Orbax gives the unfinished folder of a step the same name in every process. A process that was
+suspended in a save and replaced would go on writing into the folder of its successor. Invariant: a
+writer changes no unfinished folder of another writer (tests/run/test_checkpoint.py).
 """
 
+import errno
+import os
+import re
+import secrets
+import time
 from collections.abc import Callable
+from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
+from etils import epath
+
+_UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def in_background(
@@ -27,3 +41,80 @@ def in_background(
         post_finalization_callback=finished,
         create_directories_asynchronously=False,
     )
+
+
+def finished_name(name: str) -> str | None:
+    """Return the name that an unfinished folder of Orbax gets when it is complete, else None."""
+    final, is_unfinished, _ = name.partition(_UNFINISHED)
+    return final if is_unfinished else None
+
+
+def has_writer(name: str) -> bool:
+    """Return whether the name of an unfinished folder names its `Writer`."""
+    return re.search(rf"{_UNFINISHED}-[0-9a-f]{{16}}$", name) is not None
+
+
+def remove(unfinished: epath.Path, patience_s: float = 2.0) -> None:
+    """Delete an unfinished folder. One that is still written to after `patience_s` stays.
+
+    Writes of a save that failed end later than the save; a replaced process goes on writing.
+    """
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return unfinished.rmtree(missing_ok=True)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                raise
+        if time.monotonic() > end:
+            return
+        time.sleep(0.05)
+
+
+class Writer:
+    """One writer of folders: names its unfinished folders, and deletes them when a save failed.
+
+    The processes of a job write into one folder together, which therefore has the plain name.
+
+    Args:
+        folder: which the complete folders are in.
+        confirm: raises if this process may no longer write there; called before an unfinished
+            folder is created and before it becomes visible.
+    """
+
+    def __init__(self, folder: epath.PathLike, confirm: Callable[[], None]) -> None:
+        self._folder, self._confirm = epath.Path(folder), confirm
+        owner = "" if jax.process_count() > 1 else f"-{secrets.token_hex(8)}"
+        self._suffix = _UNFINISHED + owner
+
+    def unfinished(self, final_path: epath.Path) -> epath.Path:
+        """Return the path of a folder until it is complete."""
+        return final_path.with_name(final_path.name + self._suffix)
+
+    @property
+    def temporary_path_class(self) -> type[ocp.path.atomicity.AtomicRenameTemporaryPath] | None:
+        """What Orbax takes the option of this name for; None in an object store."""
+        if "://" in str(self._folder):
+            return None
+        unfinished, confirm = self.unfinished, self._confirm
+
+        class Unfinished(ocp.path.atomicity.AtomicRenameTemporaryPath):
+            @classmethod
+            def from_final(cls, final_path: epath.Path, **options: Any) -> "Unfinished":
+                return cls(unfinished(final_path), final_path, **options)
+
+            async def create(self) -> epath.Path:
+                confirm()
+                return await super().create()
+
+            async def finalize(self) -> None:
+                confirm()
+                await super().finalize()
+
+        return Unfinished
+
+    def remove_unfinished(self) -> None:
+        """Delete the unfinished folders of this writer; no save may be under way."""
+        for path in self._folder.iterdir() if has_writer(self._suffix) else ():
+            if path.name.endswith(self._suffix) and not os.path.islink(path):
+                remove(path)

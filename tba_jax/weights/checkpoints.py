@@ -5,6 +5,7 @@ It does not know who reads the files elsewhere. Its invariant: a version is name
 it is written, and a searcher of this process gets what the files hold.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -35,7 +36,7 @@ class CheckpointTransport(DeliveringTransport):
         reads_back: whether the mailbox has what was read from the files, for searchers of this
             process; else what was published, as searchers elsewhere read and verify for themselves.
         confirm: raises where this process may no longer write to the work directory; called before
-            a version is written and before it is named.
+            a version is written, before it becomes visible and before it is named.
     """
 
     def __init__(
@@ -57,9 +58,11 @@ class CheckpointTransport(DeliveringTransport):
         self._keep = keep
         self._wanted: Callable[[], Collection[int]] = tuple
         self._layout: Layout = (lambda params: params) if layout is None else layout
+        self._files = saves.Writer(self._versions.folder, confirm)
         self._writer = ocp.AsyncCheckpointer(
             ocp.StandardCheckpointHandler(),
             async_options=saves.in_background(timeout_s),
+            temporary_path_class=self._files.temporary_path_class,
         )
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None
@@ -96,6 +99,8 @@ class CheckpointTransport(DeliveringTransport):
             self._confirm()
             self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
+            with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
+                self._files.remove_unfinished()
             raise not_published(self._versions.path(version), error) from error
 
     def _read(self, version: int) -> Any:

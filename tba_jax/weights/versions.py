@@ -15,9 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import counters, digests, sealed
-
-_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of folders that Orbax has not completed
+from tba_jax.storage import counters, digests, saves, sealed
 
 
 class PublicationError(RuntimeError):
@@ -31,6 +29,9 @@ class Versions:
         workdir: of the run; nothing is made in it before `add`.
         session: the start of the run whose versions count; empty: any.
         readers: which processes read together, as Orbax wants it; None: all of this run.
+
+    Attributes:
+        folder: which the versions are in.
     """
 
     def __init__(
@@ -41,27 +42,29 @@ class Versions:
         readers: ocp.options.MultiprocessingOptions | None = None,
     ) -> None:
         counters.leave_out()
-        self._folder = epath.Path(workdir) / "weights"
+        self.folder = epath.Path(workdir) / "weights"
         self._marker = epath.Path(workdir) / "versions.json"
         self._session = session
         self._readers = readers or ocp.options.MultiprocessingOptions()
 
     def path(self, version: int) -> epath.Path:
         """Its folder."""
-        return self._folder / str(version)
+        return self.folder / str(version)
 
     def begin(self, version: int) -> None:
         """Record that the run makes the folder of a version, before anything is written there.
 
-        Only recorded folders are ever deleted.
+        Only recorded folders are ever deleted. The unfinished folder of another writer, which this
+        process may have replaced, is not in the way.
 
         Raises:
             PublicationError: another program's folder has that name. OSError: storage refuses.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
-        for path in self._folder.iterdir() if version not in made else ():
-            if path.name.partition(_UNFINISHED)[0] == str(version):
+        for path in self.folder.iterdir() if version not in made else ():
+            final = path.name if saves.has_writer(path.name) else _final(path.name)
+            if final == str(version):
                 raise PublicationError(
                     f"{path} exists and is not of this run, which is about to publish version "
                     f"{version} there. Move it away, then run the same command again"
@@ -91,7 +94,7 @@ class Versions:
 
     def clear(self) -> None:
         """Drop what an earlier start of the run has left."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
         self._record((), made)
         self._delete(made)
@@ -99,8 +102,8 @@ class Versions:
 
     def _delete(self, versions: Collection[int]) -> None:
         """Delete the folders of these versions, unfinished ones too; no symbolic links."""
-        for path in list(self._folder.iterdir()):
-            name = path.name.partition(_UNFINISHED)[0]
+        for path in list(self.folder.iterdir()):
+            name = _final(path.name)
             if name.isdigit() and int(name) in versions and not os.path.islink(path):
                 path.rmtree(missing_ok=True)
 
@@ -123,7 +126,7 @@ class Versions:
 
     def _with_digests(self) -> list[int]:
         """Versions whose folders have a list of digests, which only a run of tba_jax writes."""
-        found = self._folder.iterdir() if self._folder.is_dir() else ()
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(
             int(path.name)
             for path in found
@@ -181,7 +184,7 @@ class Versions:
         named = self.named()
         if wanted is not None and wanted not in named:
             raise PublicationError(
-                f"{self._folder} has no published version {wanted}; got {named or 'none'}. Give "
+                f"{self.folder} has no published version {wanted}; got {named or 'none'}. Give "
                 "one of them (config.sync.transport=checkpoint writes them, config.sync.keep of "
                 "them are kept)"
             )
@@ -196,9 +199,13 @@ class Versions:
                     f"another version: {[v for v in named if v != version] or 'there is none'}"
                 )
         raise PublicationError(
-            f"{self._folder} has no intact published version; named are {named or 'none'}. A run "
+            f"{self.folder} has no intact published version; named are {named or 'none'}. A run "
             "with config.sync.transport=checkpoint writes one at every sync"
         )
+
+
+def _final(name: str) -> str:
+    return saves.finished_name(name) or name
 
 
 def not_published(path: object, error: BaseException) -> PublicationError:

@@ -16,6 +16,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
+    _host_file,
     load_host_states,
 )
 from tba_jax.run.host_state import Facts, HostState
@@ -220,3 +221,34 @@ def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_
     assert load_host_states(str(tmp_path))[0] == 10  # what did not complete is invisible
     may_end.set()
     checkpoints.abandon(timeout_s=30.0)
+
+
+def test_a_writer_that_was_replaced_leaves_the_files_of_its_successor_alone(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    is_suspended, is_replaced, may_go_on = (threading.Event() for _ in range(3))
+
+    def confirm():
+        if is_replaced.is_set():
+            raise RuntimeError("another process has taken over")
+
+    def host_file(directory, process):
+        if not is_suspended.is_set():
+            is_suspended.set()
+            assert may_go_on.wait(60.0)
+        else:  # the successor is in the midst of its save
+            may_go_on.set()
+            replaced.abandon(timeout_s=30.0)
+        return _host_file(directory, process)
+
+    monkeypatch.setattr("tba_jax.run.checkpoint._host_file", host_file)
+    idle, replaced = (Checkpoints(str(folder), confirm=confirm) for _ in range(2))
+    replaced.save(10, {"w": jnp.zeros(2)}, HOST)
+    assert is_suspended.wait(60.0)
+    is_replaced.set()
+    successor = Checkpoints(str(folder))
+    successor.save(10, {"w": jnp.ones(2)}, HOST)
+    successor.close()
+    with pytest.raises(CheckpointError, match="taken over"):
+        idle.save(20, {"w": jnp.zeros(2)}, HOST)
+    assert [path.name for path in folder.iterdir()] == ["10"]
+    assert Checkpoints(str(folder), read_only=True).damage(10) == []
