@@ -2,6 +2,7 @@
 """The random killer: what happens to a run, at random moments, for a given time.
 
     python -m tests.chaos.killer --seed=0 --budget_min=25 [--at_once=2] [--out=DIR]
+    python -m tests.chaos.killer --seed=0 --kills=100   # of one run of each driver
     python -m tests.chaos.killer --out=DIR --again=NUMBER   # one damaged file of an earlier call
 
 Real runs of the main command, some at once, are killed (in starting, stepping, saving, closing),
@@ -11,8 +12,10 @@ After each, the same command either continues rightly or ends with one line. A r
 end has a closed ledger, no step missing, checkpoints whose digests hold; a synchronous one has the
 very train state of a run that nothing happened to, an asynchronous one the losses of its schedule's
 replay. While those processes work, this one damages a file of an undamaged directory at a time and
-reads it as the commands do (`damage.py`). The last line of output is a JSON object; the exit code
-is 1 when something was lost, wrong in silence, or told in more than one line.
+reads it as the commands do (`damage.py`). With `--kills`, one run of each driver is killed that
+often with SIGKILL, nothing else is done to it, and it then continues to its end. The last line of
+output is a JSON object; the exit code is 1 when something was lost, wrong in silence, or told in
+more than one line.
 """
 
 import argparse
@@ -49,8 +52,8 @@ from tests.chaos import damage
 from tests.integration.commands import ROOT, children, command, environment, lines, losses
 
 NUM_STEPS = 24
+STEPS_PER_KILL = 5
 OVERRIDES = (
-    f"num_steps={NUM_STEPS}",
     "checkpoint.period=3",
     "checkpoint.keep=2",
     "eval.period=12",
@@ -111,10 +114,13 @@ class Killer:
     Args:
         seed: of what is done, though not of what comes of it.
         out: folder to work in.
+        num_steps: of each run.
     """
 
-    def __init__(self, seed: int, out: Path) -> None:
-        self.seed, self.out = seed, out
+    def __init__(self, seed: int, out: Path, num_steps: int = NUM_STEPS) -> None:
+        self.seed, self.out, self.num_steps = seed, out, num_steps
+        self.most_s = MOST_S + num_steps
+        self.overrides = (*OVERRIDES, f"num_steps={num_steps}")
         self.reading = threading.RLock()  # whoever reads checkpoints in this process
         self.numbers = itertools.count()
         self.cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or out / "compiled")
@@ -170,7 +176,7 @@ class Killer:
         if clock_s:
             env["PYTHONPATH"] = f"{ROOT / 'tests/chaos/other_clock'}:{env['PYTHONPATH']}"
             env["TBA_OTHER_CLOCK_S"] = str(clock_s)
-        argv = command(story.workdir, *OVERRIDES, *DRIVERS[story.driver])
+        argv = command(story.workdir, *self.overrides, *DRIVERS[story.driver])
         if ro:
             mount = f"mount --bind {story.workdir} {story.workdir} && "
             mount += f"mount -o remount,bind,ro {story.workdir} && exec "
@@ -184,7 +190,7 @@ class Killer:
             if until is not None:
                 was_killed = until(process)
             while process.poll() is None:
-                if time.monotonic() - began > MOST_S:
+                if time.monotonic() - began > self.most_s:
                     self._fail(f"hangs after {story.events[-5:]}, {what}")
                     break
                 time.sleep(0.05)
@@ -208,7 +214,7 @@ class Killer:
         before = lines_of(story.workdir)
         reached = max((line["step"] for line in before), default=0)
         kind = str(story.rng.choice(list(MOMENTS), p=list(MOMENTS.values())))
-        if kind == "closing" and reached < NUM_STEPS - 6:
+        if kind == "closing" and reached < self.num_steps - 6:
             kind = "stepping"
         began = time.monotonic()
         after_s = float(story.rng.random()) * {"starting": self.start_s, "closing": 8.0}.get(
@@ -224,9 +230,11 @@ class Killer:
             now = lines_of(story.workdir)
             if kind == "stepping":
                 return len(now) >= len(before) + num_lines
-            return any(line["step"] == NUM_STEPS for line in now)
+            return any(line["step"] == self.num_steps for line in now)
 
-        while process.poll() is None and not is_come() and time.monotonic() < began + MOST_S / 2:
+        while (
+            process.poll() is None and not is_come() and time.monotonic() < began + self.most_s / 2
+        ):
             time.sleep(0.005 if kind == "saving" else 0.05)
         end = time.monotonic() + after_s
         while process.poll() is None and time.monotonic() < end:
@@ -381,6 +389,29 @@ class Killer:
             if life.code in (1, 2):
                 self._put_back(story)
 
+    def kill_often(self, driver: str, kills: int) -> None:
+        """Kill one run that often, then let it end."""
+        number = list(DRIVERS).index(driver)
+        rng = np.random.default_rng((self.seed, 10**7 + number))
+        story = Story(self.out / f"run{number}", driver, rng)
+        killed = 0
+        while not (killed == kills or self.wrong):
+            life = self.kill(story)
+            story.events.append(life.what)
+            self._judge(story, life)
+            with self.reading:
+                self._keeps_checkpoints(story)
+            killed += life.was_killed
+            if life.code == 0:
+                self._fail(f"{driver}: the run ended after {killed} kills of {kills}")
+        life = self._live(story, "undisturbed", until=None)
+        self._judge(story, life)
+        if life.code == 0:
+            with self.reading:
+                self._finished(story)
+            if driver == "async":
+                self._replay(story)
+
     def _put_back(self, story: Story) -> None:
         """Mend what was damaged, as the line asks for; a log loses the lines that are wrong."""
         for file, before in story.spoilt.items():
@@ -438,7 +469,7 @@ class Killer:
         checkpoints = Checkpoints(str(workdir / "checkpoints"), read_only=True)
         left = [path.name for path in (workdir / "checkpoints").iterdir()]
         # One that was damaged when nobody needed it is older than the newest.
-        if not all(name.isdigit() for name in left) or checkpoints.damage(NUM_STEPS):
+        if not all(name.isdigit() for name in left) or checkpoints.damage(self.num_steps):
             self._fail(f"checkpoints are left damaged or unfinished: {where}: {left}")
         versions = Versions(workdir)
         left = sorted(path.name for path in (workdir / "weights").iterdir())
@@ -446,7 +477,7 @@ class Killer:
         # Here, too, an older one may have been damaged that nobody read again.
         if left != sorted(map(str, named)) or any(map(versions.damage, named[-1:])):
             self._fail(f"weights are left damaged or unfinished: {where}: {left}")
-        if story.has_whole_logs and sorted(losses(workdir)) != list(range(1, NUM_STEPS + 1)):
+        if story.has_whole_logs and sorted(losses(workdir)) != list(range(1, self.num_steps + 1)):
             self._fail(f"steps missing or twice: {where}")
         if story.driver == "sync":
             if self._train_state(workdir) != self.want_state:
@@ -460,7 +491,7 @@ class Killer:
         done = subprocess.run(
             command(
                 again,
-                *OVERRIDES,
+                *self.overrides,
                 *DRIVERS[story.driver],
                 flags=(f"--replay_schedule={story.workdir / 'schedule.jsonl'}",),
             ),
@@ -468,7 +499,7 @@ class Killer:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=MOST_S,
+            timeout=self.most_s,
         )
         if done.returncode or losses(again) != losses(story.workdir):
             self._fail(f"its schedule's replay differs: {where}: {done.stderr[-500:]}")
@@ -477,7 +508,7 @@ class Killer:
 
     def _train_state(self, workdir: Path) -> str:
         checkpoints = Checkpoints(str(workdir / "checkpoints"), read_only=True)
-        _, state, _ = checkpoints.restore(self.template.target, NUM_STEPS)
+        _, state, _ = checkpoints.restore(self.template.target, self.num_steps)
         return damage.digest_of(state)
 
 
@@ -511,14 +542,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--budget_min", type=float, default=25.0)
     parser.add_argument("--at_once", type=int, default=2, help="runs")
     parser.add_argument("--out", default="", help="folder; kept where something is wrong")
+    parser.add_argument("--kills", type=int, default=0, help="of one run of each driver")
     parser.add_argument("--again", type=int, default=None, help="number of a damaged file")
     args = parser.parse_args(argv)
     out = Path(args.out or tempfile.mkdtemp(prefix="killer-")).absolute()
     out.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + 60 * args.budget_min
-    killer = Killer(args.seed, out)
+    num_steps = NUM_STEPS if not args.kills else args.kills * STEPS_PER_KILL
+    killer = Killer(args.seed, out, num_steps)
     if args.again is not None:
         killer.damage_one(args.again)
+    elif args.kills:
+        with ThreadPoolExecutor(args.at_once) as pool:
+            list(pool.map(lambda driver: killer.kill_often(driver, args.kills), DRIVERS))
     else:
         with ThreadPoolExecutor(args.at_once) as pool:
             stories = [pool.submit(killer.stories, end_s) for _ in range(args.at_once)]
