@@ -59,7 +59,7 @@ class Case(NamedTuple):
     recency_prob: float = 1.0
     waits: bool = True
     delivery: float = 0.0
-    late: Literal["train", "wait"] = "train"
+    late: Literal["train", "wait", "drop"] = "train"
 
 
 # Responses take the longer the more searchers share the same work: about n / 4 steps on average.
@@ -68,6 +68,8 @@ CASES = (
     *(Case(n, 1.0, n) for n in (4, 16, 32, 64)),
     *(Case(n, 2.0, n) for n in (4, 16, 32, 64)),
     *(Case(8, supply, 8, 0.95, waits=False) for supply in (1.0, 0.75, 0.5)),
+    # Bounds that the latency fits into and that it does not, where nothing is drawn in excess.
+    *(Case(16, 1.0, bound, late=late) for bound in (16, 2) for late in ("wait", "drop")),
     # Weights that travel, with a bound that their way fits into and with one that it does not.
     *(
         Case(4, 1.5, bound, delivery=delivery, late=late)

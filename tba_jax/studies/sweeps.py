@@ -114,7 +114,7 @@ def _betas(lag: int) -> dict[str, Case]:
 # On the sparse problem.
 _REPLAYED = {"prompts": 4, "num_looks": 100, "replay": "responses"}
 _HALF_BY_REWARD = {"lag": 2, "recency": 0.5, "inverse_temperature": 5.0}
-_SPARSE_RATES = (0.03, 0.1, 0.3)
+_SPARSE_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def _on_sparse(cases: Mapping[str, Case], axis: str) -> Study:
@@ -189,6 +189,17 @@ STUDIES: Mapping[str, Study] = {
         },
         num_steps=800,
         axis="steps between resets of the reference",
+    ),
+    # Part of what TBA' does on old data that is due to its resets of the reference.
+    "staleness_resets": Study(
+        ("tb", "tba_prime"),
+        {
+            f"{label}, lag {lag}": Case({"lag": lag}, {"reset_period": period})
+            for label, period in (("never", 0), ("every 50", 50))
+            for lag in LAGS
+        },
+        rates=(1e-3, 3e-3, 1e-2, 3e-2),
+        axis="resets of the reference, lag",
     ),
     # S strings drawn for each group of K, those that differ first.
     "samples": Study(
