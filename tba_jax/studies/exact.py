@@ -6,10 +6,10 @@
 STUDY is one of `sweeps.STUDIES`: optimum (who ends at pi_ref exp(r / beta)?), staleness (data
 exactly 0, 8 or 32 steps old), staleness_resets (its control), group (K), recency (m), sync (k),
 beta, centring, reset, samples (S), priority, searchers, capacity (what is drawn and kept),
-diversity (at the same success), stops (of responses that end). All rates, seeds and cases of an objective that have the same shapes are one
-program. Every objective and case is a line of OUT/STUDY.jsonl as soon as it is known and is not
-computed again; a table and a figure are made of all. docs/results/claims.md has the protocols. It
-knows objectives and problems, no run.
+diversity (at the same success), stops (of responses that end). All rates, seeds and cases of an
+objective that have the same shapes are one program. Every objective and case is a line of
+OUT/STUDY.jsonl as soon as it is known and is not computed again; a table and a figure are made of
+all. docs/results/claims.md has the protocols. It knows objectives and problems, no run.
 """
 
 import argparse
