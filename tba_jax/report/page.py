@@ -7,19 +7,14 @@ it is escaped, because model outputs may hold anything.
 """
 
 import base64
-import html
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from tba_jax.report.document import details, document, escaped, pairs, section
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
 from tba_jax.report.files import Facts, Run, flat
-from tba_jax.report.words import duration, held_out, percent, plain, shown
+from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
-
-
-def _e(value: Any) -> str:
-    """Any value as escaped text, what cannot be shown as escapes."""
-    return html.escape(shown(str(value)))
 
 
 def headline(run: Run) -> str:
@@ -87,7 +82,7 @@ def _notice(run: Run) -> str:
             f"This run is not finished: {run.last_step} of {run.num_steps} steps. Run the same "
             "command on this work directory to continue; the figures below are those so far."
         )
-    return f'<p class="notice" role="status">{_e(text)}</p>'
+    return f'<p class="notice" role="status">{escaped(text)}</p>'
 
 
 def _tiles(run: Run) -> str:
@@ -121,7 +116,7 @@ def _tiles(run: Run) -> str:
         detail = f"{format_count(used)} of them trained on" if used else ""
         tiles.append((format_count(generated), "responses sampled", detail))
     cells = [
-        f"<div><dt>{_e(label)}</dt><dd><b>{_e(value)}</b><small>{_e(detail)}</small></dd></div>"
+        f"<div><dt>{escaped(label)}</dt><dd><b>{escaped(value)}</b><small>{escaped(detail)}</small></dd></div>"
         for value, label, detail in tiles
     ]
     return f'<dl class="tiles">{"".join(cells)}</dl>' if cells else ""
@@ -134,11 +129,13 @@ def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: st
     for figure in of_section:
         if figure.name not in pictures:
             continue
-        title, text = (_e(x if isinstance(x, str) else x(run)) for x in (figure.title, figure.text))
+        title, text = (
+            escaped(x if isinstance(x, str) else x(run)) for x in (figure.title, figure.text)
+        )
         heading = f"<h3>{title}</h3>" if len(of_section) > 1 else ""
         light, dark = (base64.b64encode(png).decode("ascii") for png in pictures[figure.name])
         cells.append(
-            f'<figure class="{_e(figure.name)}"><figcaption>{heading}<p>{text}</p>'
+            f'<figure class="{escaped(figure.name)}"><figcaption>{heading}<p>{text}</p>'
             '</figcaption><div class="scroll"><picture>'
             f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
             f'<img alt="{title}. {text}" src="data:image/png;base64,{light}">'
@@ -149,9 +146,7 @@ def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: st
 
 def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     missing = "" if run.evals else '<p class="missing">No evaluation has been logged yet.</p>'
-    return _section(
-        LEARNED, f'{missing}<div class="grid">{_pictures(run, pictures, LEARNED)}</div>'
-    )
+    return section(LEARNED, f'{missing}<div class="grid">{_pictures(run, pictures, LEARNED)}</div>')
 
 
 def _mark(reward: Any, *, is_graded: bool) -> str:
@@ -169,15 +164,15 @@ def _gold(answer: str) -> str:
     """The reference answer; of a worked solution the last line, with the rest folded away."""
     *work, last = answer.strip().splitlines() or [""]
     if work:
-        return _details(f"answer: {last}", f"<pre>{_e(answer)}</pre>")
-    return f"<small>answer: {_e(last)}</small>" if last else ""
+        return details(f"answer: {last}", f"<pre>{escaped(answer)}</pre>")
+    return f"<small>answer: {escaped(last)}</small>" if last else ""
 
 
 def _samples(run: Run) -> str:
     samples = run.report.get("samples") or []
     if not samples:
         text = "Side-by-side answers appear when the run has made its last evaluation."
-        return _section("Before and after", f'<p class="missing">{text}</p>')
+        return section("Before and after", f'<p class="missing">{text}</p>')
     rows = []
     is_graded = run.metric == "pass_at_1"
     for sample in samples:
@@ -186,9 +181,9 @@ def _samples(run: Run) -> str:
             text = sample.get(when)
             shown = "(empty)" if text == "" else "(not sampled)" if text is None else text
             mark = _mark(sample.get(f"{when}_reward"), is_graded=is_graded)
-            cells.append(f'<td data-label="{when}">{mark}<pre>{_e(shown)}</pre></td>')
+            cells.append(f'<td data-label="{when}">{mark}<pre>{escaped(shown)}</pre></td>')
         gold = _gold(str(sample.get("answer") or ""))
-        prompt = f'<th scope="row"><pre>{_e(sample.get("prompt", ""))}</pre>{gold}</th>'
+        prompt = f'<th scope="row"><pre>{escaped(sample.get("prompt", ""))}</pre>{gold}</th>'
         rows.append(f"<tr>{prompt}{''.join(cells)}</tr>")
     known = [
         [r for sample in samples if (r := sample.get(f"{when}_reward")) is not None]
@@ -210,13 +205,13 @@ def _samples(run: Run) -> str:
         '<table class="samples"><thead><tr><th scope="col">problem</th><th scope="col">before'
         f'</th><th scope="col">after</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
-    return _section("Before and after", f"<p>{_e(text)}</p>{table}")
+    return section("Before and after", f"<p>{escaped(text)}</p>{table}")
 
 
 def _asynchrony(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     text = "No schedule has been logged yet, so there is no timeline."
     missing = "" if "timeline" in pictures else f'<p class="missing">{text}</p>'
-    return _section(WORKED, missing + _pictures(run, pictures, WORKED))
+    return section(WORKED, missing + _pictures(run, pictures, WORKED))
 
 
 LEDGER_ROWS = {
@@ -246,7 +241,7 @@ def _ledger(run: Run) -> str:
         else f"The entries add up to {total:,}, {generated - total:+,} short of what was sampled."
     )
     cells = [
-        f'<tr><th scope="row">{_e(label)}</th><td>{count:,}</td>'
+        f'<tr><th scope="row">{escaped(label)}</th><td>{count:,}</td>'
         f"<td>{percent(count / generated)}</td>"
         f'<td class="bar"><i style="width:{100 * count / generated:.2f}%"></i></td></tr>'
         for label, count in rows
@@ -264,12 +259,12 @@ def _ledger(run: Run) -> str:
             f" {ledger['trained_unique']:,} of them were trained on, {often:.1f} times each "
             "on average."
         )
-    text = f"<p>{_e(balance + uses + _economy(run.report.get('economy') or {}))}</p>"
+    text = f"<p>{escaped(balance + uses + _economy(run.report.get('economy') or {}))}</p>"
     warnings = "".join(
-        f'<p class="notice">{_e(sentence[:1].upper() + sentence[1:])}.</p>'
+        f'<p class="notice">{escaped(sentence[:1].upper() + sentence[1:])}.</p>'
         for sentence in (run.report.get("economy") or {}).get("warnings", [])
     )
-    return _section("Where every response went", f"{text}{warnings}{table}")
+    return section("Where every response went", f"{text}{warnings}{table}")
 
 
 def _economy(told: Mapping[str, Any]) -> str:
@@ -298,34 +293,18 @@ def _changes(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _pairs(items: Iterable[tuple[str, Any]]) -> str:
-    rows = "".join(
-        f'<tr><th scope="row">{_e(name)}</th><td>{_e(plain(value))}</td></tr>'
-        for name, value in items
-    )
-    return f'<table class="pairs"><tbody>{rows}</tbody></table>' if rows else ""
-
-
-def _details(summary: str, body: str) -> str:
-    return f"<details><summary>{_e(summary)}</summary>{body}</details>" if body else ""
-
-
 def _settings(run: Run) -> str:
     changes = _changes(run)
-    body = "<p>Everything else is at its default.</p>" + _pairs(changes) if changes else ""
-    body += _details("All config fields", _pairs(run.config.items()))
+    body = "<p>Everything else is at its default.</p>" + pairs(changes) if changes else ""
+    body += details("All config fields", pairs(run.config.items()))
     versions = run.versions or run.report.get("versions") or {}
-    body += _details("Versions and hardware", _pairs(flat(_machine(run, versions)).items()))
-    return _section("What was run", body) if body else ""
+    body += details("Versions and hardware", pairs(flat(_machine(run, versions)).items()))
+    return section("What was run", body) if body else ""
 
 
 def _machine(run: Run, versions: Facts) -> dict[str, Any]:
     hardware = run.report.get("hardware")
     return {**({"hardware": hardware} if hardware else {}), **versions}
-
-
-def _section(title: str, body: str) -> str:
-    return f"<section><h2>{_e(title)}</h2>{body}</section>"
 
 
 def _fleet(run: Run) -> str:
@@ -347,8 +326,9 @@ def _fleet(run: Run) -> str:
     for row in rows:
         staleness = row.get("staleness_mean")
         cells.append(
-            f'<tr><th scope="row">searcher {row["searcher"]}</th><td>{_e(row["host"] or "-")}</td>'
-            f"<td>{_e(row['state'])}</td><td>{row['joins']}</td><td>{row['groups']:,}</td>"
+            f'<tr><th scope="row">searcher {row["searcher"]}</th>'
+            f"<td>{escaped(row['host'] or '-')}</td>"
+            f"<td>{escaped(row['state'])}</td><td>{row['joins']}</td><td>{row['groups']:,}</td>"
             f"<td>{'-' if staleness is None else f'{staleness:.1f}'}</td>"
             f"<td>{row['idle_s']:,.0f} s</td></tr>"
         )
@@ -360,7 +340,7 @@ def _fleet(run: Run) -> str:
         f'<table class="ledger"><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(cells)}</tbody></table>"
     )
-    return _section("The fleet", f"<p>{_e(text)}.</p>{table}")
+    return section("The fleet", f"<p>{escaped(text)}.</p>{table}")
 
 
 def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
@@ -370,112 +350,21 @@ def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     eyebrow = f"tba_jax · {name}" + ("" if seed is None else f" · seed {seed}")
     health = _pictures(run, pictures, HEALTHY)
     parts = [
-        f'<header><p class="eyebrow">{_e(eyebrow)}</p><h1>{_e(headline(run))}</h1>'
-        f'<p class="lead">{_e(_subline(run))}</p></header>',
+        f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(headline(run))}</h1>'
+        f'<p class="lead">{escaped(_subline(run))}</p></header>',
         _notice(run),
         _tiles(run),
         _learning(run, pictures),
         _samples(run),
         _asynchrony(run, pictures),
-        _section(HEALTHY, health) if health else "",
+        section(HEALTHY, health) if health else "",
         _ledger(run),
         _fleet(run),
         _settings(run),
-        f"<footer><p>Rebuild this page with <code>python -m tba_jax.report {_e(run.workdir)}</code>"
+        f"<footer><p>Rebuild this page with <code>python -m tba_jax.report {escaped(run.workdir)}"
+        "</code>"
         ". The figures are also in <code>plots/</code>, every number in "
         "<code>metrics.jsonl</code> and <code>report.json</code>.</p></footer>",
     ]
     body = "\n".join(part for part in parts if part)
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "img-src data:; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<title>{_e(headline(run))} · {_e(name)}</title><style>{STYLE}</style></head>\n<body>"
-        f"<main>{body}</main></body></html>\n"
-    )
-
-
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1c2430; --muted: #5b6675;
-  --line: #dfe3e8; --soft: #f5f7f9; --accent: #0072b2; --right: #00704f; --right-bg: #e3f4ee;
-  --wrong: #b34700; --wrong-bg: #fcede3; }
-@media (prefers-color-scheme: dark) { :root { --paper: #171c24; --ink: #e8ecf1;
-  --muted: #9aa6b5; --line: #2f3844; --soft: #1f2630; --accent: #56b4e9; --right: #5fd6b0;
-  --right-bg: #16372f; --wrong: #f5a36c; --wrong-bg: #3d2818; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
-main { max-width: 1080px; margin: 0 auto; padding: 3rem 1.5rem 4rem; }
-.eyebrow { margin: 0 0 .4rem; color: var(--accent); font-weight: 600; letter-spacing: .02em; }
-h1 { margin: 0; font-size: clamp(1.9rem, 4.8vw, 2.9rem); line-height: 1.12;
-  letter-spacing: -.025em; text-wrap: balance; }
-.lead { margin: .8rem 0 0; font-size: 1.1rem; color: var(--muted); max-width: 60ch; }
-h2 { margin: 3.2rem 0 .6rem; font-size: 1.45rem; letter-spacing: -.015em; }
-h3 { margin: 0; font-size: 1.02rem; }
-section > p { margin: .2rem 0 1rem; color: var(--muted); max-width: 70ch; }
-.notice { margin: 1.6rem 0 0; padding: .8rem 1rem; border-left: 4px solid var(--wrong);
-  background: var(--wrong-bg); }
-.missing { padding: .8rem 1rem; background: var(--soft); border-radius: 8px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(165px, 1fr)); gap: 1px;
-  margin: 2rem 0 0; background: var(--line); border: 1px solid var(--line); border-radius: 10px;
-  overflow: hidden; }
-.tiles div { display: flex; flex-direction: column-reverse; justify-content: flex-end;
-  padding: .9rem 1rem; background: var(--paper); }
-.tiles dt { order: 0; color: var(--muted); font-size: .86rem; line-height: 1.3; }
-.tiles dd { margin: 0; display: contents; }
-.tiles b { order: 1; font-size: 1.5rem; letter-spacing: -.02em; line-height: 1.25;
-  font-variant-numeric: tabular-nums; }
-.tiles small { order: -1; color: var(--muted); font-size: .78rem; margin-top: .25rem; }
-.grid { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 2.2rem 2.4rem;
-  margin-top: 1.2rem; }
-figure { margin: 0; min-width: 0; }
-figcaption p { margin: .1rem 0 .5rem; color: var(--muted); font-size: .9rem; line-height: 1.4; }
-.grid figcaption { min-height: 4.2rem; }
-img { display: block; width: 100%; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th { text-align: left; font-weight: 400; }
-thead th { color: var(--muted); font-size: .85rem; }
-th, td { padding: .5rem .8rem .5rem 0; vertical-align: top; border-bottom: 1px solid var(--line); }
-pre { margin: .25rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere;
-  font: .86rem/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-small { color: var(--muted); }
-.samples { table-layout: fixed; }
-.samples th:first-child { width: 26%; }
-.samples details { margin: .3rem 0 0; font-size: .85rem; font-weight: 400; }
-.mark { display: inline-block; padding: .05rem .5rem; border-radius: 99px; font-size: .8rem;
-  font-weight: 600; background: var(--soft); color: var(--muted); }
-.mark.right { color: var(--right); background: var(--right-bg); }
-.mark.wrong { color: var(--wrong); background: var(--wrong-bg); }
-.ledger { max-width: 760px; }
-.ledger td { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.ledger .bar { width: 34%; padding-right: 0; vertical-align: middle; }
-.ledger i { display: block; height: .55rem; min-width: 2px; border-radius: 2px;
-  background: var(--accent); }
-.total th, .total td { font-weight: 600; border-bottom: 0; }
-.pairs { max-width: 760px; }
-.pairs th { width: 45%; }
-.pairs th, .pairs td { padding-top: .3rem; padding-bottom: .3rem; overflow-wrap: anywhere;
-  font: .84rem/1.4 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
-details { margin: 1rem 0 0; }
-summary { cursor: pointer; color: var(--accent); }
-footer { margin-top: 3.5rem; padding-top: 1rem; border-top: 1px solid var(--line);
-  color: var(--muted); font-size: .88rem; overflow-wrap: anywhere; }
-@media (max-width: 720px) {
-  main { padding: 1.6rem 1rem 3rem; }
-  .grid { grid-template-columns: 1fr; gap: 1.8rem; }
-  .grid figcaption { min-height: 0; }
-  .tiles { grid-template-columns: 1fr 1fr; }
-  .timeline img, .optimisation img { width: auto; max-width: none; height: 330px; }
-  .samples thead { display: none; }
-  .samples, .samples tbody, .samples tr, .samples th, .samples td { display: block; width: auto; }
-  .samples th:first-child { width: auto; }
-  .samples tr { padding: .8rem 0; border-bottom: 1px solid var(--line); }
-  .samples th, .samples td { border: 0; padding: .2rem 0; }
-  .samples td::before { content: attr(data-label) " "; color: var(--muted); font-size: .85rem; }
-  .ledger .bar { display: none; }
-}
-@media print { details { display: none; } }
-"""
+    return document(headline(run), str(name), body)

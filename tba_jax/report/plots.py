@@ -134,13 +134,13 @@ def style_axes(axes: "Axes", theme: Theme, *, grid: bool = True) -> None:
         axes.set_axisbelow(True)
 
 
-def _percent_axis(axes: "Axes") -> None:
+def percent_axis(axes: "Axes") -> None:
     from matplotlib.ticker import PercentFormatter
 
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
 
 
-def _time_axis(axes: "Axes") -> None:
+def time_axis(axes: "Axes") -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 1.5, 2, 3, 6, 10]))
@@ -202,12 +202,12 @@ def accuracy(run: Run, theme: Theme) -> "Figure | None":
     if is_share(metric):
         top = max(0.25, 1.25 * values.max())
         axes.set_ylim(min(0.0, 1.25 * values.min()), top if values.max() > 1 else min(1.09, top))
-        _percent_axis(axes)
+        percent_axis(axes)
     else:
         axes.margins(y=0.25)  # room for the annotations
     margin = max(1.0, 0.09 * float(np.ptp(times)))
     axes.set_xlim(times.min() - margin, times.max() + margin)
-    _time_axis(axes)
+    time_axis(axes)
     step_times, steps = metrics.column("time_s", "step")
     if len(steps) > 1 and np.ptp(steps) > 0:
         _step_axis_on_top(axes, theme, step_times, steps)
@@ -274,7 +274,7 @@ def habits(run: Run, theme: Theme) -> "Figure | None":
         if name == "search/kind_share":
             axes.set_ylim(0, 1.04)
             axes.set_yticks([0, 0.5, 1])
-            _percent_axis(axes)
+            percent_axis(axes)
     step_axis(rows[-1])
     return figure
 
@@ -312,7 +312,7 @@ def staleness(run: Run, theme: Theme) -> "Figure | None":
         labels[-1] = f"{last}+"
     axes.set_xticks(ticks, labels)
     axes.set_xlabel("staleness: steps between the weights that sampled it and its use")
-    _percent_axis(axes)
+    percent_axis(axes)
     return figure
 
 
@@ -389,7 +389,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     whole.axvspan(*zoom, facecolor="none", edgecolor=theme.ink, linewidth=1.0)
     whole.set_title("the whole run", loc="left", fontsize=10, color=theme.muted)
     for axes in (near, whole):
-        _time_axis(axes)
+        time_axis(axes)
     whole.set_xlabel("time since start (min:s)")
     return figure
 

@@ -15,6 +15,7 @@ from tba_jax.report import build as report
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.age_plot import by_staleness
+from tba_jax.report.document import escaped
 from tba_jax.report.files import Run
 from tba_jax.report.lanes import (
     busy_shares,
@@ -144,8 +145,8 @@ def test_model_texts_are_escaped_and_control_characters_shown(full):
     _, text = full
     assert "&lt;script&gt;alert(&quot;x&quot;)&lt;/script&gt; &amp; &lt;b&gt;11" in text
     assert "\x1b" not in text and "The answer" not in text and "is 8.\\x1b[0m" in text
-    assert report_page._e("naïve 👩‍🔬 \ud800\x00\n<") == "naïve 👩‍🔬 \\ud800\\x00\n&lt;"
-    assert report_page._e("a\u202egnp.exe\u2066\u061c") == "a\\u202egnp.exe\\u2066\\u061c"
+    assert escaped("naïve 👩‍🔬 \ud800\x00\n<") == "naïve 👩‍🔬 \\ud800\\x00\n&lt;"
+    assert escaped("a\u202egnp.exe\u2066\u061c") == "a\\u202egnp.exe\\u2066\\u061c"
 
 
 def test_samples_are_marked_right_and_wrong(full):
