@@ -87,6 +87,7 @@ def fake_workdir(
                 "stale_4/log_ratio_p50": -0.6 * done,
                 "train/reward_mean": 0.36 + 0.4 * done + rng.normal(0, 0.03),
                 "train/tokens_per_s": 11850.0,
+                "train/response_tokens": 2000.0,
                 "search/reward_mean": 0.34 + 0.4 * done + rng.normal(0, 0.04),
                 "search/kind_share": min(1.0, 0.38 + 0.55 * done + rng.normal(0, 0.02)),
                 "search/response_length_mean": 11 + 19 * done + rng.normal(0, 0.4),

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: one page that compares runs, finished or in progress."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tba_jax.report.comparison import render_comparison
+from tba_jax.report.files import load_run
+from tba_jax.report.groups import common_folder, group_runs
+from tba_jax.run.errors import UserError
+from tba_jax.run.mirroring import run_folder
+from tba_jax.storage.whole_files import write_whole
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page that compares work directories; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.compare", description="Compare runs, finished or in progress."
+    )
+    parser.add_argument("workdir", nargs="+", help="work directories of runs")
+    parser.add_argument(
+        "--group",
+        default="",
+        metavar="FIELD,...",
+        help="runs with equal values of these config fields are one curve with a band; default: "
+        "runs that differ in their seed only",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file of the page; default: compare.html beside the runs"
+    )
+    arguments = parser.parse_args(argv)
+    fields = [field for field in arguments.group.split(",") if field]
+    try:
+        folders = [
+            run_folder(folder, "WORKDIR", lambda line: print(line, flush=True))
+            for folder in dict.fromkeys(arguments.workdir)
+        ]
+        runs = [load_run(folder) for folder in folders]
+        grouped = group_runs(runs, fields)
+        page = arguments.out or common_folder(runs) / "compare.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(page, render_comparison(grouped).encode())
+    except (ValueError, UserError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    for group in grouped:
+        print(f"{group.name}: {len(group.runs)} run{'s' if len(group.runs) > 1 else ''}")
+    print(page)
+    return 0

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tba_jax.compare`: see `tba_jax.commands.compare`."""
+
+import sys
+
+from tba_jax.commands.compare import main
+from tba_jax.commands.edge import guarded
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

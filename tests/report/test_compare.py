@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+
+import numpy as np
+import pytest
+from browser import in_browser
+from fake_workdir import fake_workdir
+
+from tba_jax.commands.compare import main
+from tba_jax.report import groups
+from tba_jax.report.files import load_run
+from tba_jax.storage import sealed
+
+HOSTILE = ("<script>document.title='hacked'</script>", '"><img src=x onerror="document.title=1">')
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory):
+    """Two objectives with three seeds; the last run is in progress and its log ends in a line
+    that is not whole."""
+    folder = tmp_path_factory.mktemp("six")
+    for number in range(6):
+        name, seed = ("tb", "grpo")[number // 3], number % 3
+        workdir = folder / f"{name}<b>{seed}"
+        in_progress = number == 5
+        fake_workdir(
+            workdir, num_steps=20, made_steps=9 if in_progress else 20, report=not in_progress
+        )
+        told = sealed.read(workdir / "config.json")
+        told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
+        told["config"] |= {"task": {"data_path": HOSTILE[1]}} if name == "tb" else {}
+        sealed.write(workdir / "config.json", told)
+        if not in_progress:
+            report = dict(sealed.read(workdir / "report.json"))
+            report["eval"]["after"]["pass_at_1"] = 0.5 + 0.1 * seed
+            report["samples"][0] |= {"prompt": HOSTILE[0], "after": f"{HOSTILE[1]} seed {seed}"}
+            sealed.write(workdir / "report.json", report)
+    with open(workdir / "metrics.jsonl", "a") as log:
+        log.write('{"step": 10, "time_s"')
+    out = folder / "out" / "compare.html"
+    assert main([*map(str, sorted(folder.glob("*[0-9]"))), f"--out={out}"]) == 0
+    return folder, out
+
+
+def test_a_comparison_has_groups_intervals_differences_and_responses(six):
+    folder, out = six
+    text = out.read_text(encoding="utf-8")
+    assert "6 runs in 2 groups" in text and "1 of 6 runs are not finished" in text
+    assert "objective.name=tb" in text and "objective.name=grpo" in text
+    # Student's interval of .5, .6, .7 with two degrees of freedom: 2.92 x .1 / sqrt(3).
+    assert "60.0\N{NO-BREAK SPACE}% ± 16.9\N{NO-BREAK SPACE}%" in text
+    assert "9 to 20 of 20, 1 not finished" in text
+    assert "seed 2" in text and "(not sampled)" in text
+    assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
+
+
+def test_the_axis_is_chosen_and_no_text_runs_as_a_script(six, tmp_path):
+    told = in_browser(
+        six[1],
+        tmp_path,
+        script="""
+        const seen = () => ['step', 'tokens', 'time'].filter(
+            axis => document.querySelector('div.by_' + axis).offsetHeight > 100);
+        const before = seen();
+        document.querySelector('label[for=by_tokens]').click();
+        return [before, seen(), document.title, document.querySelector('.beside pre').innerText]
+        """,
+    )
+    assert told == [["step"], ["tokens"], "6 runs in 2 groups · compare", HOSTILE[0]]
+
+
+def test_groups_follow_the_fields_that_are_named(six):
+    runs = [load_run(folder) for folder in sorted(six[0].glob("*[0-9]"))]
+    by_seed = groups.group_runs(runs, ["seed"])
+    assert [(g.name, len(g.runs)) for g in by_seed] == [(f"seed={i}", 2) for i in range(3)]
+    with pytest.raises(ValueError, match="--group=objective.nam: no config of these runs"):
+        groups.group_runs(runs, ["objective.nam"])
+
+
+def test_curves_are_bounded_and_bands_end_with_the_shortest_run(tmp_path, monkeypatch):
+    fake_workdir(tmp_path, num_steps=40)
+    run = load_run(tmp_path)
+    x, _ = groups.curve(run, "search/reward_mean", "tokens")
+    np.testing.assert_array_equal(x, 2000.0 * np.arange(1, 41))
+    monkeypatch.setattr(groups, "POINTS", 8)
+    x, y = groups.curve(run, "search/reward_mean", "step")
+    raw = run.metrics.column("step", "search/reward_mean")[1]
+    np.testing.assert_allclose(x, np.arange(3, 43, 5))
+    np.testing.assert_allclose(y, raw.reshape(8, 5).mean(1))
+    short, long = (np.arange(5.0), np.zeros(5)), (np.arange(9.0), np.ones(9))
+    grid, mean, low, high = groups.band([short, long])
+    assert (grid[-1], mean[0], low[0], high[0]) == (4, 0.5, 0, 1)
+    assert groups.band([short]) is None
+
+
+@pytest.mark.parametrize("arguments, why", [(["nowhere"], "wanted the work directory")])
+def test_what_is_no_run_is_one_line(capsys, tmp_path, monkeypatch, arguments, why):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 1
+    assert why in capsys.readouterr().err
