@@ -33,7 +33,7 @@ from tba_jax.run.errors import UserError, tell
 from tba_jax.run.interruption import Interruption, surviving_closed_outputs
 from tba_jax.run.joining import start_cluster
 from tba_jax.run.session import train, train_in_bucket
-from tba_jax.run.workdir import Outcome, claim_together, default_workdir, finished_before
+from tba_jax.run.workdir import Outcome, default_workdir
 from tba_jax.storage.bucket import is_address
 
 # Before jax is imported, so that times count from the command.
@@ -171,46 +171,29 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
 
 def _run_pod(config: Config, workdir: Path) -> int:
     """`main` in a process of a pod: join the others, let process 0 claim the work directory."""
-    from tba_jax.devices.cluster import LastWords, PeerError, peer_errors
-    from tba_jax.run.conduct import conduct
+    from tba_jax.devices.cluster import LastWords, PeerError
 
     interrupted = Interruption()
-    cluster = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    everyone = cluster
-    last_words = LastWords(cluster)
+    everyone = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+    last_words = LastWords(everyone)
     held = contextlib.ExitStack()
     try:
-        team = None
-        if MODES[config.placement].shares_data:
-            is_finished, hold = claim_together(cluster, config, workdir, held)
-        else:
-            from tba_jax.run.whole_hosts import join
+        from tba_jax.run.job import run_job
 
-            joined = join.join(config, workdir, cluster, interrupted, held, _PROCESS_START)
-            if joined is None:  # a host that searches: it is done
-                cluster.close()
-                last_words.unsay()
-                return 0
-            cluster, is_finished, hold, team = joined
-        if is_finished:
-            outcome = finished_before(config, workdir)
-        else:
-            with peer_errors(cluster):
-                outcome = conduct(
-                    config,
-                    workdir,
-                    cluster,
-                    interrupted,
-                    hold=hold,
-                    accept_changed=_ACCEPT_CHANGED.value,
-                    start_s=_PROCESS_START,
-                    team=team,
-                )
-        held.close()
+        cluster, outcome = run_job(
+            config,
+            workdir,
+            everyone,
+            interrupted,
+            accept_changed=_ACCEPT_CHANGED.value,
+            start_s=_PROCESS_START,
+            held=held,
+        )
         code = 0
-        if cluster.is_primary:
+        if outcome is not None and cluster.is_primary:
             code = _say(outcome, config, workdir, interrupted.signal_number)
-        everyone.close()
+        everyone.close()  # the others may still request steps or tickets
+        held.close()
         last_words.unsay()
         # A pod that was told to go and went in order has not failed.
         return code if everyone.num_processes == 1 else 0

@@ -106,7 +106,7 @@ def lay_out(draws, **options):
         policy_temperature=1.0,
         **options,
     )
-    return packing.batch(draws, tuple)
+    return packing.batch(draws)
 
 
 def make_batch(p=4, k=4, prompt=4, t=6, seed=0, **options):

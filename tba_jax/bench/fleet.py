@@ -34,7 +34,7 @@ from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundMetrics, RoundReport
 from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
-from tba_jax.remote.messages import Heartbeat, JoinRequest, SearcherKey, pack_json
+from tba_jax.remote.messages import Heartbeat, JoinRequest, SearcherKey, Trace, pack_json
 from tba_jax.remote.search_channel import RemoteSearchServer, search_handlers
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import ServerSettings
@@ -50,6 +50,8 @@ MATRIX = 256
 
 class NoEvaluations:
     """An evaluation queue without evaluations."""
+
+    wanted = ()
 
     def lease(self) -> None:
         """Return None: there is nothing to evaluate."""
@@ -254,7 +256,7 @@ class Searchers:
         self._first_unseen[i] = tickets[-1] + 1
         commits = make_commits(i, tickets, self._args.tokens, self._rng)
         start = time.perf_counter()
-        response = self._server.put(key, commits)
+        response = self._server.put(key, commits, Trace())
         if response.status != "ok":
             raise ValueError(f"a put was answered {response.status}: {response.reason}")
         with self._lock:

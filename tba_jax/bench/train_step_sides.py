@@ -179,7 +179,7 @@ def _batch(job: dict[str, Any]) -> Batch | PackedBatch:
         micro_batch_rows=job["micro_batch_rows"],
         is_whole=job["micro_batch_rows"] >= k,
     )
-    return packing.batch(draws, tuple)
+    return packing.batch(draws)
 
 
 def _our_step(

@@ -69,16 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(workdir: Path) -> tuple[int, "HostState"]:
-    """Step of a run's newest checkpoint, and what its hosts held, as one.
+    """Return the step of a run's newest checkpoint, and the state beside its train state.
 
     Raises:
         CheckpointError: no readable checkpoint.
     """
-    from tba_jax.run.checkpoint import load_host_states
-    from tba_jax.run.repartition import on_one_host
+    from tba_jax.run.checkpoint import load_host_state
 
-    step, states = load_host_states(str(workdir))
-    return step, on_one_host(states)
+    return load_host_state(str(workdir))
 
 
 def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> "Finds":

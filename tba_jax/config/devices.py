@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config asks of the devices and hosts there are."""
 
-from tba_jax.config.resolved import is_gang
+from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES, Asked, MeshShape
 from tba_jax.settings import need
@@ -27,7 +27,7 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
     Raises:
         ConfigError: as `validate`.
     """
-    if is_gang(config):
+    if has_trainer_group(config):
         mesh, hosts = asked(config).mesh, config.fleet.trainer_hosts
         need(
             mesh.size == num_devices * hosts,

@@ -8,21 +8,21 @@ from tba_jax.devices.placement import MODES
 from tba_jax.tasks.registry import entry_of
 
 
-def is_gang(config: Config) -> bool:
-    """Whether a trainer of several processes has its searchers elsewhere, in a fleet."""
+def has_trainer_group(config: Config) -> bool:
+    """Whether the trainer of a fleet has several processes."""
     return MODES[config.placement].searches_elsewhere and config.fleet.trainer_hosts > 1
 
 
-def shares_data(config: Config) -> bool:
-    """As `Mode.shares_data`: of a gang the first process keeps the buffer."""
-    return MODES[config.placement].shares_data and not is_gang(config)
+def writes_versions(config: Config) -> bool:
+    """Whether trainer processes without searchers write published weights to disk together."""
+    return not MODES[config.placement].trainers_search or has_trainer_group(config)
 
 
 def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
     """How published weights travel: as files where searchers are on other machines."""
     if config.sync.transport == "auto":
         mode = MODES[config.placement]
-        return "checkpoint" if mode.searches_elsewhere or not mode.shares_data else "memory"
+        return "checkpoint" if mode.searches_elsewhere or not mode.trainers_search else "memory"
     return config.sync.transport
 
 

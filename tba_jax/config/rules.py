@@ -5,7 +5,7 @@ It reads a config and touches no device and no file of the run.
 """
 
 from tba_jax.config.method_rules import check_method
-from tba_jax.config.resolved import is_gang, ownership_of, transport_of
+from tba_jax.config.resolved import ownership_of, transport_of, writes_versions
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
@@ -40,12 +40,12 @@ def validate(config: Config) -> None:
     _average(config)
     _cache(config)
     _driver(config)
-    if MODES[config.placement].spans_hosts and MODES[config.placement].shares_data:
+    if MODES[config.placement].spans_hosts and MODES[config.placement].trainers_search:
         _pod(config)
     if MODES[config.placement].searches_elsewhere:
         _fleet(config)
     need(
-        MODES[config.placement].shares_data or transport_of(config) == "checkpoint",
+        MODES[config.placement].trainers_search or transport_of(config) == "checkpoint",
         "sync.transport",
         config.sync.transport,
         f"with placement={config.placement} weights go to other hosts as files of the work "
@@ -163,11 +163,12 @@ def _driver(config: Config) -> None:
 def _strict_bound(config: Config) -> None:
     """A bound on staleness that the trainer waits for."""
     need(
-        not MODES[config.placement].spans_hosts,
+        not writes_versions(config),
         "replay.late",
         config.replay.late,
-        f"with placement={config.placement} each host counts for itself what is under way",
-        "Set --config.replay.late=train, or --config.placement=fleet.",
+        "trainer processes that write weights together leave out a publication while the one "
+        "before is written, so newer weights may not be on their way",
+        "Set --config.replay.late=train, or use one trainer process.",
     )
     need(
         not config.search.exact_lag,
@@ -196,13 +197,6 @@ def _pod(config: Config) -> None:
         config.sync.transport,
         "in a pod every host takes its weights from the trainer's mesh",
         "Set --config.sync.transport=auto.",
-    )
-    need(
-        config.batch.packed_length == 0,
-        "batch.packed_length",
-        config.batch.packed_length,
-        "hosts of a pod cannot pack rows together",
-        "Set --config.batch.packed_length=0.",
     )
 
 
@@ -236,29 +230,6 @@ def _fleet(config: Config) -> None:
         f"a process has num_searchers = {config.num_searchers} searchers",
         "Give a multiple of it.",
     )
-    if is_gang(config):
-        _gang(config)
-
-
-def _gang(config: Config) -> None:
-    """A trainer of several processes in a fleet."""
-    hosts = config.fleet.trainer_hosts
-    need(
-        config.replay.late != "wait",
-        "replay.late",
-        config.replay.late,
-        f"{hosts} processes of a trainer (fleet.trainer_hosts) leave out a publication while the "
-        "one before is written, so newer weights may not be on their way",
-        "Set --config.replay.late=train.",
-    )
-    need(
-        not config.task.start_path,
-        "task.start_path",
-        config.task.start_path,
-        f"no process of the trainer has the weights by itself (fleet.trainer_hosts = {hosts}), and "
-        "given responses are scored there",
-        "Leave it empty, or set --config.fleet.trainer_hosts=1.",
-    )
 
 
 def _start_data(config: Config) -> None:
@@ -271,13 +242,6 @@ def _start_data(config: Config) -> None:
         "of the run drew",
         f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
         "--config.task.start_path empty.",
-    )
-    need(
-        not MODES[config.placement].spans_hosts or not MODES[config.placement].shares_data,
-        "task.start_path",
-        config.task.start_path,
-        "hosts of a pod have replay buffers of their own, and only one of them would have it",
-        "Leave it empty, or use one host, or placement=whole_hosts.",
     )
     need(
         config.search.exact_lag == 0,

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster: the processes of one run under `jax.distributed`, and what they tell one another.
+"""Cluster: the processes of one run under `jax.distributed`, and small values that they exchange.
 
 A pod runs the same program on every host. This module starts `jax.distributed` from flags, from the
-environment or from what a TPU pod knows about itself, exchanges small host values between the
-processes, and notices preemption and lost peers. All of its exchanges are lock-step calls that
-every member makes in the same order, from the thread that drives the trainer; a process that only
-searches is a member of nothing but itself. Its invariant is that a process whose peers are gone
-ends, and says what to do.
+environment or from what a TPU pod knows about itself. Values are exchanged by collectives before
+searchers start and after they have stopped; meanwhile processes send messages (room `remote`).
+
+Invariant: a process whose peers are gone ends, and says what to do.
 """
 
 import contextlib
@@ -16,15 +15,12 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from tba_jax.devices.slices import accepts_one_of_each_host
-
-if TYPE_CHECKING:
-    from tba_jax.devices.site import Site
 
 _ENVIRONMENT = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -109,9 +105,10 @@ class Cluster:
         num_processes: how many there are.
         members: their numbers in `jax.distributed`; none: those of all, in order.
         is_primary: as below; None: process 0 is.
+        coordinator: HOST:PORT of process 0 of the job; "" where the platform knows.
 
     Attributes:
-        process_id, num_processes, members: as given.
+        process_id, num_processes, members, coordinator: as given.
         is_primary: whether this process writes what exists once: metrics, progress, report.
     """
 
@@ -121,16 +118,15 @@ class Cluster:
         num_processes: int = 1,
         members: Sequence[int] = (),
         is_primary: bool | None = None,
+        coordinator: str = "",
     ) -> None:
         self.process_id = process_id
         self.num_processes = num_processes
         self.members = tuple(members) or tuple(range(num_processes))
         self.is_primary = process_id == 0 if is_primary is None else is_primary
-        self._is_joined = num_processes > 1
-        self._site: Site | None = None
+        self.coordinator = coordinator
         self._replicate: Callable[[Any], Any] | None = None
         self._rows: Any = None
-        self._num_sync_points, self._was_preempted = 0, False
 
     @property
     def number(self) -> int:
@@ -143,20 +139,11 @@ class Cluster:
         Args:
             members: numbers in `jax.distributed`.
         """
-        found = Cluster(members.index(self.number), len(members), members)
-        found._is_joined = self._is_joined
-        return found
+        return Cluster(members.index(self.number), len(members), members)
 
     def alone(self) -> "Cluster":
         """This process by itself, in a run that another one is primary of."""
         return Cluster(0, 1, [self.number], is_primary=False)
-
-    def meet_on(self, site: "Site") -> None:
-        """Exchange on devices of this site from now on, in their turn; a call of all members.
-
-        Before, they are the devices of all members, where nothing else may run yet.
-        """
-        self._site, self._replicate = site, None
 
     def gather(self, values: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
         """Every member's values, in order of process ids.
@@ -173,52 +160,20 @@ class Cluster:
         if self._replicate is None:
             mesh = Mesh(np.array(self._meeting_devices()), ("process", "device"))
             self._rows = NamedSharding(mesh, PartitionSpec("process"))
-            program = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-            if self._site is not None and mesh.shape["device"] > 1:
-                program = dataclasses.replace(self._site, mesh=mesh).in_turn(program)
-            self._replicate = program
+            self._replicate = jax.jit(
+                lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
+            )
         rows = jax.make_array_from_process_local_data(self._rows, row)
         return np.asarray(self._replicate(rows))
 
     def _meeting_devices(self) -> list[list[Any]]:
-        """Of each member: one device where chips allow it, one that the trainer uses, else all.
-
-        On others the exchange would stand in line behind a searcher's decode chunk.
-        """
+        """Of each member: one device where the chips allow that, else all."""
         import jax
 
         devices = [jax.local_devices(process_index=i) for i in self.members]
-        if self._site is not None:
-            used = set(self._site.mesh.devices.flat)
-            devices = [[d for d in own if d in used] for own in devices]
         if accepts_one_of_each_host(devices[0]):
             return [own[:1] for own in devices]
         return devices
-
-    def share(self, data: bytes | None) -> bytes:
-        """The first member's bytes, in all of them.
-
-        Args:
-            data: in the first member; others give None.
-        """
-        if self.num_processes == 1:
-            assert data is not None, "nobody else has it"
-            return data
-        size = int(self.gather(np.array([len(data or b"")], np.int32))[0, 0])
-        # A power of two, so that few shapes are compiled.
-        width = 1 << max(6, (size - 1).bit_length())
-        rows = self.gather(np.frombuffer((data or b"").ljust(width, b"\0"), np.int32))
-        return rows[0].tobytes()[:size]
-
-    def decide(
-        self,
-        offer: Int[np.ndarray, " n"],
-        decide: Callable[[Int[np.ndarray, "h n"]], Int[np.ndarray, " m"]],
-    ) -> Int[np.ndarray, " m"]:
-        """As `step_plan.Hosts`: process 0 decides from all offers, everyone gets the decision."""
-        offers = self.gather(offer)
-        # Everyone computes it, for the number of values; what counts is process 0's.
-        return self.gather(decide(offers))[0]
 
     def gather_json(self, value: Any) -> list[Any]:
         """Every process's JSON-compatible value."""
@@ -234,21 +189,6 @@ class Cluster:
     def broadcast_json(self, value: Any) -> Any:
         """Process 0's JSON-compatible value; what the others give is ignored."""
         return self.gather_json(value if self.is_primary else None)[0]
-
-    def is_preempted(self) -> bool:
-        """Whether all members should stop here because a process of the run was told to end.
-
-        Every member must call this equally often; the answer is then the same in all of them. Once
-        yes, it stays so: JAX says it at one call alone, and a caller may be waiting for data there.
-        """
-        if not self._is_joined or self._was_preempted:
-            return self._was_preempted
-        from jax.experimental import multihost_utils
-
-        self._num_sync_points += 1
-        reached = multihost_utils.reached_preemption_sync_point(self._num_sync_points)
-        self._was_preempted = bool(reached)
-        return self._was_preempted
 
     def close(self) -> None:
         """Leave together: waits for the other processes to end, too."""
@@ -274,8 +214,10 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
         return Cluster()
     import jax
 
-    # Both concern the CPU backend alone.
+    # Concerns the CPU backend alone, as the number of its devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # SIGTERM of any process comes to our own handler, and reaches the others as a message.
+    jax.config.update("jax_enable_preemption_service", False)
     if num_cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     known = address.num_processes > 0
@@ -300,7 +242,7 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
             f"joining the other processes at {address.coordinator or 'the pod'} failed: "
             f"{_brief(error)}. Start the same command on every host"
         ) from error
-    return Cluster(jax.process_index(), jax.process_count())
+    return Cluster(jax.process_index(), jax.process_count(), coordinator=address.coordinator)
 
 
 def bind_address(coordinator: str) -> str | None:

@@ -84,8 +84,7 @@ class Mode(NamedTuple):
         check: (what is asked, devices of a process, processes) -> None; what depends on their
             numbers alone. Raises ConfigError.
         spans_hosts: one run on several processes.
-        shares_data: of several processes each has searchers, a buffer and rows of the batch of its
-            own; else one of those that train keeps the buffer, and others search for it.
+        trainers_search: the processes that train also search; else other processes of the job do.
         searches_elsewhere: searchers are other processes, with devices that are not looked at here;
             what is arranged is the trainer's process, which evaluates.
         mesh: (asked mesh, processes) -> the trainer's.
@@ -96,7 +95,7 @@ class Mode(NamedTuple):
     choose: Callable[[Sequence[Any], Asked], Layout]
     check: Callable[[Asked, int, int], None]
     spans_hosts: bool = False
-    shares_data: bool = True
+    trainers_search: bool = True
     searches_elsewhere: bool = False
     mesh: Callable[[MeshShape, int], MeshShape] = lambda mesh, num_hosts: mesh
 
@@ -330,14 +329,6 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         f"each process has {left} devices for searchers",
         "Lower it.",
     )
-    parts = mesh.data * mesh.fsdp
-    need(
-        asked.num_prompts % parts == 0,
-        "batch.num_prompts",
-        asked.num_prompts,
-        f"must divide by mesh.data x mesh.fsdp = {parts} of {num_hosts} processes",
-        "Raise or lower it.",
-    )
 
 
 def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
@@ -394,7 +385,7 @@ MODES: dict[str, Mode] = {
             lambda devices, asked: pod_layout(devices, asked.mesh.size, [WHOLE_HOSTS]),
             _check_whole_hosts,
             spans_hosts=True,
-            shares_data=False,
+            trainers_search=False,
         ),
         Mode(
             "fleet",

@@ -53,9 +53,7 @@ class EvaluationService:
     Args:
         evaluator: does parts, and makes figures of them.
         clock: seconds since the run began.
-        host, num_hosts: which share of the parts is this process's.
         is_divided: whether `evaluate` too goes part by part, for figures that are the same.
-        makes_figures: of its parts alone; None: where there is one host.
     """
 
     def __init__(
@@ -63,21 +61,15 @@ class EvaluationService:
         evaluator: Evaluator,
         clock: Callable[[], float],
         *,
-        host: int = 0,
-        num_hosts: int = 1,
         is_divided: bool = True,
-        makes_figures: bool | None = None,
     ) -> None:
         self._evaluator = evaluator
         self._clock = clock
-        self._host, self._num_hosts = host, num_hosts
         self._is_divided = is_divided
-        self._makes_figures = num_hosts == 1 if makes_figures is None else makes_figures
         self._lock = threading.Lock()
         self._merge_lock = threading.Lock()
         self._requests: collections.deque[_Version] = collections.deque()
-        self._shares: collections.deque[_Version] = collections.deque()  # of this host, done
-        self._complete: collections.deque[_Version] = collections.deque()  # parts of all hosts
+        self._complete: collections.deque[_Version] = collections.deque()
         self._finished: collections.deque[Finished] = collections.deque()
 
     def evaluate(self, version: int, params: Any) -> Finished:
@@ -100,7 +92,7 @@ class EvaluationService:
             version: of the weights.
             params: by station; None where they are not: that one takes no part.
         """
-        numbers = collections.deque(range(self._host, self._evaluator.num_parts, self._num_hosts))
+        numbers = collections.deque(range(self._evaluator.num_parts))
         with self._lock:
             self._requests.append(
                 _Version(version, list(params), self._clock(), numbers, len(numbers))
@@ -188,8 +180,7 @@ class EvaluationService:
     def newest_begun(self) -> int:
         """Newest version that is begun and not finished, -1 for none."""
         with self._lock:
-            begun = [v.version for v in self._requests if v.is_begun]
-            return max([*begun, *(v.version for v in self._shares)], default=-1)
+            return max([v.version for v in self._requests if v.is_begun], default=-1)
 
     def forget(self, *, after: int) -> None:
         """Requests of versions after this one are not wanted any more."""
@@ -201,7 +192,7 @@ class EvaluationService:
         """What is done leaves the requests, in their order; the lock is held."""
         while self._requests and not self._requests[0].missing:
             done = self._requests.popleft()
-            (self._complete if self._makes_figures else self._shares).append(done)
+            self._complete.append(done)
 
     def _merge(self, *, blocking: bool) -> bool:
         """Figures of what is complete; whether there was any. One thread at a time."""
@@ -221,37 +212,6 @@ class EvaluationService:
     def is_idle(self) -> bool:
         """Nothing of what was requested here is still to be done."""
         return not (self._requests or self._complete)
-
-    @property
-    def newest_share(self) -> int:
-        """Newest version whose share is done and not taken, -1 for none; with several hosts."""
-        with self._lock:
-            return self._shares[-1].version if self._shares else -1
-
-    def take_shares(self, version: int) -> list[dict[str, Any]]:
-        """The shares of versions up to this one, each once, JSON-compatible."""
-        taken: list[dict[str, Any]] = []
-        with self._lock:
-            while self._shares and self._shares[0].version <= version:
-                done = self._shares.popleft()
-                parts = [part._asdict() for part in done.parts]
-                taken.append({"version": done.version, "start_s": done.start_s, "parts": parts})
-        return taken
-
-    def combine(self, shares: Sequence[Sequence[dict[str, Any]]]) -> None:
-        """Let `step` make figures of the shares of all hosts.
-
-        Args:
-            shares: what `take_shares` returned for the same version, by host.
-        """
-        for of_version in zip(*shares, strict=True):
-            parts = [EvaluationShard(**part) for share in of_version for part in share["parts"]]
-            first = of_version[self._host]
-            self._complete.append(
-                _Version(
-                    first["version"], [], first["start_s"], collections.deque(), 0, parts=parts
-                )
-            )
 
     def poll(self) -> list[Finished]:
         """What was requested and is done, each once."""

@@ -7,7 +7,7 @@ once, whatever the shape, and as often as it was drawn is a weight.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +66,6 @@ class Packing:
         has_advantages: those of tokens are.
         has_equal_weights: distinct responses of a draw count the same, K together; else as often
             as they were drawn.
-        first_slot: slots of the hosts before this one.
     """
 
     num_prompts: int
@@ -82,7 +81,6 @@ class Packing:
     has_soft_values: bool = False
     has_advantages: bool = False
     has_equal_weights: bool = False
-    first_slot: int = 0
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -120,23 +118,19 @@ class Packing:
         most = self.num_prompts * self.group_size
         return Shape(c, 0, row_buckets(most, self.row_multiple, num))
 
-    def batch(
-        self, draws: Sequence[Draw], agree: Callable[[Sequence[int]], Sequence[int]]
-    ) -> Batch | PackedBatch:
-        """This host's rows.
+    def batch(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
+        """The rows of a batch.
 
         Args:
             draws: p draws, at least one of them with responses.
-            agree: the largest of every host's lengths and numbers of rows.
 
         Raises:
             ValueError: a prompt or response is longer than its largest bucket, or both than a row.
         """
         shapes = self.shapes
         candidates = [self._places(draws, shape) for shape in shapes]
-        needs = (places.num_rows for places in candidates)
-        prompt, response, *needed = agree((*_longest(draws), *needs))
-        prompt, response = self.padding.lengths(prompt, response)
+        needed = [places.num_rows for places in candidates]
+        prompt, response = self.padding.lengths(*_longest(draws))
         best = _cheapest(shapes, needed, prompt, response)
         shape, places = shapes[best], candidates[best]
         num_rows, c = bucket_length(needed[best], shape.buckets), shape.responses
@@ -148,7 +142,7 @@ class Packing:
             has_advantages=self.has_advantages,
         )
         rows = rows.interleaved(max(1, num_rows // (shape.at_once or num_rows)))
-        slots = np.where(rows.slots > 0, rows.slots + self.first_slot, 0).astype(np.int32)
+        slots = rows.slots
         of_slots = _of_slots(draws, self.group_size, self.policy_temperature)
         if self.has_equal_weights:
             is_there = of_slots["weights"] > 0
@@ -323,8 +317,7 @@ class _Rows:
     ) -> "_Rows":
         """All sequences in their places.
 
-        Without a token that an environment wrote no mask is carried. That is decided batch by
-        batch: hosts that share batches will have to agree on it.
+        Without a token that an environment wrote no mask is carried.
         """
         sequences = list(sequences)
         has_environment = any(x.response.is_action is not None for x in sequences)

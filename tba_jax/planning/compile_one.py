@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import shares_data
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config, ConfigError, default_config, freeze, plain
 from tba_jax.devices.placement import MODES
 from tba_jax.models.hf import config_json
@@ -186,7 +186,7 @@ def _sizes(
     group = choice.placement.searcher_meshes[0].devices.size
     hosts = len({d.process_index for d in devices})
     per_host = len(devices) // hosts
-    apart = choice.takes_turns or not shares_data(config)
+    apart = choice.takes_turns or writes_versions(config)
     of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
     groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     return sizes._asdict() | {

@@ -29,7 +29,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
     Args:
         size: devices.
         config, model_config: of the run.
-        hosts: that each bring some rows of a batch; 0: one brings all.
+        hosts: that have equal parts of the mesh; 0: the trainer has whole hosts.
 
     Raises:
         PlacementError: no such mesh divides batch and model.
@@ -40,9 +40,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         divides = (
             size % fsdp == 0
             and 4 * (-rows % fsdp) <= rows
-            # Hosts that each bring some rows bring those of as many prompts.
-            and (hosts < 2 or prompts % fsdp == 0)
-            # No row of a batch is divided over hosts that each bring some; 0: one brings all.
+            # Attention heads and MLPs are divided within a host, where links are fast.
             and (not hosts or (size // hosts) % model == 0)
             and model_config.hidden_size % fsdp == 0
             and model_config.num_heads % model == 0

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import is_gang
+from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import PlacementError, hosts_of
@@ -44,7 +44,7 @@ def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
     found = placing.place_run(config, devices, hosts[0])
-    if not is_gang(config):
+    if not has_trainer_group(config):
         return found
     # Like those of the last host: libtpu refuses groups that hold the first chip of a slice.
     own = [d for d in devices if d.process_index == hosts[-1]]

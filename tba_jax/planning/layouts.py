@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import is_gang, shares_data
+from tba_jax.config.resolved import has_trainer_group, writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import (
@@ -72,7 +72,7 @@ def usable_options(
     """
     if MODES[config.placement].searches_elsewhere:
         return []
-    apart = not shares_data(config)
+    apart = writes_versions(config)
     hosts = 0 if apart else len(hosts_of(devices))
     options = trainer_options(devices, whole_hosts=apart)
     return [n for n in options if fitting.mesh_exists(n, config, model_config, hosts)]
@@ -88,7 +88,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     if mode.searches_elsewhere:
         placement = fleets.place_fleet(config, devices)
         # The process of a trainer without peers evaluates, on the trainer's devices.
-        turns = not is_gang(config)
+        turns = not has_trainer_group(config)
         return Choice(mode.name, placement, asked(config).num_searchers, turns, {})
     if len(hosts) > 1 and not mode.spans_hosts:
         raise PlacementError(
@@ -173,12 +173,6 @@ def _choose_every_host(
         "placement": "pod" if hosts > 1 else "split" if len(devices) > 1 else "shared"
     }
     notes = []
-    if hosts > 1 and config.batch.packed_length:
-        fields["batch.packed_length"] = 0
-        notes.append(
-            "rows are padded (batch.packed_length = 0), since the hosts of a pod cannot pack rows "
-            "together; whole hosts (--compare) can, and one host of eight chips (v5e:2x4@8)"
-        )
     if hosts > 1 and not any(fitting.mesh_exists(n, config, model_config, hosts) for n in sizes):
         fields["batch.num_prompts"] = fitting.divisible_prompts(config, model_config, sizes, hosts)
         notes.append(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from tba_jax.config.resolved import shares_data
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.session import PREFILL_TOKENS
@@ -152,7 +152,7 @@ def residents(
         searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
         weights = lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
-    if not shares_data(config) and policy.adapters is None:
+    if writes_versions(config) and policy.adapters is None:
         # The first searcher of a host reads them in the trainer's layout, arranges and rounds them.
         read = abstract_weights(config, model_config, placement)
         searcher["weights being read"] = shard_bytes(read)
@@ -190,7 +190,7 @@ def _trainer_programs(
         modeling.policy_config(config, model_config),
         optimizer,
         schedule,
-        training.make_step_settings(config, Ids().eos_ids, _num_shares(config, placement)),
+        training.make_step_settings(config, Ids().eos_ids, mesh),
         shardings,
     )
     batch = abstract_batch(config, placement)
@@ -205,9 +205,8 @@ def _trainer_programs(
         if batch.slots.shape[1] > 1:
             words += f" of a prompt with {batch.slots.shape[1]} of them"
         lengths = config.batch.num_length_buckets**2
-    num_hosts = _num_shares(config, placement)
-    shapes = training.make_packing(config, 0, num_hosts=num_hosts).shapes
-    at_once = shapes[0].at_once * num_hosts
+    shapes = training.make_packing(config, 0, mesh).shapes
+    at_once = shapes[0].at_once
     return [
         Planned(
             name="train_step",
@@ -366,12 +365,12 @@ def _scoring(
 
 
 def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
-    """The largest batch as ShapeDtypeStructs, of all hosts together."""
-    sizes, num_hosts = sizes_of(config), _num_shares(config, placement)
+    """The largest batch as ShapeDtypeStructs."""
+    sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
-    packing = training.make_packing(config, 0, num_hosts=num_hosts)
+    packing = training.make_packing(config, 0, placement.trainer_mesh)
     shape = packing.shapes[0]
-    n, c = shape.buckets[-1] * num_hosts, shape.responses
+    n, c = shape.buckets[-1], shape.responses
 
     def array(shape: tuple[int, ...], dtype: Any = jnp.int32) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -410,13 +409,6 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     )
 
 
-def _num_shares(config: Config, placement: Placement) -> int:
-    """Processes that each draw a part of the trainer's batch."""
-    if not shares_data(config):
-        return 1
-    return len({d.process_index for d in placement.trainer_mesh.devices.flat})
-
-
 def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
@@ -428,7 +420,7 @@ def _publication(
 
 def publication_mesh(config: Config, placement: Placement) -> Mesh:
     """Where the publish program leaves its copy: files have the trainer's layout."""
-    return placement.publication_mesh if shares_data(config) else placement.trainer_mesh
+    return placement.trainer_mesh if writes_versions(config) else placement.publication_mesh
 
 
 def abstract_weights(

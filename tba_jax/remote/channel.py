@@ -21,7 +21,8 @@ import uvicorn
 from tba_jax.devices.worker import StopFlag, Worker
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
-"""Returns the response to a request, or a future of the response.
+"""Returns the response to a request, or a future of the response. The response is empty where the
+future takes longer than a second: the client requests it again.
 
 Raises:
     NotReady: the owner cannot respond yet; the client tries again.
@@ -31,7 +32,7 @@ Raises:
 MAX_REQUEST_BYTES = 2**30
 _START_S = 30.0
 _STOP_S = 10.0
-_FUTURE_S = 5.0  # a response that takes longer is requested again
+_FUTURE_S = 1.0  # a response that takes longer is empty: the client requests it again
 
 
 class Unreachable(Exception):
@@ -176,9 +177,9 @@ class ChannelServer:
             loop = asyncio.get_running_loop()
             found = await loop.run_in_executor(self._threads, handler, b"".join(chunks))
             if isinstance(found, concurrent.futures.Future):
-                found = await asyncio.wait_for(asyncio.wrap_future(found), _FUTURE_S)
+                found = await _result_in_time(asyncio.wrap_future(found))
             return 200, found
-        except (NotReady, TimeoutError, asyncio.CancelledError) as error:
+        except (NotReady, asyncio.CancelledError) as error:
             return 503, str(error).encode()
         except (ValueError, KeyError, TypeError, IndexError) as error:
             return 400, f"{type(error).__name__}: {error}".encode()
@@ -256,6 +257,14 @@ class Channel:
             f"{address} answers HTTP {response.status} to {method!r} ({text!r}): another program "
             "or another version of tba_jax listens there. Install the same version on every machine"
         )
+
+
+async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
+    """Return the result of a future; empty where it takes too long."""
+    try:
+        return await asyncio.wait_for(future, _FUTURE_S)
+    except TimeoutError:
+        return b""
 
 
 def _brief(error: BaseException) -> str:

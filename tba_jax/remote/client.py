@@ -10,7 +10,7 @@ Invariant: a finished ticket is dropped only after its acknowledgement
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.rounds import RoundCommit
@@ -22,6 +22,7 @@ from tba_jax.remote.messages import (
     Response,
     SearcherKey,
     SearcherStart,
+    Trace,
 )
 from tba_jax.replay.outbox import Outbox
 
@@ -53,7 +54,7 @@ class SearchRequests(Protocol):
         """See `SearchServer.request_tickets`."""
         ...
 
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit]) -> Response:
+    def put(self, key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> Response:
         """See `SearchServer.put`."""
         ...
 
@@ -138,6 +139,22 @@ class LeasedShard:
             self._lease = self._result = None
 
 
+class Callbacks(NamedTuple):
+    """What a searcher tells its client, and hears from it.
+
+    Attributes:
+        room: returns the number of tickets that the searcher could start now.
+        heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set by the client.
+        trace: returns what the searcher did since the last call.
+        versions: called with (newest complete policy version, versions under evaluation).
+    """
+
+    room: Callable[[], int]
+    heartbeat: Callable[[tuple[float, ...]], Heartbeat]
+    trace: Callable[[], Trace]
+    versions: Callable[[int, tuple[int, ...]], None]
+
+
 class SearcherClient:
     """The messages of one searcher; a worker calls `step`.
 
@@ -147,9 +164,7 @@ class SearcherClient:
         outbox: where the searcher commits finished tickets.
         quota: receives admitted tickets.
         leased: receives leases, and holds their results.
-        room: returns the number of tickets that the searcher could start now.
-        heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set here.
-        on_version: called with the newest complete policy version.
+        callbacks: of the searcher.
         clock: monotonic seconds.
         timeout_s: without any response for this long the trainer counts as gone.
     """
@@ -161,10 +176,8 @@ class SearcherClient:
         outbox: Outbox,
         quota: TicketQuota,
         leased: LeasedShard,
+        callbacks: Callbacks,
         *,
-        room: Callable[[], int],
-        heartbeat: Callable[[tuple[float, ...]], Heartbeat],
-        on_version: Callable[[int], None],
         clock: Callable[[], float],
         timeout_s: float,
     ) -> None:
@@ -173,12 +186,11 @@ class SearcherClient:
         self._outbox = outbox
         self._quota = quota
         self._leased = leased
-        self._room = room
-        self._heartbeat = heartbeat
-        self._on_version = on_version
+        self._callbacks = callbacks
         self._clock = clock
         self._timeout_s = timeout_s
         self._unsent: list[RoundCommit] = []
+        self._unsent_trace = Trace()
         self._put_s: list[float] = []
         self._first_unseen = int(start.position["next_round"])
         self._next_request_s = self._next_heartbeat_s = self._last_response_s = clock()
@@ -199,8 +211,12 @@ class SearcherClient:
             self._unsent = self._outbox.take()
             if not self._unsent:
                 return False
+            self._unsent_trace = (
+                self._callbacks.trace()
+            )  # after the tickets: it holds all that led to them
         start = self._clock()
-        if self._send(lambda: self._server.put(self._key, self._unsent)) is None:
+        message = self._key, self._unsent, self._unsent_trace
+        if self._send(lambda: self._server.put(*message)) is None:
             return False
         self._unsent = []
         self._put_s.append(self._clock() - start)
@@ -218,11 +234,13 @@ class SearcherClient:
 
     def _request_tickets(self) -> bool:
         now = self._clock()
-        wanted = max(0, self._room() - len(self._quota))
+        wanted = max(0, self._callbacks.room() - len(self._quota))
         if now < (self._next_request_s if wanted else self._next_heartbeat_s):
             return False
         can_evaluate = self._leased.is_free
-        heartbeat = self._heartbeat(tuple(self._put_s))._replace(can_evaluate=can_evaluate)
+        heartbeat = self._callbacks.heartbeat(tuple(self._put_s))._replace(
+            can_evaluate=can_evaluate
+        )
         response = self._send(
             lambda: self._server.request_tickets(self._key, wanted, self._first_unseen, heartbeat)
         )
@@ -255,5 +273,5 @@ class SearcherClient:
         if response.status in ("fenced", "refused", "ended"):
             raise Dismissed(f"searcher {self._key.searcher} ends: {response.reason}")
         if response.version >= 0:
-            self._on_version(response.version)
+            self._callbacks.versions(response.version, response.evaluated)
         return response

@@ -23,11 +23,14 @@ class JoinRequest(NamedTuple):
         searchers: IDs of the searchers that the process runs.
         host: name of the machine, for log lines.
         identity: names of the code, model, data and run in that process.
+        given: for each searcher, (number of given responses, number of their rounds); they are
+            its first rounds. Empty: none.
     """
 
     searchers: tuple[int, ...]
     host: str
     identity: Mapping[str, str]
+    given: tuple[tuple[int, int], ...] = ()
 
 
 class SearcherKey(NamedTuple):
@@ -50,10 +53,12 @@ class SearcherStart(NamedTuple):
     Attributes:
         key: sender of the searcher's later messages.
         position: `Outbox.position` from which the searcher continues.
+        num_chunks: decode chunks that the searcher has done so far.
     """
 
     key: SearcherKey
     position: Mapping[str, Any]
+    num_chunks: int = 0
 
 
 class JoinResponse(NamedTuple):
@@ -72,6 +77,18 @@ class JoinResponse(NamedTuple):
     run_s: float = 0.0
 
 
+class Trace(NamedTuple):
+    """What a searcher did before the tickets of a put, for the schedule log.
+
+    Attributes:
+        events: chunk events of the schedule log, in order; sent again where a put is.
+        num_chunks: decode chunks that the searcher has done in all.
+    """
+
+    events: tuple[Mapping[str, Any], ...] = ()
+    num_chunks: int = 0
+
+
 Status = Literal["ok", "duplicate", "rewind", "fenced", "refused", "ended"]
 
 
@@ -88,6 +105,7 @@ class Response(NamedTuple):
         retry_s: seconds after which the next ticket request may get more.
         reason: explanation for a person.
         lease: evaluation shard to work on next, None for none.
+        evaluated: policy versions under evaluation, whose weights are still needed.
     """
 
     status: Status
@@ -97,6 +115,7 @@ class Response(NamedTuple):
     retry_s: float = 0.0
     reason: str = ""
     lease: Lease | None = None
+    evaluated: tuple[int, ...] = ()
 
 
 class Heartbeat(NamedTuple):
@@ -108,6 +127,7 @@ class Heartbeat(NamedTuple):
         slot_use: (tokens sampled, decode-slot steps) since the last heartbeat.
         can_evaluate: whether the searcher takes an evaluation shard.
         version: policy version with which the next ticket would start, -1 for none.
+        wants_stop: the process of the searcher was told to stop.
     """
 
     idle_s: float = 0.0
@@ -115,15 +135,16 @@ class Heartbeat(NamedTuple):
     slot_use: tuple[int, int] = (0, 0)
     can_evaluate: bool = False
     version: int = -1
+    wants_stop: bool = False
 
 
-def pack_put(key: SearcherKey, commits: Sequence[RoundCommit]) -> bytes:
+def pack_put(key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> bytes:
     """Return a put request as bytes with a checksum."""
     arrays, meta = pack_commits(commits)
-    return pack_arrays(arrays, {"key": key, "commits": meta})
+    return pack_arrays(arrays, {"key": key, "commits": meta, "trace": trace})
 
 
-def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
+def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit], Trace]:
     """Inverse of `pack_put`.
 
     Raises:
@@ -131,7 +152,9 @@ def unpack_put(data: bytes) -> tuple[SearcherKey, list[RoundCommit]]:
     """
     try:
         arrays, meta = unpack_arrays(data)
-        return SearcherKey(*meta["key"]), unpack_commits(arrays, meta["commits"])
+        commits = unpack_commits(arrays, meta["commits"])
+        events, num_chunks = meta["trace"]
+        return SearcherKey(*meta["key"]), commits, Trace(tuple(events), num_chunks)
     except (KeyError, TypeError, ValueError) as error:
         raise _unreadable(data, "responses", error) from error
 
@@ -170,15 +193,18 @@ def pack_json(value: Any) -> bytes:
 
 def unpack_join_request(data: bytes) -> JoinRequest:
     """Inverse of `pack_json` for a join request."""
-    searchers, host, identity = json.loads(data)
-    return JoinRequest(tuple(searchers), host, identity)
+    searchers, host, identity, given = json.loads(data)
+    return JoinRequest(tuple(searchers), host, identity, tuple((n, m) for n, m in given))
 
 
 def unpack_join_response(data: bytes) -> JoinResponse:
     """Inverse of `pack_json` for a join response."""
     starts, version, refusal, run_s = json.loads(data)
     return JoinResponse(
-        tuple(SearcherStart(SearcherKey(*key), position) for key, position in starts),
+        tuple(
+            SearcherStart(SearcherKey(*key), position, num_chunks)
+            for key, position, num_chunks in starts
+        ),
         version,
         refusal,
         run_s,
@@ -187,7 +213,7 @@ def unpack_join_response(data: bytes) -> JoinResponse:
 
 def unpack_response(data: bytes) -> Response:
     """Inverse of `pack_json` for a response."""
-    status, tickets, version, has_room, retry_s, reason, lease = json.loads(data)
+    status, tickets, version, has_room, retry_s, reason, lease, evaluated = json.loads(data)
     return Response(
         status,
         tuple(tickets),
@@ -196,10 +222,13 @@ def unpack_response(data: bytes) -> Response:
         retry_s,
         reason,
         None if lease is None else Lease(*lease),
+        tuple(evaluated),
     )
 
 
 def unpack_heartbeat(values: Sequence[Any]) -> Heartbeat:
     """Return the heartbeat that these JSON values stand for."""
-    idle_s, put_s, slot_use, can_evaluate, version = values
-    return Heartbeat(idle_s, tuple(put_s), (slot_use[0], slot_use[1]), can_evaluate, version)
+    idle_s, put_s, slot_use, can_evaluate, version, wants_stop = values
+    return Heartbeat(
+        idle_s, tuple(put_s), (slot_use[0], slot_use[1]), can_evaluate, version, wants_stop
+    )

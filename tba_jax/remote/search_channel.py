@@ -13,6 +13,7 @@ from tba_jax.remote.messages import (
     JoinResponse,
     Response,
     SearcherKey,
+    Trace,
     pack_json,
     pack_lease_result,
     pack_put,
@@ -53,10 +54,10 @@ def search_handlers(server: Callable[[], SearchServer | None]) -> Mapping[str, H
     def put(data: bytes) -> bytes:
         found = ready()
         try:
-            key, commits = unpack_put(data)
+            key, commits, trace = unpack_put(data)
         except ValueError as error:
             return pack_json(Response("refused", reason=str(error)))
-        return pack_json(found.put(key, commits, len(data)))
+        return pack_json(found.put(key, commits, trace, num_bytes=len(data)))
 
     def return_lease(data: bytes) -> bytes:
         found = ready()
@@ -95,9 +96,9 @@ class RemoteSearchServer:
         data = pack_json([key, max_tickets, first_unseen, heartbeat])
         return unpack_response(self._channel.call("request_tickets", data))
 
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit]) -> Response:
+    def put(self, key: SearcherKey, commits: Sequence[RoundCommit], trace: Trace) -> Response:
         """See `SearchServer.put`."""
-        return unpack_response(self._channel.call("put", pack_put(key, commits)))
+        return unpack_response(self._channel.call("put", pack_put(key, commits, trace)))
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None

@@ -15,6 +15,7 @@ as lost, and admission counts the open tickets (tests/remote/test_search_server.
 
 import collections
 import threading
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,15 +29,17 @@ from tba_jax.remote.messages import (
     Response,
     SearcherKey,
     SearcherStart,
+    Trace,
 )
 from tba_jax.remote.searcher_table import (
     BoundedClock,
     EvaluationQueue,
+    Listeners,
     OpenTicket,
     SearcherRecord,
     ServerSettings,
+    TicketAdmission,
 )
-from tba_jax.replay.admission import Admission
 from tba_jax.replay.outbox import Outbox
 
 # Searchers without work send at most so many ticket requests a second in total, and one searcher
@@ -44,6 +47,8 @@ from tba_jax.replay.outbox import Outbox
 _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
 _NO_HEARTBEAT = Heartbeat()
+_NO_TRACE = Trace()
+_NO_LISTENERS = Listeners()
 _KEPT_LATENCIES = 2048
 
 
@@ -58,18 +63,22 @@ class SearchServer:
         clock: monotonic seconds; a jump of the clock counts little.
         run_clock: seconds of running time of the run.
         log: receives one line for each join, loss and return of a searcher.
+        num_chunks: decode chunks of each searcher so far, by searcher ID.
+        listeners: receive what searchers report.
     """
 
     def __init__(
         self,
         settings: ServerSettings,
         outboxes: Mapping[int, Outbox],
-        admission: Admission,
+        admission: TicketAdmission,
         evaluations: EvaluationQueue,
         *,
         clock: Callable[[], float],
         log: Callable[[str], None],
         run_clock: Callable[[], float] = lambda: 0.0,
+        num_chunks: Mapping[int, int] = types.MappingProxyType({}),
+        listeners: Listeners = _NO_LISTENERS,
     ) -> None:
         self._settings = settings
         self._searchers = {i: SearcherRecord(outbox) for i, outbox in outboxes.items()}
@@ -78,6 +87,9 @@ class SearchServer:
         self._gives_leases = True
         self._log = log
         self._run_clock = run_clock
+        self._listeners = listeners
+        for searcher, chunks in num_chunks.items():
+            self._searchers[searcher].num_chunks = chunks
         self._lock = threading.Lock()
         self._clock = BoundedClock(clock, max_jump_s=settings.heartbeat_timeout_s / 4)
         self._version = -1
@@ -90,9 +102,14 @@ class SearchServer:
         self._slot_use = (0, 0)
 
     def join(self, request: JoinRequest) -> JoinResponse:
-        """Let a process run searchers; open tickets of their previous processes are lost."""
+        """Let a process run searchers; open tickets of their previous processes are lost.
+
+        A process without searchers learns whether the run has ended.
+        """
         with self._lock:
             now = self._clock()
+            if not request.searchers and not self._has_ended:
+                return JoinResponse((), self._version, run_s=self._run_clock())
             refusal = self._refusal(request)
             if refusal:
                 if refusal != RUN_ENDED:
@@ -110,8 +127,12 @@ class SearchServer:
                 record.idle_s = 0.0
                 position = record.outbox.position()
                 record.next_ticket = position["next_round"]
+                if request.given:
+                    num_given, rounds = request.given[request.searchers.index(searcher)]
+                    record.num_given_rounds = rounds
+                    self._listeners.given(searcher, num_given, rounds)
                 key = SearcherKey(self._settings.epoch, searcher, record.incarnation)
-                starts.append(SearcherStart(key, position))
+                starts.append(SearcherStart(key, position, record.num_chunks))
             again = max(self._searchers[i].num_joins for i in request.searchers) > 1
             verb = "joined again" if again else "joined"
             self._log(f"{_name(request.searchers)} on {request.host} {verb}")
@@ -142,15 +163,15 @@ class SearchServer:
             (tokens, steps), (more_tokens, more_steps) = self._slot_use, heartbeat.slot_use
             self._slot_use = tokens + more_tokens, steps + more_steps
             tickets = [ticket for ticket in record.open_tickets if ticket >= first_unseen]
+            record.wants_stop = heartbeat.wants_stop
             limit = min(max_tickets, self._settings.max_tickets)
-            while (
-                len(tickets) < limit
-                and record.outbox.has_room()
-                and self._admission.admit(key.searcher, heartbeat.version)
-            ):
+            while len(tickets) < limit and record.outbox.has_room():
                 while record.outbox.is_committed(record.next_ticket):
                     record.next_ticket += 1
-                opened = OpenTicket(self._clock(), heartbeat.version)
+                is_given = record.next_ticket < record.num_given_rounds
+                if not is_given and not self._admission.admit(key.searcher, heartbeat.version):
+                    break
+                opened = OpenTicket(self._clock(), heartbeat.version, is_given)
                 record.open_tickets[record.next_ticket] = opened
                 tickets.append(record.next_ticket)
                 record.next_ticket += 1
@@ -159,12 +180,20 @@ class SearchServer:
             lease = record.lease if heartbeat.can_evaluate else None
             return self._response(record, tuple(tickets))._replace(lease=lease)
 
-    def put(self, key: SearcherKey, commits: Sequence[RoundCommit], num_bytes: int = 0) -> Response:
+    def put(
+        self,
+        key: SearcherKey,
+        commits: Sequence[RoundCommit],
+        trace: Trace = _NO_TRACE,
+        *,
+        num_bytes: int = 0,
+    ) -> Response:
         """Accept the responses of finished tickets: all of them, or none.
 
         Args:
             key: sender.
             commits: finished tickets.
+            trace: what the searcher did before.
             num_bytes: size of the message, for the metrics.
         """
         with self._lock:
@@ -177,11 +206,13 @@ class SearchServer:
                     check_commit(commit)
             except ValueError as error:
                 return Response("refused", reason=str(error))
+            self._on_trace(key.searcher, record, trace)
             for commit in new:
                 record.outbox.put(commit)
                 ticket = record.open_tickets.pop(commit.round)
-                latency_s = self._clock() - ticket.admitted_s
-                self._admission.commit(key.searcher, latency_s, ticket.version)
+                if not ticket.is_given:
+                    latency_s = self._clock() - ticket.admitted_s
+                    self._admission.commit(key.searcher, latency_s, ticket.version)
                 record.num_groups += 1
                 record.tokens += commit.report.metrics.tokens
                 record.staleness += self._step - commit.version
@@ -189,6 +220,16 @@ class SearchServer:
             self._num_duplicates += len(commits) - len(new)
             response = self._response(record)
             return response if new else response._replace(status="duplicate")
+
+    def _on_trace(self, searcher: int, record: SearcherRecord, trace: Trace) -> None:
+        """Log chunk events that did not arrive before."""
+        if trace.num_chunks <= record.num_chunks:
+            return
+        for event in trace.events:
+            if event["chunk"] >= record.num_chunks:
+                self._listeners.event(event)
+        record.num_chunks = trace.num_chunks
+        self._listeners.chunks(searcher, trace.num_chunks)
 
     def return_lease(
         self, key: SearcherKey, lease: Lease, shard: EvaluationShard | None
@@ -206,6 +247,18 @@ class SearchServer:
             else:
                 self._evaluations.complete(lease, shard)
             return self._response(record)
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the process of a connected searcher was told to stop."""
+        with self._lock:
+            return any(s.wants_stop and s.is_connected for s in self._searchers.values())
+
+    @property
+    def absent(self) -> list[int]:
+        """IDs of the searchers that no process runs."""
+        with self._lock:
+            return [i for i, s in self._searchers.items() if not s.is_connected]
 
     @property
     def gives_leases(self) -> bool:
@@ -385,7 +438,8 @@ class SearchServer:
                     f"ticket {commit.round} was not admitted for searcher {key.searcher}, whose "
                     f"open tickets are {sorted(record.open_tickets)}; request tickets first"
                 )
-            if commit.generated != self._settings.responses_per_ticket:
+            is_given = record.open_tickets[commit.round].is_given
+            if not is_given and commit.generated != self._settings.responses_per_ticket:
                 raise ValueError(
                     f"ticket {commit.round} of searcher {key.searcher} has {commit.generated} "
                     f"responses, wanted {self._settings.responses_per_ticket}"
@@ -395,8 +449,9 @@ class SearchServer:
 
     def _lose_open_tickets(self, searcher: int, record: SearcherRecord) -> None:
         if record.is_connected:
-            record.outbox.lose(len(record.open_tickets) * self._settings.responses_per_ticket)
-            self._num_lost += len(record.open_tickets)
+            num_open = len(_drawn(record))
+            record.outbox.lose(num_open * self._settings.responses_per_ticket)
+            self._num_lost += num_open
             self._num_searchers_lost += 1
             self._admission.set_open(searcher, [])
             self._withdraw_lease(record)
@@ -408,9 +463,9 @@ class SearchServer:
 
     def _recover(self, searcher: int, record: SearcherRecord, silent_s: float) -> None:
         """Count the open tickets of a searcher again that had exceeded the heartbeat timeout."""
-        record.outbox.lose(-len(record.open_tickets) * self._settings.responses_per_ticket)
-        self._num_lost -= len(record.open_tickets)
-        versions = [ticket.version for ticket in record.open_tickets.values()]
+        versions = [ticket.version for ticket in _drawn(record)]
+        record.outbox.lose(-len(versions) * self._settings.responses_per_ticket)
+        self._num_lost -= len(versions)
         self._admission.set_open(searcher, versions)
         record.is_lost = False
         self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
@@ -418,7 +473,19 @@ class SearchServer:
     def _response(self, record: SearcherRecord, tickets: tuple[int, ...] = ()) -> Response:
         num_connected = sum(s.is_connected for s in self._searchers.values())
         retry_s = max(_RETRY_S, num_connected / _MAX_REQUESTS_PER_S)
-        return Response("ok", tickets, self._version, record.outbox.has_room(), retry_s)
+        return Response(
+            "ok",
+            tickets,
+            self._version,
+            record.outbox.has_room(),
+            retry_s,
+            evaluated=self._evaluations.wanted,
+        )
+
+
+def _drawn(record: SearcherRecord) -> list[OpenTicket]:
+    """The open tickets whose responses are sampled; given responses are never lost."""
+    return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 
 def _name(searchers: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 """What the search server records of each searcher, and its clock."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.replay.outbox import Outbox
@@ -22,6 +22,27 @@ class EvaluationQueue(Protocol):
 
     def withdraw(self, lease: Lease) -> None:
         """End a lease, so that another searcher gets the shard."""
+        ...
+
+    @property
+    def wanted(self) -> tuple[int, ...]:
+        """Policy versions under evaluation."""
+        ...
+
+
+class TicketAdmission(Protocol):
+    """Decides how many tickets may be open; `Admission`, or `RoundAdmission` of driver=sync."""
+
+    def admit(self, searcher: int, version: int) -> bool:
+        """Return whether this searcher may start a ticket with weights of this version."""
+        ...
+
+    def commit(self, searcher: int, latency_s: float, version: int) -> None:
+        """Count a ticket as finished."""
+        ...
+
+    def set_open(self, searcher: int, versions: Sequence[int]) -> None:
+        """Set the open tickets of a searcher, by the versions that they were admitted with."""
         ...
 
 
@@ -43,16 +64,32 @@ class ServerSettings(NamedTuple):
     max_tickets: int
 
 
+class Listeners(NamedTuple):
+    """What a search server reports about searchers, beside log lines.
+
+    Attributes:
+        given: receives (searcher, given responses, their rounds) when a searcher joins.
+        event: receives each chunk event of the schedule log.
+        chunks: receives (searcher, decode chunks in all) after a put.
+    """
+
+    given: Callable[[int, int, int], None] = lambda searcher, responses, rounds: None
+    event: Callable[[Mapping[str, Any]], None] = lambda event: None
+    chunks: Callable[[int, int], None] = lambda searcher, chunks: None
+
+
 class OpenTicket(NamedTuple):
     """A ticket that a searcher may have started.
 
     Attributes:
         admitted_s: time of admission.
         version: policy version that the searcher had at that time.
+        is_given: its responses are given, so nothing had to be admitted.
     """
 
     admitted_s: float
     version: int
+    is_given: bool = False
 
 
 @dataclasses.dataclass
@@ -73,6 +110,9 @@ class SearcherRecord:
     idle_s: float = 0.0  # of this incarnation
     earlier_idle_s: float = 0.0
     tokens: int = 0
+    num_given_rounds: int = 0
+    num_chunks: int = 0
+    wants_stop: bool = False
 
     @property
     def is_connected(self) -> bool:

@@ -93,32 +93,11 @@ class ReplayBuffer:
                 return False
             return self._suffices(num_prompts, group_size)
 
-    def supply(self, num_prompts: int, group_size: int, step: int) -> tuple[bool, int]:
-        """What this buffer has for a batch of which somebody else decides what is fresh.
-
-        Returns:
-            Whether it can fill all slots, and how many of them with fresh prompts.
-        """
-        with self._lock:
-            self._age(step)
-            fill = self._fresh_fill(num_prompts, group_size)
-            num_fresh = self._contents.fresh.count(fill)
-            if self._recycles and num_fresh < num_prompts:
-                again = self._contents.recent.ids()
-                if fill:
-                    num_fresh = num_prompts if again else num_fresh
-                else:
-                    num_fresh = len(self._contents.fresh.prompts.union(again))
-            return self._suffices(num_prompts, group_size), num_fresh
-
     def sample(
         self,
         num_prompts: int,
         group_size: int,
         step: int,
-        *,
-        num_fresh: int | None = None,
-        num_short: int = 0,
     ) -> list[Draw] | None:
         """Draw a batch: `num_prompts` slots of `group_size` responses.
 
@@ -142,9 +121,6 @@ class ReplayBuffer:
             num_prompts: p.
             group_size: K.
             step: trainer step the batch is for.
-            num_fresh: where hosts share a batch, how many of these slots are fresh (at most what
-                `supply` said); None: this buffer decides.
-            num_short: with `num_fresh`, slots to count as `fresh_short`.
 
         Returns:
             The slots; None when the trainer must wait: nothing is stored, `max_reuse` leaves too
@@ -152,15 +128,9 @@ class ReplayBuffer:
             decided stay decided over a wait, so waiting does not bias the fresh share.
         """
         with self._lock:
-            if num_fresh is None:
-                if not self.is_ready(num_prompts, group_size, step):
-                    return None
-                plan = self._slot_kinds(num_prompts)
-            else:
-                self._age(step)
-                if not self._suffices(num_prompts, group_size):
-                    return None
-                plan = [slot < num_fresh for slot in range(num_prompts)]
+            if not self.is_ready(num_prompts, group_size, step):
+                return None
+            plan = self._slot_kinds(num_prompts)
             fill = self._fresh_fill(num_prompts, group_size)
             taken: set[int] = set()
             fresh: list[Draw] = []
@@ -173,7 +143,7 @@ class ReplayBuffer:
             contents, economy = self._contents, self._contents.economy
             for pool in (contents.replay, contents.fresh, contents.recent):
                 pool.give_back()
-            num_short += sum(plan) - len(fresh)
+            num_short = sum(plan) - len(fresh)
             contents.ledger.counters["fresh_short"] += num_short
             economy.batches += 1
             economy.slots += num_prompts

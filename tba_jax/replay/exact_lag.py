@@ -60,6 +60,9 @@ class ExactLag:
             self._open[searcher] -= 1
             self._unmerged += 1
 
+    def set_open(self, searcher: int, versions: Sequence[int]) -> None:
+        """Do nothing: an exact lag is kept for searchers of this process, which are never lost."""
+
     def has_begun(self, version: int) -> bool:
         """Whether every searcher has begun all that these weights are to draw."""
         wanted = (version // self._sync_period + 1 + self._lag) * self._quota

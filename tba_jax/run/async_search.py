@@ -9,61 +9,30 @@ Invariant: however the loop ends, the state is saved or the first failure is rai
 for a thread has a limit (tests/integration/test_async_loop.py).
 """
 
-import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
-from tba_jax.replay.admission import Admission, Latency
+from tba_jax.replay.admission import Admission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.run import evaluations
 from tba_jax.run.loop import loop, starved
 from tba_jax.run.run import Run
+from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.searching import make_demand, make_searches
+from tba_jax.run.serving import serving
 from tba_jax.run.watchdog import Watchdog
-from tba_jax.run.whole_hosts.remote_search import RemoteAdmission, RemoteSearch
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.train.off_policy import spent_strata
 
-POLL_S = 0.002
-"""Sleep between two checks of the outboxes while the trainer has nothing to train on."""
-DELIVERY_S = 0.1
-"""Longest wait of the weight poller for a publication, after which it checks whether to stop."""
-STOP_S = 10.0
-"""Time that the threads of a failed run get to end their current step."""
 _WARN_AFTER = 50  # steps; what compiled is past then
 _LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
 # Batches' worth of groups that are merged without a step before the run counts as starved: a policy
 # that repeats itself may bring little that is new for a while.
 _STARVED_BATCHES = 20
-
-
-class Pacing(Protocol):
-    """Receives the trainer's progress, and says how searchers keep up; as `Admission`."""
-
-    def note_step(self, seconds: float) -> None:
-        """Record the duration of a step, without waiting for data."""
-        ...
-
-    def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
-        """Record the trainer's progress."""
-        ...
-
-    def holds(self, step: int) -> bool:
-        """Whether this step waits for a group that would be late after it."""
-        ...
-
-    def latency(self) -> Latency | None:
-        """Measured latencies; None before there are enough."""
-        ...
-
-    @property
-    def num_under_way(self) -> int:
-        """Groups admitted and not used yet."""
-        ...
 
 
 class Searchers(NamedTuple):
@@ -80,7 +49,7 @@ class Searchers(NamedTuple):
             within the bound.
     """
 
-    admission: Pacing
+    admission: Admission | ExactLag
     stop: StopFlag
     workers: Sequence[Worker]
     count: Callable[[], None]
@@ -90,7 +59,7 @@ class Searchers(NamedTuple):
 
 
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
-    """Train with searcher threads of this process until the last step or an interruption.
+    """Train until the last step or an interruption, in the process that owns the buffer.
 
     With `search.exact_lag` D a step waits for the responses of the weights of D publications ago,
     and a publication waits until all tickets of the weights before it have started.
@@ -101,28 +70,38 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     stop = StopFlag()
     lag = make_exact_lag(run) if run.config.search.exact_lag else None
     admission = lag or make_admission(run)
-    searches = searches_of(run, admission)
+    searches = [] if run.is_fleet else searches_of(run, admission)
     decoding = [
         Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
         for i, s in enumerate(searches)
     ]
-    others = [
-        *(Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches),
-        Worker("weight-poller", functools.partial(run.search.transport.poll, DELIVERY_S), stop),
-    ]
-    idle_before = [searcher.idle_s for searcher in run.search.searchers]
+    grading = [Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches]
+    idle_before = [searcher.idle_s for searcher in run.search.local]
+    with serving(run, admission) as service:
 
-    def count() -> None:
-        for i, worker in enumerate(decoding):
-            run.search.searchers[i].idle_s = idle_before[i] + worker.idle_total_s
+        def deliver() -> bool:
+            is_delivered = run.search.transport.poll(DELIVERY_S)
+            service.announce()
+            return is_delivered
 
-    def slot_use() -> tuple[int, int]:
-        used = [run.search.slot_use(), *(search.slot_use() for search in searches)]
-        return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
+        def count() -> None:
+            for i, worker in enumerate(decoding):
+                run.search.local[i].idle_s = idle_before[i] + worker.idle_total_s
+            service.count()
 
-    pacing = RemoteAdmission(run.search.home) if isinstance(run.search, RemoteSearch) else admission
-    searchers = Searchers(pacing, stop, [*decoding, *others], count, slot_use, lag=lag)
-    drive_concurrently(run, interrupted, searchers)
+        def slot_use() -> tuple[int, int]:
+            used = [service.slot_use(), *(search.slot_use() for search in searches)]
+            return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
+
+        workers = [
+            *decoding,
+            *grading,
+            Worker("weight-poller", deliver, stop),
+            *service.workers(stop),
+        ]
+        searchers = Searchers(admission, stop, workers, count, slot_use, service.metrics, lag)
+        drive_concurrently(run, interrupted, searchers)
+        service.finish()
 
 
 def drive_concurrently(run: Run, interrupted: Callable[[], bool], searchers: Searchers) -> None:
@@ -161,10 +140,11 @@ def drive_concurrently(run: Run, interrupted: Callable[[], bool], searchers: Sea
 
 
 def make_admission(run: Run) -> Admission:
-    """Return what admits the tickets of this process's searchers."""
-    demand = make_demand(run.config, run.shared.share, run.shared.num_shares)
+    """Return what admits the tickets of all searchers."""
     unmerged = sum(outbox.num_groups for outbox in run.search.outboxes)
-    return Admission(demand, [searcher.index for searcher in run.search.searchers], unmerged)
+    return Admission(
+        make_demand(run.config), [searcher.index for searcher in run.search.searchers], unmerged
+    )
 
 
 def make_exact_lag(run: Run) -> ExactLag:
@@ -180,9 +160,7 @@ def make_exact_lag(run: Run) -> ExactLag:
 
 def searches_of(run: Run, admission: TicketOffice) -> list[ContinuousSearch]:
     """Return this process's searchers as they run concurrently with a trainer."""
-    if isinstance(run.search, RemoteSearch):
-        return []
-    return make_searches(run.config, run.search.searchers, admission, run.logs.schedule.append)
+    return make_searches(run.config, run.search.local, admission, run.logs.schedule.append)
 
 
 def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], bool]:
@@ -190,7 +168,7 @@ def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], b
     return lambda: run.evaluations.step(station) or search.step()
 
 
-def diagnostics(run: Run, admission: Pacing) -> list[str]:
+def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
     """Return a sentence for each thing that is wasted, biased or late, with what to change."""
     lines = run.buffer.warnings()
     bound, latency = run.config.replay.max_staleness, admission.latency()
@@ -236,7 +214,7 @@ class AsynchronousSearch:
         self._merged_before = 0  # groups, at the last step
         self._reports: list[RoundReport] = []  # of merges that the loop did not ask for
         self._warn_at: float = run.trainer.step_index + _WARN_AFTER
-        self._newest_eval = self._newest_eval_version = evaluations.newest_evaluated(run)
+        self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait for the first responses, and request the evaluation of the start model."""
@@ -246,9 +224,8 @@ class AsynchronousSearch:
         return reports + self.merge()  # what the outboxes held when the run was interrupted
 
     def check(self) -> None:
-        """Raise the failure of a thread, or of a process that searches."""
+        """Raise the failure of a thread."""
         self._stop.check()
-        self._run.search.check()
 
     def may_publish(self) -> bool:
         return self._lag is None or self._lag.has_begun(self._run.trainer.version)
@@ -298,8 +275,6 @@ class AsynchronousSearch:
 
     def no_batch(self) -> list[RoundReport]:
         """Wait and merge; raise where merged responses never make a batch."""
-        if self._run.shared.is_follower:
-            self._watchdog.kick()  # the process that draws says that it waits
         self._stop.wait(POLL_S)
         reports = self.merge()
         self._record_evaluations()
@@ -329,7 +304,7 @@ class AsynchronousSearch:
     def _request_evaluation(self, step: int) -> None:
         """Request an evaluation of the version published at `step`, if one is due."""
         run = self._run
-        if run.shared.is_follower or not evaluations.is_due(run, step, self._newest_eval):
+        if not evaluations.is_due(run, step, self._newest_eval):
             return
         run.search.transport.settle()  # in memory: this very version, in every process
         # Versions on disk, at the very start: the weight poller brings the first version. (To poll
@@ -353,19 +328,22 @@ class AsynchronousSearch:
         reports: list[RoundReport] = []
         start = run.clock()
         searchers = run.search.searchers
-        given = sum(searcher.num_given for searcher in searchers)
-        target = given + run.config.search.initial_fill
+
+        def target() -> float:
+            """Responses to wait for; how many are given is known when searcher 0 has joined."""
+            given = sum(searcher.num_given for searcher in searchers)
+            is_known = given or not run.config.task.start_path
+            return given + run.config.search.initial_fill if is_known else math.inf
+
         run.logs.progress.phase("searchers fill the buffer")
         while bool(searchers and run.trainer.step_index == 0) and (
             run.buffer.num_trajectories == 0
-            or run.buffer.ledger()["generated"] < target
+            or run.buffer.ledger()["generated"] < target()
             or any(searcher.num_given_rounds_left for searcher in searchers)
         ):
             self.check()
-            if interrupted():
+            if run.is_interrupted(interrupted):
                 return reports
-            if run.cluster.num_processes > run.shared.num_shares:
-                run.trainer.hold()
             reports += self.merge()
             self._check_starved()
             self._stop.wait(POLL_S)
@@ -376,9 +354,9 @@ class AsynchronousSearch:
 
     def _check_starved(self) -> None:
         """Raise StarvedError where responses are merged for ever without a step."""
-        config, num_hosts = self._run.config, self._run.shared.num_shares
+        config = self._run.config
         first = -(-config.search.initial_fill // config.search.samples_per_prompt)
-        wanted = max(config.batch.num_prompts, first) / num_hosts
+        wanted = max(config.batch.num_prompts, first)
         merged = self._run.trainer.num_merged_groups - self._merged_before
         if merged > _STARVED_BATCHES * wanted:
             raise starved(self._run, f"{merged:,} groups were merged since the last step")
@@ -402,5 +380,5 @@ class AsynchronousSearch:
 
     def _record_evaluations(self) -> None:
         """Record the evaluations that are done; they show that searchers work."""
-        if evaluations.record_done(self._run):
+        if self._run.record_evaluations():
             self._watchdog.kick()

@@ -7,11 +7,12 @@ except the reward processes' own and the one that compiles what the run will cal
 """
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from tba_jax.config.resolved import is_gang
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.service import EvaluationService
@@ -19,19 +20,23 @@ from tba_jax.report.relay import Display
 from tba_jax.run.clock import RunClock
 from tba_jax.run.compiling import PUBLICATION, compile_ahead
 from tba_jax.run.evaluating import build_evaluator
-from tba_jax.run.fleet.gang import make_gang_search
 from tba_jax.run.host_state import HostState
-from tba_jax.run.logs import Logs, open_logs
+from tba_jax.run.logs import open_logs
 from tba_jax.run.modeling import make_publication_program
-from tba_jax.run.repartition import repartition
+from tba_jax.run.other_searchers import with_searchers
+from tba_jax.run.peers import Follower, Link
 from tba_jax.run.run import COMPILED_S, Run, forget_after
-from tba_jax.run.searching import Search, build_searchers, make_transport
+from tba_jax.run.searching import (
+    Search,
+    build_searchers,
+    make_transport,
+    make_version_writer,
+    remote_searchers,
+)
 from tba_jax.run.shared import Shared, open_shared
-from tba_jax.run.start import open_start
-from tba_jax.run.training import build_trainer, make_buffer, make_step_program
-from tba_jax.run.whole_hosts.remote_search import RemoteSearch
-from tba_jax.run.whole_hosts.team import Team, make_remote_search
-from tba_jax.weights.transport import Transport
+from tba_jax.run.start import Start, open_start
+from tba_jax.run.training import build_trainer, make_buffer, make_step_program, own_batches
+from tba_jax.train.step_plan import Batches, NoPeers, ReceivedBatches
 
 
 def build(
@@ -43,7 +48,7 @@ def build(
     progress: Display,
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
-    team: Team | None = None,
+    link: Link | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Run:
     """Make every part and restore the newest checkpoint of the work directory, if there is one.
@@ -56,7 +61,7 @@ def build(
         progress: the display that phases are announced on.
         extra_writers: more metric sinks.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        team, confirm: as in `conduct` and in `open_shared`.
+        link, confirm: as in `conduct` and in `open_shared`.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -73,24 +78,24 @@ def build(
         undo.callback(ahead.close, COMPILED_S)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
-        publish = ahead.after(PUBLICATION, publish)
-        remote = _searched_elsewhere(shared, team, publish, logs, lambda: evaluations.wanted)
-        search: Search | RemoteSearch
-        if remote is None:
-            search = build_searchers(
-                shared,
-                transport=_transport(shared, start.base, publish, confirm),
-                references=start.references,
-                # All are taken before the first step, whatever became of the file since.
-                wants_given=start.step == 0,
-                note=progress.note,
-            )
-            decoders, first = search.decoders, search.searchers
+        search = _build_search(
+            shared,
+            start,
+            ahead.after(PUBLICATION, publish),
+            lambda: evaluations.wanted,
+            confirm,
+            progress.note,
+        )
+        graders = [searcher.parts.grader for searcher in search.local]
+        evaluator = build_evaluator(
+            shared, search.decoders, graders, start.references, progress.note
+        )
+        buffer = make_buffer(config)
+        batches: Batches
+        if isinstance(link, Follower):
+            batches = ReceivedBatches(link.receive)
         else:
-            search, decoders, first = remote, {}, ()
-        graders = [searcher.parts.grader for searcher in first]
-        evaluator = build_evaluator(shared, decoders, graders, start.references, progress.note)
-        buffer = make_buffer(shared)
+            batches = own_batches(shared, buffer, NoPeers() if link is None else link)
         trainer = build_trainer(
             shared,
             step=step,
@@ -98,69 +103,71 @@ def build(
             state=start.state,
             base=start.base,
             buffer=buffer,
-            outboxes=search.outboxes,
+            batches=batches,
+            outboxes=() if shared.is_follower else search.outboxes,
             transport=search.transport,
             log_event=logs.schedule.append,
         )
+        is_alone = not search.remote and not shared.is_follower
         evaluations = EvaluationService(
-            evaluator,
-            clock,
-            host=shared.share,
-            num_hosts=shared.num_shares if team is None else len(team.hosts),
-            is_divided=config.driver == "async" or shared.num_shares > 1 or team is not None,
+            evaluator, clock, is_divided=config.driver == "async" or not is_alone
         )
-        run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead)
-        restore(run, start.host_states)
-        search.open(progress.phase)
+        run = Run(shared, search, buffer, trainer, evaluator, evaluations, logs, ahead, link=link)
+        restore(run, start.host_state)
         undo.pop_all()
         return run
 
 
-def _transport(
-    shared: Shared, base: Any, publish: Callable[[Any], Any], confirm: Callable[[], None]
-) -> Transport:
-    config, sites = shared.config, shared.sites
-    return make_transport(
-        config, shared.policy, sites, shared.workdir, base, publish, confirm=confirm
-    )
-
-
-def _searched_elsewhere(
+def _build_search(
     shared: Shared,
-    team: Team | None,
+    start: Start,
     publish: Callable[[Any], Any],
-    logs: Logs,
     kept: Callable[[], Collection[int]],
-) -> RemoteSearch | None:
-    """The searchers of a run of several trainer hosts, none of which searches; else None."""
-    if is_gang(shared.config):
-        return make_gang_search(shared, publish, kept)
-    if team is None:
-        return None
-    return make_remote_search(shared, team, publish, logs.schedule.append)
+    confirm: Callable[[], None],
+    note: Callable[[str], None],
+) -> Search:
+    """The searchers of this process, and counters of those of other processes."""
+    config, cluster = shared.config, shared.cluster
+    if writes_versions(config):
+        writer = make_version_writer(shared, publish, kept)
+        indices = range(shared.num_searchers if cluster.is_primary else 0)
+        return Search(writer, remote=remote_searchers(config, indices))
+    search = build_searchers(
+        shared,
+        transport=make_transport(
+            config,
+            shared.policy,
+            shared.sites,
+            shared.workdir,
+            start.base,
+            publish,
+            confirm=confirm,
+        ),
+        references=start.references,
+        # All are taken before the first step, whatever became of the file since.
+        wants_given=start.step == 0,
+        note=note,
+    )
+    if cluster.num_processes > 1 and cluster.is_primary:
+        indices = range(len(search.local), shared.num_searchers)
+        return dataclasses.replace(search, remote=remote_searchers(config, indices))
+    return search
 
 
-def restore(run: Run, saved: Sequence[HostState]) -> None:
-    """Put back what this host had, or its share of what other hosts had; drop later log lines.
+def restore(run: Run, saved: HostState | None) -> None:
+    """Put back what the checkpoint holds, and drop later log lines.
 
     Args:
         run: its train state is restored already.
-        saved: host states as `Checkpoints.restore` gives them; none for a new run.
+        saved: as `Checkpoints.restore` gives it; None for a new run.
     """
     shared = run.shared
-    now = shared.num_shares, shared.num_searchers
-    if saved and shared.is_follower:
-        run.last_saved_step = run.trainer.step_index
-    elif saved and (saved[0].facts.num_processes, saved[0].facts.num_searchers) == now:
-        run.restore(saved[0])
-    elif saved:
-        run.restore(
-            repartition(
-                saved,
-                host=shared.share,
-                num_hosts=shared.num_shares,
-                num_searchers=shared.num_searchers,
-                make_buffer=lambda: make_buffer(run.shared),
-            )
-        )
+    if shared.is_follower:
+        run.last_saved_step = run.trainer.step_index if saved is not None else -1
+    elif saved is not None:
+        if saved.facts.num_searchers != shared.num_searchers:
+            saved = with_searchers(saved, shared.num_searchers, lambda: make_buffer(shared.config))
+        run.restore(saved)
+    # Every process keeps the weights of the versions that the owner evaluates.
+    run.evaluated.last_eval_step = shared.cluster.broadcast_json(run.evaluated.last_eval_step)
     forget_after(run, run.trainer.step_index)

@@ -92,13 +92,10 @@ class Saving(NamedTuple):
 
     Attributes:
         members: numbers of the processes in `jax.distributed`; the first writes what exists once.
-        share, num_shares: which of how many parts of that state.
         keeps_state: whether it is this process that has it.
     """
 
     members: Sequence[int] = (0,)
-    share: int = 0
-    num_shares: int = 1
     keeps_state: bool = True
 
 
@@ -119,7 +116,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         data = pack(args.item)
 
         async def write() -> None:
-            _host_file(directory, self._saving.share).write_bytes(data)
+            _host_file(directory, 0).write_bytes(data)
 
         return [ocp_future.CommitFutureAwaitingContractedSignals(write(), name="host_state")]
 
@@ -133,19 +130,21 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         asyncio.run(run())
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """A list with this process's host state, or with those of all processes that saved.
-
-        All of them where they are not as many as today's shares: nobody's state is then what
-        anybody had.
+        """The host state of the run.
 
         Raises:
-            FileNotFoundError: when the checkpoint holds no file of this process.
+            FileNotFoundError: the checkpoint holds none.
+            CheckpointError: an earlier version saved one for each process.
         """
         del args
-        saved = sorted(directory.glob("process_*.npz"), key=lambda file: file.name)
-        if len(saved) <= 1 or len(saved) == self._saving.num_shares:
-            saved = [_host_file(directory, self._saving.share if len(saved) > 1 else 0)]
-        return [unpack(file.read_bytes()) for file in saved]
+        saved = list(directory.glob("process_*.npz"))
+        if len(saved) > 1:
+            raise CheckpointError(
+                f"{directory} holds the replay buffers of {len(saved)} processes, which an earlier "
+                "version of tba_jax saved; this version has one buffer. Continue the run with the "
+                "version that config.json names, or begin again in another --workdir"
+            )
+        return unpack(_host_file(directory, 0).read_bytes())
 
 
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
@@ -412,9 +411,7 @@ class Checkpoints:
                 "then run the same command again to continue from the newest one"
             ) from error
 
-    def restore(
-        self, abstract_state: Any, step: int | None = None
-    ) -> tuple[int, Any, list[HostState]]:
+    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, HostState]:
         """Newest (or given) checkpoint, placed as `abstract_state` says.
 
         Args:
@@ -422,8 +419,7 @@ class Checkpoints:
             step: which; None: the newest.
 
         Returns:
-            step, train state, and host states: this process's own alone, or those of all processes
-            that saved where their number was another.
+            step, train state, and host state.
 
         Raises:
             CheckpointError: no checkpoint, or an unreadable one; it is left as it is. Whether its
@@ -440,8 +436,8 @@ class Checkpoints:
         self._check_step(step, restored["host_state"])
         return step, restored["train_state"], restored["host_state"]
 
-    def restore_host_states(self, step: int | None = None) -> tuple[int, list[HostState]]:
-        """Only the host states, as `restore` and intact: what the inspection commands need."""
+    def restore_host_state(self, step: int | None = None) -> tuple[int, HostState]:
+        """Only the host state, as `restore` and intact: what the inspection commands need."""
         step = self._resolve(step)
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
@@ -449,13 +445,13 @@ class Checkpoints:
         self._check_step(step, restored["host_state"])
         return step, restored["host_state"]
 
-    def _check_step(self, step: int, states: Sequence[HostState]) -> None:
+    def _check_step(self, step: int, state: HostState) -> None:
         """Refuse a checkpoint whose folder was renamed.
 
         Raises:
             CheckpointError: the folder has the number of another step.
         """
-        inside = states[0].facts.step
+        inside = state.facts.step
         if inside >= 0 and inside != step:
             folder = self._folder / str(step)
             raise CheckpointError(
@@ -507,10 +503,10 @@ class Checkpoints:
         self._manager.close()
 
 
-def load_host_states(
+def load_host_state(
     workdir: str,
-) -> tuple[int, list[HostState]]:
-    """Step and all host states of a run's newest checkpoint, without touching the run.
+) -> tuple[int, HostState]:
+    """Step and host state of a run's newest checkpoint, without touching the run.
 
     Raises:
         CheckpointError: when the folder holds no readable checkpoint.
@@ -518,4 +514,4 @@ def load_host_states(
     folder = epath.Path(workdir) / "checkpoints"
     if not folder.is_dir():
         raise CheckpointError(f"{workdir} holds no run: there is no folder {folder}")
-    return Checkpoints(folder, read_only=True).restore_host_states()
+    return Checkpoints(folder, read_only=True).restore_host_state()

@@ -7,7 +7,7 @@ on a page is the business of `report`.
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,53 +22,13 @@ from tba_jax.run.run import Run
 from tba_jax.storage import sealed
 
 
-def host_counts(run: Run) -> dict[str, Any]:
-    """What the report adds up over the hosts: JSON-compatible."""
-    return {
-        "ledger": {
-            **run.buffer.ledger(),
-            "generated": sum(outbox.counts.generated for outbox in run.search.outboxes),
-            "outbox": sum(outbox.counts.pending for outbox in run.search.outboxes),
-            "lost": sum(outbox.counts.lost for outbox in run.search.outboxes),
-        },
-        "economy": {**run.buffer.economy.state(), "waiting": run.buffer.num_untouched_groups},
-        "decoded": sum(s.decoded_tokens for s in run.search.searchers),
-        "searcher_idle_s": [s.idle_s for s in run.search.searchers],
-        "staleness_counts": sorted(run.trainer.counters.staleness_counts.items()),
-        "skipped_prompts": run.search.num_skipped,
-        "num_devices": _num_local_devices() + run.search.num_devices,
-    }
-
-
-def _num_local_devices() -> int:
-    return len(jax.local_devices())
-
-
-def add_up(values: Sequence[Any]) -> Any:
-    """Sum of numbers, name by name for mappings: what all hosts have together."""
-    if not isinstance(values[0], Mapping):
-        return sum(values)
-    names = sorted({name for value in values for name in value})
-    return {name: add_up([value[name] for value in values if name in value]) for name in names}
-
-
-def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """WORKDIR/report.json: the figures that scripts may rely on.
-
-    Args:
-        run: of process 0.
-        hosts: `host_counts` of every process.
-
-    Returns:
-        Its contents.
-    """
+def write_report_json(run: Run) -> dict[str, Any]:
+    """WORKDIR/report.json: the figures that scripts may rely on; returns its contents."""
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 
-    decoded = sum(host["decoded"] for host in hosts)
-    staleness: dict[int, int] = {}
-    for value, count in (pair for host in hosts for pair in host["staleness_counts"]):
-        staleness[value] = staleness.get(value, 0) + count
+    decoded = sum(searcher.decoded_tokens for searcher in run.search.searchers)
+    counts = [outbox.counts for outbox in run.search.outboxes]
     device = jax.local_devices()[0]
     report = {
         "name": run.config.name,
@@ -88,25 +48,32 @@ def write_report_json(run: Run, hosts: Sequence[Mapping[str, Any]]) -> dict[str,
         },
         "idle_s": {
             "trainer": trainer.counters.wait_s,
-            "searchers": [idle_s for host in hosts for idle_s in host["searcher_idle_s"]],
+            "searchers": [searcher.idle_s for searcher in run.search.searchers],
         },
-        "staleness": staleness_summary(staleness),
-        "ledger": add_up([host["ledger"] for host in hosts]),
-        "economy": economy_summary([host["economy"] for host in hosts], run.config.replay),
+        "staleness": staleness_summary(trainer.counters.staleness_counts),
+        "ledger": {
+            **run.buffer.ledger(),
+            "generated": sum(count.generated for count in counts),
+            "outbox": sum(count.pending for count in counts),
+            "lost": sum(count.lost for count in counts),
+        },
+        "economy": economy_summary(
+            run.buffer.economy, run.buffer.num_untouched_groups, run.config.replay
+        ),
         "sync": {
             "count": trainer.counters.num_syncs,
             "mean_s": trainer.counters.sync_total_s / max(1, trainer.counters.num_syncs),
             "max_s": trainer.counters.sync_max_s,
         },
         "skipped_prompts": {
-            "train": sum(host["skipped_prompts"] for host in hosts),
+            "train": run.search.num_skipped,
             "eval": run.evaluator.num_skipped,
         },
         "compiled_decode_programs": run.search.num_compiled,
         "kinds": list(run.shared.task.response_kinds),
         "samples": _samples(run),
         "processes": jax.process_count(),
-        "hardware": f"{sum(host['num_devices'] for host in hosts)} x {device.device_kind}, "
+        "hardware": f"{jax.device_count()} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
         "versions": versions(),
         "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
@@ -155,22 +122,18 @@ def _samples(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def economy_summary(hosts: Sequence[Mapping[str, Any]], settings: ReplaySettings) -> dict[str, Any]:
-    """What became of the searchers' work, over all hosts, with what to change about it.
+def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
+    """What became of the searchers' work, with what to change about it.
 
     Args:
-        hosts: `Economy.state` of each, and under `waiting` its groups of which nothing was drawn.
+        economy: of the buffer.
+        waiting: groups of which nothing was drawn.
         settings: of the buffer.
     """
-    states: list[Mapping[str, Any]] = [
-        {name: value for name, value in host.items() if name != "waiting"} for host in hosts
-    ]
-    total = Economy.added(states)
-    waiting = sum(host["waiting"] for host in hosts)
-    figures = total.stats(waiting, settings.max_staleness)
+    figures = economy.stats(waiting, settings.max_staleness)
     return {
         **{name.removeprefix("buffer/"): value for name, value in figures.items()},
-        "warnings": total.warnings(waiting, settings),
+        "warnings": economy.warnings(waiting, settings),
     }
 
 

@@ -46,7 +46,9 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
     if config.driver != "async" or not is_alone or not has_one_length:
         return Ahead({}).start()
     load_grain()
-    batch = first_batch(config, make_packing(config, shared.tokenizer.pad_id))
+    batch = first_batch(
+        config, make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh)
+    )
     jobs: dict[Hashable, Any] = {
         PUBLICATION: functools.partial(_lower_publication, shared, publish),
         step_job(batch): functools.partial(_lower_step, shared, step, batch),
@@ -106,4 +108,4 @@ def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
     draw = Draw(
         Prompt(0, "", tokens, {}), (response,) * distinct, weights, True, (0,) * distinct, 0
     )
-    return packing.batch([draw] * prompts, lambda sizes: sizes)
+    return packing.batch([draw] * prompts)

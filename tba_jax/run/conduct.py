@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 
 from tba_jax.config.notes import notes
-from tba_jax.config.resolved import is_gang
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
@@ -24,15 +23,16 @@ from tba_jax.run import evaluations
 from tba_jax.run.async_search import drive_async
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
-from tba_jax.run.closing import host_counts, write_report_json
+from tba_jax.run.closing import write_report_json
 from tba_jax.run.errors import UserError, WorkdirLost
+from tba_jax.run.follow import follow
 from tba_jax.run.lock import Hold
+from tba_jax.run.peers import Link
 from tba_jax.run.rescue import rescue
 from tba_jax.run.rewarding import make_task
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.sync_search import drive_sync
-from tba_jax.run.whole_hosts.team import Team
 from tba_jax.run.workdir import Outcome
 
 Drive = Callable[[Run, Callable[[], bool]], None]
@@ -53,7 +53,7 @@ def conduct(
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
-    team: Team | None = None,
+    link: Link | None = None,
 ) -> Outcome:
     """Build, drive, evaluate at the end, write the report.
 
@@ -67,7 +67,7 @@ def conduct(
         start_s: `time.perf_counter` when the run's time began to count.
         display: what is shown goes there; None: to standard output.
         drive: moves the parts in place of the configured driver; `replaying` is one such.
-        team: the hosts that search for those that conduct; None where each searches itself.
+        link: to the other processes of the run; None: there are none.
 
     Raises:
         UserError: the reward function cannot be used.
@@ -76,7 +76,7 @@ def conduct(
     """
     if display is None:
         display = make_display(config, workdir, is_shown=cluster.is_primary)
-    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, team)
+    run = _open(config, workdir, cluster, start_s, hold, accept_changed, display, link)
     if hold is not None:
         hold.begin()
     try:
@@ -89,7 +89,6 @@ def conduct(
             _evaluate_at_the_end(run)
         run.logs.progress.phase("saving")
         run.shared.checkpoints.wait()
-        counts = cluster.gather_json(host_counts(run))
         run.confirm_hold()
     except BaseException as error:
         run.abort()
@@ -99,7 +98,7 @@ def conduct(
         raise WorkdirLost(f"{lost}. {rescue(run)}") from error
     run.close()
     run.confirm_hold()  # closing may take long
-    report = write_report_json(run, counts) if cluster.is_primary else {}
+    report = write_report_json(run) if cluster.is_primary else {}
     if is_finished and cluster.is_primary:
         from tba_jax.report.build import build_report  # brings the plotting library
 
@@ -128,7 +127,7 @@ def _open(
     hold: Hold | None,
     accept_changed: Collection[str],
     progress: Display,
-    team: Team | None,
+    link: Link | None,
 ) -> Run:
     """The connected parts, with a display."""
     try:
@@ -144,7 +143,7 @@ def _open(
             progress=progress,
             extra_writers=_writers(config, workdir) if cluster.is_primary else (),
             accept_changed=accept_changed,
-            team=team,
+            link=link,
             # A folder that mirrors an object store is this process's own.
             confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
         )
@@ -195,9 +194,12 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
         )
         if run.evaluated.before is None:
             evaluations.evaluate_start_model(run)
-    # A gang has searchers for its last evaluation, too, and meets them where it drives.
-    if begun < config.num_steps or is_gang(config):
+    # Searchers of other processes evaluate the final policy, too, which happens in the drive.
+    has_others = bool(run.search.remote) or run.shared.is_follower
+    if begun < config.num_steps or has_others:
         own = drive_sync if config.driver == "sync" else drive_async
+        if run.shared.is_follower:
+            own = follow
         (drive or own)(run, interrupted)
 
 
@@ -224,15 +226,10 @@ def _writers(config: Config, workdir: Path) -> list[Any]:
 
 
 def _evaluate_at_the_end(run: Run) -> None:
-    """What the report compares; all hosts evaluate the final policy together."""
+    """Evaluate what the report compares."""
     if run.evaluated.before is None:
         evaluations.evaluate_start_model(run)
-    if evaluations.newest_evaluated(run) >= run.config.num_steps:
-        return
-    run.logs.progress.phase("evaluating the final policy")
-    run.trainer.publish()
-    run.search.transport.poll()
-    evaluations.evaluate_now(run, run.trainer.step_index)
+    evaluations.evaluate_last(run)
 
 
 def _check_reward(run: Run) -> None:

@@ -86,6 +86,7 @@ def is_mendable(error: BaseException) -> bool:
     """
     from tba_jax.devices.cluster import PeerError
     from tba_jax.devices.turns import TurnError
+    from tba_jax.remote.channel import ChannelError
     from tba_jax.report.jsonl import LogError
     from tba_jax.rewards.pool import RewardFailure
     from tba_jax.run.checkpoint import CheckpointError
@@ -95,6 +96,7 @@ def is_mendable(error: BaseException) -> bool:
 
     named = (
         UserError,
+        ChannelError,
         CheckpointError,
         FleetError,
         LogError,

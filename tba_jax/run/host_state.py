@@ -33,7 +33,7 @@ class Facts:
 
     Attributes:
         seed: of the run.
-        num_processes, num_searchers: of the whole run.
+        num_searchers: of the whole run.
         run_id: the run's own name.
         fingerprints: names of what it was made of (`identity.KINDS`).
         format: in which it was written.
@@ -42,7 +42,6 @@ class Facts:
     """
 
     seed: int
-    num_processes: int
     num_searchers: int
     run_id: str = ""
     fingerprints: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -106,6 +105,7 @@ def _facts(entries: Any) -> Facts:
             f"the checkpoint is of format {facts['format']} and this version of tba_jax reads "
             f"format {FORMAT}; continue the run with the version that config.json names"
         )
+    facts.pop("num_processes", None)  # written by earlier versions
     return Facts(**facts)
 
 

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
-from tba_jax.run import evaluations
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 
@@ -111,9 +110,7 @@ def loop(run: Run, search: Search, interrupted: Callable[[], bool]) -> None:
             search.wait()
             reports += search.merge()
             continue
-        values = trainer.step(run.is_interrupted(interrupted), run.evaluations.newest_share)
-        if trainer.plan.collect >= 0:
-            evaluations.collect(run, trainer.plan.collect)
+        values = trainer.step(lambda: run.is_interrupted(interrupted))
         if values is None:
             reports += search.no_batch()
             continue
@@ -153,11 +150,11 @@ def stops(run: Run, interrupted: Callable[[], bool]) -> bool:
     """Return whether the run ends here.
 
     With several trainer processes none may stop by itself: an interruption is part of its next
-    offer, and the plan of that step stops all of them.
+    request, and the plan of that step stops all of them.
     """
     if run.cluster.num_processes > 1:
         return run.trainer.plan.stop
-    return run.is_interrupted(interrupted)  # a process that searches for it may be told to end
+    return run.is_interrupted(interrupted)
 
 
 def starved(run: Run, why: str) -> StarvedError:

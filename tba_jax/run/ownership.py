@@ -24,15 +24,12 @@ from tba_jax.storage import digests, sealed
 
 _FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "prompts.json")
 # Folders whose entries a run names itself, and those of TensorBoard and W&B.
-_OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints", "mail")
+_OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
 _FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
 _CONFIG = "config.json"
 _SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
-# What is there before config.json: the lock, and the greetings of hosts that search.
-_BEFORE = {
-    "lock": re.compile(r"\d{8}\.(json|unfinished)"),
-    "mail": re.compile(r"(hello|welcome)_\d+\.json(\.unfinished)?|[0-9a-f]{16}"),
-}
+# What is there before config.json.
+_BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
 # What remains of a file that was replaced when its process was killed.
 _REMAINDERS = (".unfinished", ".new", ".kept")
 # How a file begins that a run wrote. Damage behind that is named by whoever reads the file.
@@ -180,7 +177,7 @@ def _check_kind(path: Path) -> None:
         )
     if not is_folder:
         _check_beginning(path)
-    elif path.name in ("lock", "mail", "plots"):
+    elif path.name in ("lock", "plots"):
         for entry in path.iterdir():
             if entry.is_symlink():
                 raise UserError(

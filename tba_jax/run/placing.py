@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked
-from tba_jax.config.resolved import is_gang, shares_data, transport_of
+from tba_jax.config.resolved import has_trainer_group, transport_of, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
@@ -28,7 +28,7 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
         PlacementError: the devices cannot be divided so.
     """
     wanted = asked(config)
-    if is_gang(config):
+    if has_trainer_group(config):
         mesh = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
         return Placement(
             Mesh(mesh.reshape(wanted.mesh), MESH_AXES), (), num_searchers=wanted.num_searchers
@@ -80,15 +80,15 @@ def open_sites(config: Config, placement: Placement) -> Sites:
     turns = None
     trains = bool(placement.trainer_mesh.local_devices)
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
-    has_share = shares_data(config)
-    if not has_share:
+    is_beside = not writes_versions(config)
+    if not is_beside:
         publication = trainer  # files have the trainer's layout
         if not trains and placement.searcher_meshes:
             devices = placement.searcher_meshes[0].devices
             trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
     if config.driver == "async":
         launchers = [trainer, *placement.searcher_meshes]
-        if transport_of(config) != "memory" and (has_share or not trains):
+        if transport_of(config) != "memory" and (is_beside or not trains):
             launchers.append(trainer)  # the weight poller lays restored weights out
         # Half: the error says more than the watchdog, and comes first.
         turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)

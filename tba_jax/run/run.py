@@ -12,6 +12,7 @@ from typing import Any
 from tba_jax.config.schema import Config
 from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.placement import MODES
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
@@ -20,9 +21,9 @@ from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import HostState
 from tba_jax.run.lock import Hold
 from tba_jax.run.logs import Logs
+from tba_jax.run.peers import Link, Owner
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
-from tba_jax.run.whole_hosts.remote_search import RemoteSearch
 from tba_jax.train.trainer import Trainer
 
 # A program that nobody needs any more gets this long to be compiled: a thread in native code must
@@ -72,10 +73,11 @@ class Run:
         last_saved_step: step of the newest checkpoint, -1 before the first.
         hold: of the work directory; None where another process has it, or nobody needs it.
         sections: of the report, by key, beside those that every run has.
+        link: to the other processes of the run; None: there are none.
     """
 
     shared: Shared
-    search: Search | RemoteSearch
+    search: Search
     buffer: ReplayBuffer
     trainer: Trainer
     evaluator: Evaluator
@@ -86,6 +88,7 @@ class Run:
     last_saved_step: int = -1
     hold: Hold | None = None
     sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    link: Link | None = None
 
     @property
     def config(self) -> Config:
@@ -93,9 +96,9 @@ class Run:
         return self.shared.config
 
     @property
-    def searches(self) -> bool:
-        """Whether what searchers do comes to this process."""
-        return bool(self.search.searchers)
+    def is_fleet(self) -> bool:
+        """Whether searchers are processes that come and go."""
+        return MODES[self.config.placement].searches_elsewhere
 
     @property
     def cluster(self) -> Cluster:
@@ -131,12 +134,8 @@ class Run:
         self.last_saved_step = self.trainer.step_index
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Whether this host wants to stop: by a signal, or because a peer was told to end.
-
-        With several hosts they must all call this equally often.
-        """
-        is_preempted = self.cluster.is_preempted()
-        return interrupted() or is_preempted or self.search.wants_stop
+        """Whether this process was told to stop, or another one that reports to it."""
+        return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
 
     def save(self) -> None:
         """Start an asynchronous checkpoint at the trainer's step, unless it has one.
@@ -199,8 +198,6 @@ class Run:
         self.shared.rewards.close()
         self.ahead.close(timeout_s=COMPILED_S)
         self.search.transport.close()
-        if isinstance(self.search, RemoteSearch):
-            self.search.close()
         self.shared.checkpoints.close()
         self.logs.close()
 

@@ -201,7 +201,7 @@ class _Weights:
         run.trainer.publish()
         run.search.transport.poll()
         assert isinstance(run.search, Search), "a schedule is replayed in one process"
-        for searcher in run.search.searchers:
+        for searcher in run.search.local:
             published = searcher.parts.weights()
             assert published is not None
             if run.evaluated.before is None:

@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs searchers for a trainer in another process.
+"""A process that runs searchers for the owner of the replay buffer, which is another process.
 
-The searchers are built by the same code as searcher threads of a single process. Their tickets come
-from the search server, which also receives their responses.
+The searchers are built by the same code as those of a single process. Their tickets come from the
+search server, which also receives their responses. A process that searches only reads published
+weights from disk; a trainer process of a pod also searches, with the weights that it has in memory.
 
 Invariant: after a rewind no response and no weights of the previous trainer are used.
 """
 
+import collections
 import dataclasses
-import functools
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,7 @@ from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.placement import PlacementError
+from tba_jax.devices.placement import MODES, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import turns_for
@@ -32,6 +34,7 @@ from tba_jax.flow.state import PartState
 from tba_jax.models.shardings import param_shardings
 from tba_jax.remote.channel import Unreachable
 from tba_jax.remote.client import (
+    Callbacks,
     Dismissed,
     LeasedShard,
     Rewind,
@@ -45,10 +48,10 @@ from tba_jax.remote.messages import (
     JoinRequest,
     JoinResponse,
     SearcherStart,
+    Trace,
 )
-from tba_jax.run.async_search import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.run.clock import RunClock
-from tba_jax.run.evaluating import build_evaluator
+from tba_jax.run.evaluating import build_evaluator, load_start_weights
 from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.placing import Sites
 from tba_jax.run.searching import (
@@ -58,15 +61,187 @@ from tba_jax.run.searching import (
     make_transport,
     swaps_in_flight,
 )
-from tba_jax.run.shared import Seat as Place
-from tba_jax.run.shared import Shared, open_shared
+from tba_jax.run.shared import Seat, Shared, open_shared
 from tba_jax.search.continuous import ContinuousSearch
+from tba_jax.search.searcher import Searcher
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import VersionReader
+from tba_jax.weights.transport import Transport
 from tba_jax.weights.versions import PublicationError
 
+POLL_S = 0.002
+"""Sleep of a searcher's thread that has nothing to do."""
+DELIVERY_S = 0.1
+"""Longest wait of a thread for a publication, after which it checks whether to stop."""
+STOP_S = 10.0
+"""Time that threads get to end their current step."""
 _CHECK_S = 0.1  # between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # between two join requests to a trainer that does not respond
+_UNUSED_S = 60.0  # after which a version that nobody evaluates is dropped
+
+
+class Weights(Protocol):
+    """Policy weights on the devices of the searchers of a process."""
+
+    def reset(self, version: int) -> None:
+        """Forget all versions: this one is the newest of the search server that was joined."""
+        ...
+
+    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+        """Set the newest complete version, and the versions under evaluation."""
+        ...
+
+    def poll(self) -> bool:
+        """Load what was announced; called by a worker of its own."""
+        ...
+
+    def newest(self, i: int) -> int:
+        """Return the version that the i-th searcher would sample with, -1 for none."""
+        ...
+
+    def at(self, version: int, i: int) -> Any:
+        """Return a version for the i-th searcher; None where it is gone."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredWeights:
+    """`Weights` that are read from the work directory.
+
+    Args:
+        shared: what the searchers stand on.
+        transport: from which the searchers take weights.
+        reader: reads published versions for it.
+    """
+
+    shared: Shared
+    transport: Transport
+    reader: VersionReader
+
+    def reset(self, version: int) -> None:
+        self.reader.forget()
+        self.reader.ring(version)
+
+    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+        del evaluated
+        self.reader.ring(version)
+
+    def poll(self) -> bool:
+        return self.reader.poll(DELIVERY_S)
+
+    def newest(self, i: int) -> int:
+        published = self.reader.latest(i)
+        return -1 if published is None else published.version
+
+    def at(self, version: int, i: int) -> Any:
+        latest = self.transport.latest(i)
+        if latest is not None and latest.version == version:
+            return latest.params
+        try:
+            found = self.reader.at(version)
+        except PublicationError:
+            if version:
+                return None
+            return load_start_weights(self.shared, self.shared.sites.searchers[i])
+        if isinstance(self.transport, MergingTransport):
+            found = self.transport.merged(found)
+        return found[i]
+
+
+class PublishedWeights:
+    """`Weights` that a trainer process publishes in memory to its own searchers.
+
+    A version that is evaluated is kept after newer ones were published.
+
+    Args:
+        transport: from which the searchers take weights.
+        num_searchers: of this process.
+    """
+
+    def __init__(self, transport: Transport, num_searchers: int) -> None:
+        self._transport = transport
+        self._num_searchers = num_searchers
+        self._lock = threading.Lock()
+        self._kept: dict[int, list[Any]] = {}
+        self._used_s: dict[int, float] = {}  # when a kept version was last known to be needed
+
+    def keep(self) -> None:
+        """Keep the newest version for its evaluation; called after its publication."""
+        self._transport.settle()
+        latest = [self._transport.latest(i) for i in range(self._num_searchers)]
+        found = [each for each in latest if each is not None]
+        if found:
+            with self._lock:
+                self._kept[found[0].version] = [each.params for each in found]
+                self._used_s[found[0].version] = time.monotonic()
+
+    def reset(self, version: int) -> None:
+        """Do nothing: trainer and searchers of a process end together."""
+
+    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            for kept in list(self._kept):
+                if kept in evaluated:
+                    self._used_s[kept] = now
+                elif evaluated or now - self._used_s[kept] > _UNUSED_S:
+                    if evaluated and kept > max(evaluated):
+                        continue  # its evaluation was not requested yet
+                    del self._kept[kept], self._used_s[kept]
+
+    def poll(self) -> bool:
+        return self._transport.poll(DELIVERY_S)
+
+    def newest(self, i: int) -> int:
+        published = self._transport.latest(i)
+        return -1 if published is None else published.version
+
+    def at(self, version: int, i: int) -> Any:
+        with self._lock:
+            if version in self._kept:
+                return self._kept[version][i]
+        latest = self._transport.latest(i)
+        return latest.params if latest is not None and latest.version == version else None
+
+
+class RoundSearch:
+    """A searcher whose tickets are whole rounds, for driver=sync; as `ContinuousSearch`.
+
+    Args:
+        searcher: samples, grades and commits a round at a time.
+        quota: admitted rounds.
+    """
+
+    def __init__(self, searcher: Searcher, quota: TicketQuota) -> None:
+        self._searcher = searcher
+        self._quota = quota
+        self._is_busy = False
+
+    def step(self) -> bool:
+        """Do the next round, if one is admitted."""
+        if not len(self._quota):
+            return False
+        self._is_busy = True
+        try:
+            done = self._searcher.step()
+            if done:
+                self._quota.admit(self._searcher.index, -1)
+            return done
+        finally:
+            self._is_busy = False
+
+    def grade(self) -> bool:
+        """Return False: rounds are graded where they are sampled."""
+        return False
+
+    @property
+    def room(self) -> int:
+        """Rounds that could start now."""
+        return 0 if self._is_busy else 1
+
+    def slot_use(self) -> tuple[int, int]:
+        """Return zeros: slots are used for whole rounds."""
+        return 0, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +250,21 @@ class SearchProcess:
 
     Attributes:
         searchers: their IDs in the run.
-        reader: reads published weights.
+        weights: what they sample with.
         evaluator: works on evaluation shards, with a station for each searcher.
         first_positions: state of each prompt stream before its first prompt.
         clock: running time of the run, set by the join response.
+        wants_stop: whether this process was told to stop, which the owner hears of.
     """
 
     shared: Shared
     search: Search
     searchers: tuple[int, ...]
-    reader: VersionReader
+    weights: Weights
     evaluator: Evaluator
     first_positions: tuple[Mapping[str, Any], ...]
     clock: RunClock
+    wants_stop: Callable[[], bool] = lambda: False
 
 
 def open_search_process(
@@ -95,6 +272,9 @@ def open_search_process(
     workdir: Path,
     searchers: Sequence[int],
     note: Callable[[str], None],
+    *,
+    cluster: Cluster | None = None,
+    wants_stop: Callable[[], bool] = lambda: False,
 ) -> SearchProcess:
     """Build searchers on the devices of this process.
 
@@ -103,13 +283,19 @@ def open_search_process(
         workdir: of the run; every machine sees it.
         searchers: consecutive searcher IDs.
         note: receives one line about the task.
+        cluster: of this process alone, in a job where others train; None: of a fleet.
+        wants_stop: whether this process was told to stop.
 
     Raises:
         PlacementError: too few devices. ValueError: as `open_shared`.
     """
     clock = RunClock(time.perf_counter, time.perf_counter())
-    place = Place(_sites(config), searchers[0], config.fleet.max_searchers)
-    shared = open_shared(config, workdir, cluster=Cluster(), clock=clock, note=note, seat=place)
+    seat = None
+    if cluster is None:
+        seat = Seat(_sites(config), searchers[0], config.fleet.max_searchers)
+    shared = open_shared(
+        config, workdir, cluster=cluster or Cluster(), clock=clock, note=note, seat=seat
+    )
     plain, mesh = shared.model.config, shared.sites.trainer.mesh
     references, base = {}, None
     if config.reference.placement == "searcher" or shared.policy.adapters is not None:
@@ -120,16 +306,36 @@ def open_search_process(
         references = make_references(
             config, shared.policy, shared.tokenizer.eos_ids, shared.sites, base
         )
+    if shared.policy.adapters is None:
+        base = None
     transport = make_transport(config, shared.policy, shared.sites, workdir, base, None)
     reader = transport.source if isinstance(transport, MergingTransport) else transport
     assert isinstance(reader, VersionReader)
     search = build_searchers(
-        shared, transport=transport, references=references, wants_given=False, note=note
+        shared,
+        transport=transport,
+        references=references,
+        wants_given=shared.checkpoints.latest_step() in (None, 0),
+        note=note,
     )
-    graders = [searcher.parts.grader for searcher in search.searchers]
+    graders = [searcher.parts.grader for searcher in search.local]
     evaluator = build_evaluator(shared, search.decoders, graders, references, note)
+    weights = StoredWeights(shared, transport, reader)
+    return make_search_process(shared, search, weights, evaluator, clock, wants_stop)
+
+
+def make_search_process(
+    shared: Shared,
+    search: Search,
+    weights: Weights,
+    evaluator: Evaluator,
+    clock: RunClock,
+    wants_stop: Callable[[], bool],
+) -> SearchProcess:
+    """Connect the parts; arguments as the fields of `SearchProcess`."""
     positions = tuple(stream.state() for stream in search.streams)
-    return SearchProcess(shared, search, tuple(searchers), reader, evaluator, positions, clock)
+    indices = tuple(searcher.index for searcher in search.local)
+    return SearchProcess(shared, search, indices, weights, evaluator, positions, clock, wants_stop)
 
 
 def _sites(config: Config) -> Sites:
@@ -150,7 +356,11 @@ def _sites(config: Config) -> Sites:
 
 
 def search(
-    process: SearchProcess, server: SearchRequests, host: str, log: Callable[[str], None]
+    process: SearchProcess,
+    server: SearchRequests,
+    host: str,
+    log: Callable[[str], None],
+    stop: StopFlag | None = None,
 ) -> str:
     """Search until the search server dismisses this process; return the reason.
 
@@ -159,34 +369,48 @@ def search(
         server: search server of the run, or a channel to it.
         host: name of this machine, for log lines.
         log: receives one line for each event.
+        stop: ends the search when it is set; the reason is then "".
 
     Raises:
         WorkerError: a searcher failed. TimeoutError: the trainer does not respond.
     """
     identity = identity_of(process.shared)
-    timeout_s = 2 * process.shared.config.fleet.trainer_silence_s
-    while True:
-        request = JoinRequest(process.searchers, host, identity)
-        response = _join(server, request, process.clock, timeout_s)
+    config = process.shared.config
+    timeout_s = config.log.watchdog_s
+    if MODES[config.placement].searches_elsewhere:
+        timeout_s = 2 * config.fleet.trainer_silence_s
+    stop = StopFlag() if stop is None else stop
+    local = process.search.local
+    given = tuple((s.num_given, s.num_given_rounds) for s in local)
+    while not stop.is_set():
+        request = JoinRequest(process.searchers, host, identity, given)
+        response = _join(server, request, process.clock, timeout_s, stop)
+        if response is None:
+            break
         if response.refusal == RUN_ENDED:
             # The trainer still computes its closing figures; this process has nothing left to do.
             return RUN_ENDED
         if response.refusal:
             return f"refused: {response.refusal}"
         try:
-            _search_once(process, server, response, timeout_s)
+            _search_once(process, server, response, timeout_s, stop)
         except Rewind as rewind:
             log(str(rewind))
         except Dismissed as dismissed:
             return str(dismissed)
+    return ""
 
 
 def _join(
-    server: SearchRequests, request: JoinRequest, clock: RunClock, timeout_s: float
-) -> JoinResponse:
-    """Send join requests until one is answered."""
+    server: SearchRequests,
+    request: JoinRequest,
+    clock: RunClock,
+    timeout_s: float,
+    stop: StopFlag,
+) -> JoinResponse | None:
+    """Send join requests until one is answered; None where `stop` was set."""
     deadline = time.monotonic() + timeout_s
-    while True:
+    while not stop.is_set():
         try:
             response = server.join(request)
         except Unreachable as error:
@@ -195,21 +419,25 @@ def _join(
                     f"the trainer has not responded for {timeout_s:.0f} s ({error}). The same "
                     "command resumes the run"
                 ) from error
-            time.sleep(_JOIN_RETRY_S)
+            stop.wait(_JOIN_RETRY_S)
             continue
         clock.set(response.run_s)
         return response
+    return None
 
 
 def _search_once(
-    process: SearchProcess, server: SearchRequests, response: JoinResponse, timeout_s: float
+    process: SearchProcess,
+    server: SearchRequests,
+    response: JoinResponse,
+    timeout_s: float,
+    outer: StopFlag,
 ) -> None:
-    """Search for this search server until a client raises Rewind or Dismissed."""
+    """Search for this search server until a client raises Rewind or Dismissed, or `outer`."""
     stop = StopFlag()
-    process.reader.forget()
-    process.reader.ring(response.version)
+    process.weights.reset(response.version)
     workers = [
-        Worker("weight-reader", functools.partial(process.reader.poll, DELIVERY_S), stop),
+        Worker("weight-reader", process.weights.poll, stop),
         *(
             worker
             for i, start in enumerate(response.starts)
@@ -219,7 +447,7 @@ def _search_once(
     for worker in workers:
         worker.start()
     try:
-        while not stop.wait(_CHECK_S):
+        while not stop.wait(_CHECK_S) and not outer.is_set():
             pass
         stop.check()
     except WorkerError as error:
@@ -235,19 +463,8 @@ def _search_once(
 
 def _evaluate(process: SearchProcess, i: int, version: int, shard: int) -> EvaluationShard | None:
     """Return a shard of the evaluation of a version; None where its weights are gone."""
-    transport = process.search.transport
-    latest = transport.latest(i)
-    if latest is not None and latest.version == version:
-        params = latest.params
-    else:
-        try:
-            found = process.reader.at(version)
-        except PublicationError:
-            return None  # the trainer has the weights and evaluates the shard itself
-        if isinstance(transport, MergingTransport):
-            found = transport.merged(found)
-        params = found[i]
-    return process.evaluator.part(params, shard, i)
+    params = process.weights.at(version, i)
+    return None if params is None else process.evaluator.part(params, shard, i)
 
 
 def _workers(
@@ -259,51 +476,65 @@ def _workers(
     timeout_s: float,
 ) -> list[Worker]:
     """Return the workers of one searcher: decoding, grading, messages."""
-    searcher, outbox = process.search.searchers[i], process.search.outboxes[i]
+    config, weights = process.shared.config, process.weights
+    searcher, outbox = process.search.local[i], process.search.outboxes[i]
     position = dict(start.position)
     if position["prompt_state"] is None:
         position["prompt_state"] = process.first_positions[i]
     outbox.start_from(position)
-    searcher.restore(PartState({}, {"decoded_tokens": 0, "idle_s": 0.0, "num_chunks": 0}))
+    counters = {"decoded_tokens": 0, "idle_s": 0.0, "num_chunks": start.num_chunks}
+    searcher.restore(PartState({}, counters))
+    events: collections.deque[Mapping[str, Any]] = collections.deque()
     quota, leased = TicketQuota(), LeasedShard()
-    continuous = ContinuousSearch(
-        searcher,
-        quota,
-        swaps_in_flight=swaps_in_flight(process.shared.config),
-        log_event=lambda event: None,
-    )
+    worked: ContinuousSearch | RoundSearch
+    if config.driver == "sync":
+        worked = RoundSearch(searcher, quota)
+    else:
+        worked = ContinuousSearch(
+            searcher,
+            quota,
+            swaps_in_flight=swaps_in_flight(config),
+            log_event=events.append,
+        )
 
     def step() -> bool:
-        """An evaluation shard comes before the next chunk."""
+        """An evaluation shard comes before the next chunk, given responses before sampled ones."""
         if (lease := leased.start()) is not None:
             leased.finish(lease, _evaluate(process, i, *lease))
             return True
-        return continuous.step()
+        if config.driver == "async" and searcher.num_given_rounds_left:
+            return quota.admit(searcher.index, -1) and searcher.step()
+        return worked.step()
+
+    def trace() -> Trace:
+        num_chunks = searcher.num_chunks  # first: no later chunk is counted without its event
+        return Trace(tuple(events.popleft() for _ in range(len(events))), num_chunks)
 
     decoding = Worker(f"searcher-{searcher.index}", step, stop, idle_s=POLL_S)
-
-    def newest() -> int:
-        """Version with which the next ticket would start."""
-        published = process.reader.latest(i)
-        return -1 if published is None else published.version
-
     client = SearcherClient(
         start,
         server,
         outbox,
         quota,
         leased,
-        # A ticket that is admitted before there are weights would only grow stale.
-        room=lambda: continuous.room if newest() >= 0 else 0,
-        heartbeat=lambda put_s: Heartbeat(
-            decoding.idle_total_s, put_s, continuous.slot_use(), version=newest()
+        Callbacks(
+            # A ticket that is admitted before there are weights would only grow stale.
+            room=lambda: worked.room if weights.newest(i) >= 0 else 0,
+            heartbeat=lambda put_s: Heartbeat(
+                decoding.idle_total_s,
+                put_s,
+                worked.slot_use(),
+                version=weights.newest(i),
+                wants_stop=process.wants_stop(),
+            ),
+            trace=trace,
+            versions=weights.announce,
         ),
-        on_version=process.reader.ring,
         clock=time.monotonic,
         timeout_s=timeout_s,
     )
     return [
         decoding,
-        Worker(f"grader-{searcher.index}", continuous.grade, stop, idle_s=POLL_S),
+        Worker(f"grader-{searcher.index}", worked.grade, stop, idle_s=POLL_S),
         Worker(f"client-{searcher.index}", client.step, stop, idle_s=POLL_S),
     ]

@@ -7,7 +7,8 @@ Searchers are made of what all parts share and of the start; they never see the 
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site
-from tba_jax.flow.state import Saveable
+from tba_jax.flow.state import PartState, Saveable
 from tba_jax.models import lora
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
@@ -51,6 +52,7 @@ from tba_jax.tasks.registry import Task
 from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merging import MergingTransport
 from tba_jax.weights.reading import VersionReader
+from tba_jax.weights.remote import Members, VersionWriter
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
 from tba_jax.weights.versions import Versions
 
@@ -198,8 +200,11 @@ def make_transport(
     way = transport_of(config)
     if publish is None:
         files = published_files(config, policy, sites.publication.mesh)
+        # In a job of several processes Orbax's barriers would wait for the others.
+        number = jax.process_index()
+        versions = Versions(workdir, readers=Members(number, (number,)).options)
         transport = VersionReader(
-            Versions(workdir), files, wanted, timeout_s=timeout_s, layout=arrival.layout
+            versions, files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
     elif way == "memory":
         program = sites.trainer.in_turn(publish)
@@ -216,6 +221,28 @@ def make_transport(
             confirm=confirm,
         )
     return MergingTransport(transport, merges) if merges else transport
+
+
+def make_version_writer(
+    shared: Shared, publish: Callable[[Any], Any], kept: Callable[[], Collection[int]]
+) -> VersionWriter:
+    """Weights as files, written by all trainer processes together; a call of all of them.
+
+    Args:
+        shared: what it stands on.
+        publish: copy and cast of the weights.
+        kept: versions that stay on disk beyond the newest.
+    """
+    config, cluster = shared.config, shared.cluster
+    return VersionWriter(
+        str(shared.workdir),
+        publish,
+        session=cluster.broadcast_json(uuid.uuid4().hex[:16]),
+        members=Members(cluster.number, cluster.members),
+        keep=config.sync.keep,
+        timeout_s=config.checkpoint.timeout_s,
+        kept=kept,
+    )
 
 
 def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:
@@ -247,69 +274,108 @@ def make_decoders(
     return {site: programs[site.program_site] for site in sites.searchers}
 
 
+@dataclasses.dataclass
+class RemoteSearcher:
+    """Counters of a searcher in another process, kept by the owner of the buffer.
+
+    Attributes:
+        index: searcher ID.
+        outbox: its responses until they are merged.
+        decoded_tokens, idle_s, num_chunks, num_given: as those of `Searcher`.
+        num_given_rounds: rounds of given responses, which are its first.
+    """
+
+    index: int
+    outbox: Outbox
+    decoded_tokens: int = 0
+    idle_s: float = 0.0
+    num_chunks: int = 0
+    num_given: int = 0
+    num_given_rounds: int = 0
+
+    @property
+    def num_given_rounds_left(self) -> int:
+        """Rounds of given responses that did not arrive yet."""
+        return max(0, self.num_given_rounds - self.outbox.committed[0])
+
+    def state(self) -> PartState:
+        """Its counters, as `Searcher.state`."""
+        names = ("decoded_tokens", "idle_s", "num_chunks")
+        return PartState({}, {name: getattr(self, name) for name in names})
+
+    def restore(self, state: PartState) -> None:
+        """Count on from there."""
+        vars(self).update(state.meta)
+
+
 @dataclasses.dataclass(frozen=True)
 class Search:
     """The searching side of one process.
 
     Attributes:
-        searchers: this process's; streams and outboxes: one each, in the same order.
-        transport: how weights come to them.
+        transport: how weights come to its searchers, or leave for other processes.
+        local: searchers that this process runs.
+        streams: prompt streams, one for each of them.
         decoders: by site.
+        remote: in the owner of the buffer, the searchers of other processes.
     """
 
-    searchers: tuple[Searcher, ...]
-    streams: tuple[PromptStream, ...]
-    outboxes: tuple[Outbox, ...]
     transport: Transport
-    decoders: Mapping[Site, Decoder]
-    wants_stop = False
-    num_devices = 0  # beyond those of the hosts that train
+    local: tuple[Searcher, ...] = ()
+    streams: tuple[PromptStream, ...] = ()
+    decoders: Mapping[Site, Decoder] = dataclasses.field(default_factory=dict)
+    remote: tuple[RemoteSearcher, ...] = ()
 
-    def open(self, phase: Callable[[str], None]) -> None:
-        """Nothing is to be waited for."""
+    @property
+    def searchers(self) -> tuple[Searcher | RemoteSearcher, ...]:
+        """Counters of all searchers whose responses come to this process, in order."""
+        return (*self.local, *self.remote)
 
-    def check(self) -> None:
-        """Nothing fails apart from the threads of the driver."""
+    @property
+    def outboxes(self) -> tuple[Outbox, ...]:
+        """One for each of `searchers`."""
+        return tuple(searcher.outbox for searcher in self.searchers)
 
     @property
     def num_skipped(self) -> int:
         """Prompts that were too long."""
-        return sum(stream.num_skipped for stream in self.streams)
+        positions = [searcher.outbox.committed[1] for searcher in self.remote]
+        skipped = sum(each["num_skipped"] for each in positions if each is not None)
+        return skipped + sum(stream.num_skipped for stream in self.streams)
 
     @property
     def num_compiled(self) -> int:
         """Decode programs that were compiled for the first searcher's devices."""
-        return next(iter(self.decoders.values())).compile_count
-
-    def slot_use(self) -> tuple[int, int]:
-        """Sessions beside a trainer say it themselves."""
-        return 0, 0
-
-    def do_given(self) -> None:
-        """The rounds of given responses, with one thread."""
-        for searcher in self.searchers:
-            while searcher.num_given_rounds_left:
-                searcher.step()
-
-    def do_rounds(self, number: int) -> None:
-        """So many rounds of each searcher, with one thread."""
-        for _ in range(number):
-            for searcher in self.searchers:
-                did_round = searcher.step()
-                assert did_round  # weights are published, and the outbox has no bound here
+        return next((decoder.compile_count for decoder in self.decoders.values()), 0)
 
     @property
     def num_drawn(self) -> int:
-        """Responses that these searchers drew, beside those that were given."""
+        """Responses that searchers sampled, without those that were given."""
         generated = sum(outbox.counts.generated for outbox in self.outboxes)
         return generated - sum(searcher.num_given for searcher in self.searchers)
 
     def parts(self) -> dict[str, Saveable]:
-        """Everything with state; outboxes first, which know where each prompt stream stands."""
+        """Everything with state; outboxes first, which know the position of each prompt stream."""
         return {
-            **{f"outbox_{s.index}": o for s, o in zip(self.searchers, self.outboxes, strict=True)},
+            **{f"outbox_{s.index}": s.outbox for s in self.searchers},
             **{f"searcher_{s.index}": s for s in self.searchers},
         }
+
+
+def remote_searchers(config: Config, indices: Iterable[int]) -> tuple[RemoteSearcher, ...]:
+    """Counters of searchers in other processes."""
+    max_bytes = outbox_bytes(config)
+    return tuple(RemoteSearcher(i, Outbox(max_bytes)) for i in indices)
+
+
+def outbox_bytes(config: Config) -> int:
+    """Bytes that an outbox holds before its searcher waits.
+
+    The synchronous driver decides itself how far searchers run ahead. So does an exact lag: a full
+    outbox would keep back what the trainer waits for.
+    """
+    is_bounded = config.driver == "async" and not config.search.exact_lag
+    return config.search.outbox_bytes if is_bounded else sys.maxsize
 
 
 def build_searchers(
@@ -331,14 +397,10 @@ def build_searchers(
     """
     config, sites, task = shared.config, shared.sites, shared.task
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
-    # The synchronous driver itself decides how far searchers run ahead.
-    # So does an exact lag; a full outbox would keep back what the trainer waits for.
-    is_bounded = config.driver == "async" and not config.search.exact_lag
-    outbox_bytes = config.search.outbox_bytes if is_bounded else sys.maxsize
-    outboxes = tuple(Outbox(outbox_bytes) for _ in sites.searchers)
+    outboxes = tuple(Outbox(outbox_bytes(config)) for _ in sites.searchers)
     streams = tuple(_stream(shared, i) for i in range(len(sites.searchers)))
     given = None
-    if wants_given:
+    if wants_given and shared.first_searcher == 0:
         given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
     if given is not None:
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
@@ -370,7 +432,7 @@ def build_searchers(
         )
         for i, site in enumerate(sites.searchers)
     )
-    return Search(searchers, streams, outboxes, transport, decoders)
+    return Search(transport, searchers, streams, decoders)
 
 
 def _stream(shared: Shared, i: int) -> PromptStream:
@@ -387,28 +449,16 @@ def _stream(shared: Shared, i: int) -> PromptStream:
     )
 
 
-def make_demand(config: Config, share: int, num_shares: int) -> Demand:
-    """What the trainer takes of the searchers of a process.
-
-    Args:
-        config: of the run.
-        share, num_shares: which part of the demand theirs is.
-    """
-    size = config.search.samples_per_prompt
-    first = -(-config.search.initial_fill // size)
+def make_demand(config: Config) -> Demand:
+    """What the trainer takes of the searchers."""
     return Demand(
-        prompts=max(1, part_of(config.batch.num_prompts, share, num_shares)),
+        prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
         max_staleness=config.replay.max_staleness,
         sync_period=config.sync_period,
-        initial=-(-first // num_shares),
+        initial=-(-config.search.initial_fill // config.search.samples_per_prompt),
         is_strict=config.replay.late == "wait",
     )
-
-
-def part_of(total: int, share: int, num_shares: int) -> int:
-    """One of so many nearly equal whole parts, which add up."""
-    return total * (share + 1) // num_shares - total * share // num_shares
 
 
 def swaps_in_flight(config: Config) -> bool:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import jax
 
 from tba_jax.config.devices import validate_devices
-from tba_jax.config.resolved import shares_data
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
@@ -84,43 +83,20 @@ class Shared:
         return range(min(1, number) if elsewhere else number)
 
     @property
-    def shares_data(self) -> bool:
-        """Whether every process has searchers, a buffer and rows of its own."""
-        return shares_data(self.config)
-
-    @property
     def is_follower(self) -> bool:
         """Whether this process trains on what another one draws."""
-        return not self.shares_data and not self.cluster.is_primary
-
-    @property
-    def num_shares(self) -> int:
-        """Parts that the data of the run are divided into: buffers."""
-        return self.cluster.num_processes if self.shares_data else 1
-
-    @property
-    def share(self) -> int:
-        """Which of them is this process's."""
-        return self.cluster.process_id if self.shares_data else 0
+        return not self.cluster.is_primary
 
     @functools.cached_property
     def facts(self) -> Facts:
         """What the states that are saved belong to; reads files of the model and the data."""
         return Facts(
             self.config.seed,
-            self.num_shares,
             self.num_searchers,
             run_id_of(self.workdir),
             fingerprints(self.config, self.task, self.model.folder),
             config=flatten(self.config),
         )
-
-
-def _saving(config: Config, cluster: Cluster) -> Saving:
-    """Who saves with this process, and which part of what is no train state."""
-    if shares_data(config):
-        return Saving(cluster.members, cluster.process_id, cluster.num_processes)
-    return Saving(cluster.members, 0, 1, keeps_state=cluster.is_primary)
 
 
 def open_shared(
@@ -155,8 +131,6 @@ def open_shared(
         sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
         seat = Seat(sites, sites.first_searcher, sites.num_searchers)
         is_reader = not sites.trains
-        if cluster.num_processes > 1:
-            cluster.meet_on(sites.trainer)
     else:
         sites, is_reader = seat.sites, True
     task = make_task(config)
@@ -179,7 +153,7 @@ def open_shared(
             keep=config.checkpoint.keep,
             timeout_s=config.checkpoint.timeout_s,
             read_only=is_reader,
-            processes=_saving(config, cluster),
+            processes=Saving(cluster.members, keeps_state=cluster.is_primary),
             confirm=confirm,
         ),
         first_searcher=seat.first_searcher,

@@ -37,14 +37,14 @@ class Start:
         base: frozen parameters under adapters; None where all are trained.
         references: a reference scorer for each set of searcher devices, where searchers score.
         step: of the restored checkpoint; 0 for a new run.
-        host_states: of that checkpoint, as `Checkpoints.restore` gives them; none for a new run.
+        host_state: of that checkpoint, as `Checkpoints.restore` gives it; None for a new run.
     """
 
     state: TrainState
     base: Any
     references: dict[Site, Reference]
     step: int = 0
-    host_states: tuple[HostState, ...] = ()
+    host_state: HostState | None = None
 
 
 def open_start(
@@ -95,8 +95,8 @@ def open_start(
     del params
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
-    _, state, host_states = shared.checkpoints.restore(target, newest)
-    for line in identity.check(newest, host_states[0].facts, facts, accepted):
+    _, state, host_state = shared.checkpoints.restore(target, newest)
+    for line in identity.check(newest, host_state.facts, facts, accepted):
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     if int(state.step) != newest:
@@ -104,7 +104,7 @@ def open_start(
             f"checkpoint {newest} holds step {int(state.step)}: its folder was renamed. Give "
             f"checkpoints/{newest} the name checkpoints/{int(state.step)} again"
         )
-    return Start(state, base, references, newest, tuple(host_states))
+    return Start(state, base, references, newest, host_state)
 
 
 def steps_made(workdir: Path) -> int:

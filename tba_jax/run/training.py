@@ -16,9 +16,7 @@ from tba_jax.config.schema import Config
 from tba_jax.devices import xla
 from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.sharding import placed_shapes
-from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.batch_bytes import pack_batch, unpack_batch
 from tba_jax.flow.packing import Packing
 from tba_jax.models import lora
 from tba_jax.models.transformer import TransformerConfig, abstract_params
@@ -31,6 +29,7 @@ from tba_jax.settings import need
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
 from tba_jax.train.step import make_train_step
+from tba_jax.train.step_plan import Batches, OwnBatches, Peers
 from tba_jax.train.step_settings import StepSettings
 from tba_jax.train.target import Target
 from tba_jax.train.trainer import Trainer
@@ -38,14 +37,14 @@ from tba_jax.weights.transport import Transport
 
 
 def make_step_settings(
-    config: Config, eos_ids: tuple[int, ...], num_hosts: int = 1
+    config: Config, eos_ids: tuple[int, ...], mesh: Mesh | None = None
 ) -> StepSettings:
     """The settings of the training step.
 
     Args:
         config: of the run.
         eos_ids: of the tokenizer.
-        num_hosts: processes that share a batch.
+        mesh: of the trainer; None: as `config.mesh`.
 
     Raises:
         ConfigError: the objective reads more of the reference than its placement gives.
@@ -71,8 +70,8 @@ def make_step_settings(
         reference_ema_decay=config.reference.ema_decay,
         optimizer_reset_period=config.optimizer.reset_period,
         micro_batch_rows=micro_batch_rows(config),
-        row_multiple=config.mesh.data * config.mesh.fsdp * objective.minibatches,
-        is_whole=groups_stay_whole(config, num_hosts),
+        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        is_whole=groups_stay_whole(config),
         remat=config.model.remat,
         epochs=objective.epochs,
         minibatches=objective.minibatches,
@@ -97,39 +96,42 @@ def micro_batch_rows(config: Config) -> int:
     return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
 
 
-def groups_stay_whole(config: Config, num_hosts: int) -> bool:
-    """Whether a host's rows of a micro-batch hold whole groups, so that rows are scored once."""
-    return micro_batch_rows(config) // num_hosts >= config.objective.group_size
+def groups_stay_whole(config: Config) -> bool:
+    """Whether the rows of a micro-batch hold whole groups, so that rows are scored once."""
+    return micro_batch_rows(config) >= config.objective.group_size
 
 
-def make_packing(config: Config, pad_id: int, *, num_hosts: int = 1, host: int = 0) -> Packing:
-    """How a host's draws become its rows of a batch.
+def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packing:
+    """How draws become the rows of a batch.
 
     Args:
         config: of the run.
         pad_id: of the tokenizer.
-        num_hosts: processes that share a batch.
-        host: which of them.
+        mesh: of the trainer; None: as `config.mesh`.
     """
-    num_prompts, group_size = config.batch.num_prompts // num_hosts, config.objective.group_size
     objective = config.objective.built
     return Packing(
-        num_prompts=num_prompts,
-        group_size=group_size,
+        num_prompts=config.batch.num_prompts,
+        group_size=config.objective.group_size,
         padding=make_padding(config, pad_id),
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
         shares_prompts=config.batch.share_prompts,
-        row_multiple=max(1, config.mesh.data * config.mesh.fsdp // num_hosts)
-        * objective.minibatches,
-        micro_batch_rows=micro_batch_rows(config) // num_hosts,
-        is_whole=groups_stay_whole(config, num_hosts),
+        row_multiple=_row_parts(config, mesh) * objective.minibatches,
+        micro_batch_rows=micro_batch_rows(config),
+        is_whole=groups_stay_whole(config),
         has_prompts="log_z" in objective.heads,
         has_soft_values=objective.needs_soft_value,
         has_advantages=objective.needs_advantages,
         has_equal_weights=config.objective.weights == "equal" and not objective.needs_behavior,
-        first_slot=host * num_prompts * group_size,
     )
+
+
+def _row_parts(config: Config, mesh: Mesh | None) -> int:
+    """Parts that the rows of a batch are divided into; a pod may have more than `config.mesh`."""
+    if mesh is None:
+        return config.mesh.data * config.mesh.fsdp
+    return mesh.shape["data"] * mesh.shape["fsdp"]
 
 
 def make_step_shardings(
@@ -189,15 +191,10 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     return placed_shapes(shapes, make_step_shardings(config, model_config, mesh).state)
 
 
-def make_buffer(shared: Shared) -> ReplayBuffer:
-    """This process's replay buffer, empty."""
-    config, num_hosts = shared.config, shared.num_shares
-    # Hosts draw apart from one another; one host draws what a single process would.
-    seed = config.seed if num_hosts == 1 else (config.seed, num_hosts, shared.share)
-    share = dataclasses.replace(
-        config.replay, max_bytes=config.replay.max_bytes // num_hosts, pace=_pace(config)
-    )
-    return ReplayBuffer(share, seed, make_soft_values(config))
+def make_buffer(config: Config) -> ReplayBuffer:
+    """The replay buffer of a run, empty."""
+    settings = dataclasses.replace(config.replay, pace=_pace(config))
+    return ReplayBuffer(settings, config.seed, make_soft_values(config))
 
 
 def make_soft_values(config: Config) -> SoftValues | None:
@@ -228,7 +225,7 @@ def make_step_program(shared: Shared) -> StepProgram:
     config = shared.config
     shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
     optimizer, schedule = make_optimizer_from(config)
-    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.num_shares)
+    settings = make_step_settings(config, shared.tokenizer.eos_ids, shared.sites.trainer.mesh)
     program = make_train_step(shared.policy, optimizer, schedule, settings, shardings)
     return StepProgram(program, shardings)
 
@@ -241,11 +238,12 @@ def build_trainer(
     state: TrainState,
     base: Any,
     buffer: ReplayBuffer,
+    batches: Batches,
     outboxes: Sequence[Outbox],
     transport: Transport,
     log_event: Callable[[Mapping[str, Any]], None],
 ) -> Trainer:
-    """The trainer of a process, with its step and its planner.
+    """The trainer of a process.
 
     Args:
         shared: what it stands on.
@@ -253,19 +251,22 @@ def build_trainer(
         ahead: compiles it for batches of the shapes that `ahead` knows.
         state: the train state; the trainer's from now on.
         base: frozen parameters under adapters; None without adapters.
-        buffer, outboxes, transport, log_event: as in `Trainer`.
+        buffer, batches, outboxes, transport, log_event: as in `Trainer`.
     """
-    config, num_hosts = shared.config, shared.num_shares
     program = shared.sites.trainer.in_turn(step.program)
-    place, spread = _batch_placer(step.shardings, shared), _spreader(shared)
+    is_alone = shared.cluster.num_processes == 1
     frozen = () if base is None else (base,)
 
     def train_step(
-        state: TrainState, drawn: Batch | PackedBatch | None
+        state: TrainState, batch: Batch | PackedBatch
     ) -> tuple[TrainState, dict[str, Array]]:
-        batch = spread(drawn)
         ahead.wait(step_job(batch))
-        return program(state, place(batch), *frozen)
+        shardings = step.shardings.of_batch(batch)
+        if is_alone:
+            placed = jax.device_put(batch, shardings)
+        else:  # every process has all rows, and its devices take theirs
+            placed = jax.tree.map(_from_whole, batch, shardings)
+        return program(state, placed, *frozen)
 
     return Trainer(
         state=state,
@@ -273,56 +274,35 @@ def build_trainer(
         buffer=buffer,
         outboxes=outboxes,
         transport=transport,
-        planner=Planner(
-            shared.cluster,
-            num_prompts=config.batch.num_prompts,
-            recency_prob=config.replay.recency_prob,
-            pace=_pace(config),
-            seed=config.seed,
-            num_steps=config.num_steps,
-            sync_period=config.sync_period,
-            checkpoint_period=config.checkpoint.period,
-            shares_data=shared.shares_data,
-        ),
-        packing=make_packing(
-            config, shared.tokenizer.pad_id, num_hosts=num_hosts, host=shared.share
-        ),
-        max_nonfinite_steps=config.optimizer.max_nonfinite_steps,
+        batches=batches,
+        max_nonfinite_steps=shared.config.optimizer.max_nonfinite_steps,
         log_event=log_event,
         clock=shared.clock,
+    )
+
+
+def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatches:
+    """Batches from this process's buffer, for all trainer processes.
+
+    Args:
+        shared: what the trainer stands on.
+        buffer: the replay buffer.
+        peers: the other trainer processes.
+    """
+    config = shared.config
+    return OwnBatches(
+        buffer,
+        make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh),
+        num_steps=config.num_steps,
+        sync_period=config.sync_period,
+        checkpoint_period=config.checkpoint.period,
+        peers=peers,
     )
 
 
 def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
     """What compiling the train step for this batch is called."""
     return "train_step", (*batch.tokens.shape, *batch.slots.shape)
-
-
-def _spreader(shared: Shared) -> Callable[[Batch | PackedBatch | None], Batch | PackedBatch]:
-    """What brings a batch to hosts that draw none: each then has all of it."""
-
-    def spread(batch: Batch | PackedBatch | None) -> Batch | PackedBatch:
-        if shared.shares_data or shared.cluster.num_processes == 1:
-            assert batch is not None, "who shares data, draws"
-            return batch
-        return unpack_batch(shared.cluster.share(None if batch is None else pack_batch(batch)))
-
-    return spread
-
-
-def _batch_placer(
-    shardings: StepShardings, shared: Shared
-) -> Callable[[Batch | PackedBatch], Batch | PackedBatch]:
-    """What puts a host's rows on the trainer's devices."""
-    if shared.cluster.num_processes == 1:
-        return lambda batch: jax.device_put(batch, shardings.of_batch(batch))
-    if not shared.shares_data:
-        # Every host has all rows, and its devices take theirs.
-        return lambda batch: jax.tree.map(_from_whole, batch, shardings.of_batch(batch))
-    # This host's rows; the others bring theirs.
-    return lambda batch: jax.tree.map(
-        jax.make_array_from_process_local_data, shardings.of_batch(batch), batch
-    )
 
 
 def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:

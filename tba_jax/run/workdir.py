@@ -185,18 +185,23 @@ def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]
 
 
 def claim_together(
-    cluster: "Cluster", config: Config, workdir: Path, held: contextlib.ExitStack
+    cluster: "Cluster",
+    config: Config,
+    workdir: Path,
+    held: contextlib.ExitStack,
+    owner: int = 0,
 ) -> "tuple[bool, Hold | None]":
-    """Check that every process has the same command; process 0 claims the directory for all.
+    """Check that every process has the same command; the owner claims the directory for all.
 
     Args:
         cluster: the processes, all of which call this.
         config: of the run.
         workdir: its directory.
         held: lets go of it when it ends.
+        owner: number of the process that owns the replay buffer.
 
     Returns:
-        Whether the run in it is finished; and what holds the directory, in process 0 alone, unless
+        Whether the run in it is finished; and what holds the directory, in the owner alone, unless
         it is.
 
     Raises:
@@ -212,7 +217,7 @@ def claim_together(
             )
     answer: dict[str, Any] = {}
     hold = None
-    if cluster.is_primary:
+    if cluster.number == owner:
         try:
             hold = claim(workdir, config)
             if hold is not None:
@@ -220,13 +225,13 @@ def claim_together(
             answer = {"finished": hold is None}
         except UserError as error:
             answer = {"refused": str(error)}
-    answer = cluster.broadcast_json(answer)
+    (answer,) = [found for found in cluster.gather_json(answer) if found]
     if "refused" in answer:
         raise UserError(answer["refused"])
     if not workdir.is_dir():
         raise UserError(
-            f"process {cluster.process_id} does not see the work directory {workdir} that process "
-            "0 made: a pod needs a directory that all hosts share"
+            f"process {cluster.number} does not see the work directory {workdir} that process "
+            f"{owner} made: a pod needs a directory that all hosts share"
         )
     return answer["finished"], hold
 

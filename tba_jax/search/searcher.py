@@ -170,13 +170,14 @@ class Searcher:
         decoded_tokens: tokens of the responses committed so far.
         idle_s: seconds that it had nothing to do; counted by whoever drives it.
         num_chunks: decode chunks done without rounds.
-        num_given: responses that are given.
+        num_given, num_given_rounds: responses that are given, and their rounds.
     """
 
     def __init__(self, parts: SearchParts, given: GivenRounds | None = None) -> None:
         self.parts = parts
         self.index = parts.index
         self.num_given = 0 if given is None else given.num_responses
+        self.num_given_rounds = 0 if given is None else given.num_rounds
         self.decoded_tokens = 0
         self.idle_s = 0.0
         self.num_chunks = 0
@@ -205,8 +206,7 @@ class Searcher:
     @property
     def num_given_rounds_left(self) -> int:
         """Rounds of given responses that are not committed yet."""
-        total = 0 if self._given is None else self._given.num_rounds
-        return max(0, total - self.parts.outbox.committed[0])
+        return max(0, self.num_given_rounds - self.parts.outbox.committed[0])
 
     def step(self) -> bool:
         """One round; False when it has to wait: for weights, or for room in its outbox."""

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The trainer: one optimiser step at a time, publications and merges.
 
-It publishes weights and merges outboxes at every sync, draws batches from the replay buffer,
-and minimises the objective. It never generates and cannot see a searcher: responses arrive through
-outboxes and the buffer, weights leave through a weight transport. With several hosts every host
-draws its own share of the batch, or one of them draws it for all; all of them follow one StepPlan.
-It owns the step counter, the invariant that published weights are no alias of its state, and the
-ledger check at every merge.
+It publishes weights and merges outboxes at every sync, draws batches from the replay buffer, and
+minimises the objective. It never samples and cannot see a searcher: responses arrive through
+outboxes and the buffer, weights leave through a weight transport. With several trainer processes
+the first one draws every batch, and all of them follow its StepPlan.
+
+It owns the step counter and the ledger check at every merge. Invariant: published weights are no
+alias of its state.
 """
 
 import dataclasses
@@ -17,9 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.devices.step_plan import Offer, Planner, StepPlan
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.packing import Packing
 from tba_jax.flow.rounds import RoundReport
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
@@ -27,6 +26,7 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.train.off_policy import STRATA_KEY, named_strata
 from tba_jax.train.state import TrainState
+from tba_jax.train.step_plan import Batches, StepPlan
 from tba_jax.weights.transport import Transport
 
 
@@ -74,13 +74,11 @@ class Trainer:
 
     Args:
         state: initial or restored train state.
-        train_step: as `make_train_step` makes it, for this host's rows on the host; of None, where
-            another host draws the batch, for that.
+        train_step: as `make_train_step` makes it, for a batch on the host.
         buffer: the replay buffer; this object is its only writer.
         outboxes: one per searcher.
         transport: where weights are published.
-        planner: decides what all hosts do.
-        packing: how draws become a batch of this K; the planner knows p.
+        batches: where plans and batches come from.
         max_nonfinite_steps: skipped steps in a row that end the run.
         log_event: schedule log.
         clock: seconds since the run began.
@@ -96,13 +94,12 @@ class Trainer:
         *,
         state: TrainState,
         train_step: Callable[
-            [TrainState, Batch | PackedBatch | None], tuple[TrainState, dict[str, Array]]
+            [TrainState, Batch | PackedBatch], tuple[TrainState, dict[str, Array]]
         ],
         buffer: ReplayBuffer,
         outboxes: Sequence[Outbox],
         transport: Transport,
-        planner: Planner,
-        packing: Packing,
+        batches: Batches,
         max_nonfinite_steps: int,
         log_event: Callable[[Mapping[str, Any]], None],
         clock: Callable[[], float],
@@ -119,8 +116,7 @@ class Trainer:
         self._buffer = buffer
         self._outboxes = outboxes
         self._transport = transport
-        self._planner = planner
-        self._packing = packing
+        self._batches = batches
         self._max_nonfinite_steps = max_nonfinite_steps
         self._log_event = log_event
         self._clock = clock
@@ -192,65 +188,33 @@ class Trainer:
             )
         return [commit.report for commit in commits]
 
-    def _offer(self, wants_stop: bool, evaluated: int) -> Offer:
-        size = (self._planner.share, self._packing.group_size, self.step_index)
-        is_publishing = self._transport.is_publishing
-        if not self._planner.draws:
-            return Offer(True, 0, wants_stop, evaluated, is_publishing)
-        if self._planner.num_hosts == 1:
-            is_ready = self._buffer.is_ready(*size)
-            return Offer(is_ready, 0, wants_stop, evaluated, is_publishing)
-        suffices, num_fresh = self._buffer.supply(*size)
-        return Offer(suffices, num_fresh, wants_stop, evaluated, is_publishing)
+    def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
+        """One optimiser step, or None when the buffer has nothing to train on yet.
 
-    def hold(self, wants_stop: bool = False) -> None:
-        """Tell the other hosts that no step is made yet; they see a plan that waits."""
-        offer = self._offer(wants_stop, -1)._replace(is_ready=False)
-        self.plan = self._planner.plan(self.step_index, offer)
-
-    def _draw(self) -> list[Draw]:
-        """This host's share of the batch that the plan is about."""
-        size = (self._planner.share, self._packing.group_size, self.step_index)
-        if self._planner.num_hosts == 1:
-            draws = self._buffer.sample(*size)
-        else:
-            draws = self._buffer.sample(
-                *size,
-                num_fresh=self.plan.num_fresh[self._planner.host],
-                num_short=self.plan.num_short if self._planner.host == 0 else 0,
-            )
-        assert draws is not None, "the buffer offered this batch, and nobody else draws from it"
-        return draws
-
-    def step(self, wants_stop: bool = False, evaluated: int = -1) -> dict[str, Any] | None:
-        """One optimiser step, or None when some buffer has nothing to train on yet.
-
-        With several hosts a call of all of them; `plan` is then the same everywhere.
+        With several trainer processes a call of all of them; `plan` is then the same everywhere.
 
         Args:
-            wants_stop: this host was interrupted; `plan.stop` tells everyone.
-            evaluated: as in `Offer`; `plan.collect` tells everyone.
+            wants_stop: whether this process was told to stop; `plan.stop` tells everyone.
 
         Returns:
-            Host metrics of the step; those of the data are of this host's rows.
+            Host metrics of the step; those of the data only in the process that draws.
 
         Raises:
             NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
+            PeerError: another trainer process does not come to this step.
         """
         start = self._clock()
-        self.plan = self._planner.plan(self.step_index, self._offer(wants_stop, evaluated))
-        if self.plan.wait:
+        decision = self._batches.decide(
+            self.step_index, wants_stop, lambda: self._transport.is_publishing
+        )
+        self.plan, batch, draws = decision
+        if batch is None:
             if self._waiting_since is None:
                 self._waiting_since = start
             return None
         waited = 0.0 if self._waiting_since is None else start - self._waiting_since
         self._waiting_since = None
         self.counters.wait_s += waited
-        draws: list[Draw] = []
-        batch: Batch | PackedBatch | None = None
-        if self._planner.draws:
-            draws = self._draw()
-            batch = self._packing.batch(draws, self._agree_on_shape)
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, batch)
         # One transfer for all of it; it is also what waits for the step.
@@ -271,7 +235,7 @@ class Trainer:
         step = self.step_index
         self.step_index += 1
         self.counters.trained_tokens += int(values["train/response_tokens"])
-        if batch is not None:
+        if draws:
             self._log(
                 {
                     "event": "step",
@@ -295,12 +259,6 @@ class Trainer:
             }
         )
         return values
-
-    def _agree_on_shape(self, lengths: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the batch: as this host's rows need where no other has rows."""
-        if self._planner.num_hosts == 1:
-            return tuple(lengths)
-        return self._planner.agree_on_shape(lengths)
 
     def _staleness_metrics(self, draws: Sequence[Draw], step: int) -> dict[str, Any]:
         staleness = np.repeat(

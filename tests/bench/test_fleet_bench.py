@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tba_jax.bench.fleet import SAMPLES, Trainer, main, make_commits, summary, table
-from tba_jax.remote.messages import Heartbeat, JoinRequest, pack_put, unpack_put
+from tba_jax.remote.messages import Heartbeat, JoinRequest, Trace, pack_put, unpack_put
 
 
 def test_a_put_of_simulated_responses_is_counted_and_trained_on():
@@ -20,8 +20,8 @@ def test_a_put_of_simulated_responses_is_counted_and_trained_on():
     server = trainer.server
     key = server.join(JoinRequest((0, 1), "bench", {})).starts[1].key
     tickets = server.request_tickets(key, 2, 0, Heartbeat()).tickets
-    data = pack_put(key, make_commits(1, tickets, 32, np.random.default_rng(0)))
-    assert server.put(*unpack_put(data), len(data)).status == "ok"
+    data = pack_put(key, make_commits(1, tickets, 32, np.random.default_rng(0)), Trace())
+    assert server.put(*unpack_put(data), num_bytes=len(data)).status == "ok"
     assert server.put(*unpack_put(data)).status == "duplicate"
     deadline = time.monotonic() + 30
     while trainer._outboxes[1].counts[1] and time.monotonic() < deadline:

@@ -238,15 +238,15 @@ def _resume(template: Template, workdir: Path) -> Resumed:
         step = _newest_intact(shared, notes.append)
         if step is None:
             return Resumed(None, "", {}, tuple(notes))
-        _, state, host_states = checkpoints.restore(template.target, step)
-        facts = host_states[0].facts
+        _, state, host_state = checkpoints.restore(template.target, step)
+        facts = host_state.facts
         identity.check(
             step, facts, dataclasses.replace(facts, run_id=identity.run_id_of(workdir)), ()
         )
-        notes += _cut_logs(workdir, step, host_states[0].parts)
+        notes += _cut_logs(workdir, step, host_state.parts)
         hold.confirm()
         checkpoints.close()
-    return Resumed(step, _digest(state, host_states[0]), {}, tuple(notes))
+    return Resumed(step, _digest(state, host_state), {}, tuple(notes))
 
 
 def _cut_logs(workdir: Path, step: int, parts: Mapping[str, PartState]) -> list[str]:
@@ -321,8 +321,8 @@ def states_of(template: Template) -> dict[int | None, str]:
     found: dict[int | None, str] = {}
     for path in (template.folder / "checkpoints").iterdir():
         if path.name.isdigit():
-            step, state, hosts = checkpoints.restore(template.target, int(path.name))
-            found[step] = _digest(state, hosts[0])
+            step, state, host = checkpoints.restore(template.target, int(path.name))
+            found[step] = _digest(state, host)
     return found
 
 

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from commands import ROOT, SYNC, lines, losses, run, start, wait_for
 
-from tba_jax.run.checkpoint import load_host_states
+from tba_jax.run.checkpoint import load_host_state
 
 QUICK = (*SYNC, "eval.period=0")
 
@@ -36,7 +36,7 @@ def test_a_flipped_bit_costs_a_checkpoint_and_not_the_run(cache, tmp_path):
     assert "checkpoint 8 is damaged (train_state/" in said and "resumed" in said, done.stdout
     assert (workdir / "damaged_checkpoints" / "8" / "train_state").is_dir()
     # The steps after 4 were made again, the same bits.
-    assert losses(workdir) == before and load_host_states(str(workdir))[0] == 8
+    assert losses(workdir) == before and load_host_state(str(workdir))[0] == 8
 
 
 @pytest.mark.slow
@@ -86,7 +86,7 @@ def test_a_second_process_is_refused_and_disturbs_nobody(cache, tmp_path):
     out, err = first.communicate(timeout=150)
     assert first.returncode == 0, err
     assert sorted(losses(workdir)) == list(range(1, 61))
-    assert load_host_states(str(workdir))[0] == 60
+    assert load_host_state(str(workdir))[0] == 60
 
 
 def test_a_work_directory_that_is_deleted_ends_the_run_and_its_state_is_saved(cache, tmp_path):
@@ -98,7 +98,7 @@ def test_a_work_directory_that_is_deleted_ends_the_run_and_its_state_is_saved(ca
     out, err = process.communicate(timeout=150)
     assert process.returncode == 1
     assert f"error: the work directory {workdir} is gone" in err, err
-    step, _ = load_host_states(str(workdir))
+    step, _ = load_host_state(str(workdir))
     assert step >= 3 and f"Its state at step {step} was saved there again" in err
     assert len(err.strip().splitlines()) == 1, err
     config = json.loads((workdir / "config.json").read_text())

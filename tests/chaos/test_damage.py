@@ -34,7 +34,7 @@ def template(tmp_path_factory):
     sealed.write(folder / "report.json", report)
     begin_run(folder, config)
     kinds = ("data", "model", "reward", "tokenizer")
-    facts = Facts(0, 1, 1, run_id_of(folder), dict.fromkeys(kinds, "f00d"))
+    facts = Facts(0, 1, run_id_of(folder), dict.fromkeys(kinds, "f00d"))
     buffer = make_buffer()
     drawn = tuple(make_trajectory(0, [token], version=1) for token in (5, 6, 7))
     group = Group(make_prompt(0), drawn, {})

@@ -10,7 +10,7 @@ import pytest
 from commands import kill_after, lines, losses, run, start
 
 from tba_jax.flow.rounds import unpack_commits
-from tba_jax.run.checkpoint import load_host_states
+from tba_jax.run.checkpoint import load_host_state
 
 # Two searchers that decode without rounds; fewer slots than two prompts' samples need, so that
 # tickets end in another order than they were begun in.
@@ -30,7 +30,7 @@ def assert_every_ticket_once(workdir):
         (e["searcher"], e["round"]) for e in events if e["event"] == "round"
     )
     assert set(merged.values()) == {1}
-    _, (host_state,) = load_host_states(str(workdir))
+    _, (host_state,) = load_host_state(str(workdir))
     for searcher in (0, 1):
         chunks = [e for e in events if e["event"] == "chunk" and e["searcher"] == searcher]
         order = [e["chunk"] for e in chunks]

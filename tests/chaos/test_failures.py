@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, SYNC, children, kill_after, lines, losses, run, start, wait_for
 
-from tba_jax.run.checkpoint import load_host_states
+from tba_jax.run.checkpoint import load_host_state
 
 START_MODEL = ROOT / "tba_jax/assets/start_model"
 # A failing command may take this long to say so; it includes starting Python and JAX.
@@ -206,7 +206,7 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cache, t
         "for the 3. time in a row",
         "Lower config.optimizer.learning_rate",
     )
-    step, [host_state] = load_host_states(str(workdir))
+    step, host_state = load_host_state(str(workdir))
     assert step == 3 and "buffer" in host_state.parts
 
 
@@ -239,7 +239,7 @@ def test_full_disk_at_a_checkpoint(full_disk):
     assert message[0].startswith(f"error: writing checkpoint {workdir}/checkpoints/")
     assert "File too large" in message[0] and "Make room" in message[0]
     kept = json.loads(message[0].split("Complete checkpoints kept: ")[1].split(". ")[0])
-    assert kept and load_host_states(str(workdir))[0] == kept[-1]
+    assert kept and load_host_state(str(workdir))[0] == kept[-1]
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_sigterm_in_the_middle_of_a_save(cache, tmp_path):
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM and not err, err
     stopped_at = json.loads((workdir / "report.json").read_text())["steps"]
-    assert load_host_states(str(workdir))[0] == stopped_at
+    assert load_host_state(str(workdir))[0] == stopped_at
     assert not list(workdir.rglob("*orbax-checkpoint-tmp*"))
     versions = json.loads((workdir / "versions.json").read_text())["versions"]
     assert sorted(int(p.name) for p in (workdir / "weights").iterdir()) == versions

@@ -12,7 +12,7 @@ import time
 import pytest
 from commands import ROOT, SYNC, command, environment, losses, start, wait_for
 
-from tba_jax.run.checkpoint import load_host_states
+from tba_jax.run.checkpoint import load_host_state
 
 LONG = (*SYNC, "num_steps=500", "eval.period=0", "checkpoint.period=0")
 SHORT = (*SYNC, "num_steps=4", "eval.period=0", "checkpoint.period=0")
@@ -22,7 +22,7 @@ DEADLINE_S = 600
 def assert_saved(workdir):
     """The newest checkpoint has every step that was logged."""
     made = max(losses(workdir))
-    step, _ = load_host_states(str(workdir))
+    step, _ = load_host_state(str(workdir))
     assert step >= made and json.loads((workdir / "report.json").read_text())["steps"] == step
 
 

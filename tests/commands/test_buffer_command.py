@@ -15,7 +15,7 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
 from tba_jax.storage import sealed
 
-FACTS = Facts(seed=0, num_processes=1, num_searchers=1)
+FACTS = Facts(seed=0, num_searchers=1)
 
 
 @pytest.fixture(scope="module")

@@ -463,7 +463,6 @@ def test_meshes_and_sampling_that_cannot_work(changes, message):
     ("changes", "message"),
     [
         ({"objective.name": "rloo"}, "needs no behaviour policy .*objective.name to one of tb"),
-        ({"placement": "pod"}, "hosts of a pod have replay buffers of their own"),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
 )

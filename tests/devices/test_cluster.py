@@ -9,7 +9,6 @@ import sys
 
 import numpy as np
 import pytest
-from jax.experimental import multihost_utils
 
 from tba_jax.devices.cluster import (
     Address,
@@ -60,18 +59,11 @@ def test_any_other_coordinator_listens_on_every_interface(coordinator):
 
 def test_one_process_talks_to_itself():
     cluster = Cluster()
-    assert cluster.is_primary and not cluster.is_preempted()
+    assert cluster.is_primary
     assert cluster.gather(np.array([1, 2])).tolist() == [[1, 2]]
     assert cluster.gather_json({"a": None}) == [{"a": None}]
     assert cluster.broadcast_json([1.5]) == [1.5]
     cluster.close()
-
-
-def test_a_preemption_is_not_forgotten_after_the_call_that_told_of_it(monkeypatch):
-    # JAX is asked with 1, 2, ... and says yes at one number, which all processes have agreed on.
-    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", lambda n: n == 3)
-    cluster = Cluster(0, 2)
-    assert [cluster.is_preempted() for _ in range(5)] == [False, False, True, True, True]
 
 
 def test_only_the_failure_of_a_collective_is_a_lost_peer():

@@ -149,24 +149,19 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
 
 
 @pytest.mark.parametrize("num_searchers", [1, 2])
-@pytest.mark.parametrize("num_hosts", [1, 2])
-def test_searchers_and_hosts_that_share_an_evaluation_give_its_figures(
-    model, num_searchers, num_hosts
-):
+@pytest.mark.parametrize("num_leased", [0, 1, 2])
+def test_searchers_that_share_an_evaluation_give_its_figures(model, num_searchers, num_leased):
     parted = evaluator(model, **{"eval.num_slots": 2})
-    hosts = [
-        EvaluationService(parted, lambda: 0.0, host=host, num_hosts=num_hosts)
-        for host in range(num_hosts)
-    ]
-    for service in hosts:
-        service.request(4, [model[1]] * num_searchers)
-        turns = itertools.cycle(range(num_searchers))
-        while service.step(next(turns)):
-            pass
-    if num_hosts == 2:
-        hosts[0].combine([service.take_shares(4) for service in hosts])
-        hosts[0].merge()
-    (finished,) = hosts[0].poll()
+    service = EvaluationService(parted, lambda: 0.0)
+    service.request(4, [model[1]] * num_searchers)
+    leases = [service.lease() for _ in range(num_leased)]
+    turns = itertools.cycle(range(num_searchers))
+    while service.step(next(turns)):
+        pass
+    for lease in leases:
+        assert service.complete(lease, parted.part(model[1], lease.shard))
+    service.merge()
+    (finished,) = service.poll()
     assert finished.version == 4 and finished.evaluation == parted.run(model[1])
 
 

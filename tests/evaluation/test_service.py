@@ -62,37 +62,6 @@ def test_a_station_without_that_version_takes_no_part():
     assert {station for _, _, station in notes.done} == {1}
 
 
-def test_hosts_do_their_shares_and_the_first_has_them_all():
-    """Host 1 is slow: what host 0 has done stays there, and it goes on with the next version."""
-    hosts = [make_service(host=host, num_hosts=2) for host in (0, 1)]
-    for _, service in hosts:
-        service.request(0, ["start"])
-        service.request(4, ["four"])
-    (first, quick), (second, slow) = hosts
-    while quick.step():
-        pass
-    assert [number for _, number, _ in first.done] == [0, 2, 0, 2]
-    assert (quick.newest_share, slow.newest_share) == (4, -1) and quick.poll() == []
-    assert slow.step() and slow.newest_share == 0
-    quick.combine([quick.take_shares(0), slow.take_shares(0)])
-    assert quick.step() and not quick.step()
-    assert [f.evaluation for f in quick.poll()] == ["figures of start: [0, 1, 2]"]
-    assert (quick.newest_share, slow.newest_share) == (4, -1)
-    assert [number for _, number, _ in second.done] == [1]
-
-
-def test_more_hosts_than_parts():
-    hosts = [make_service(host=host, num_hosts=5) for host in range(5)]
-    for _, service in hosts:
-        service.request(3, ["three"])
-        service.step()
-    services = [service for _, service in hosts]
-    assert [service.newest_share for service in services] == [3] * 5
-    services[0].combine([service.take_shares(3) for service in services])
-    services[0].merge()
-    assert [f.evaluation for f in services[0].poll()] == ["figures of three: [0, 1, 2]"]
-
-
 def test_what_is_begun_is_finished_and_the_rest_forgotten():
     notes, service = make_service()
     service.request(4, ["four"])
@@ -103,10 +72,6 @@ def test_what_is_begun_is_finished_and_the_rest_forgotten():
     while service.step():
         pass
     assert [f.version for f in service.poll()] == [4] and len(notes.done) == 3
-    # A share that waits for other hosts is begun, too.
-    _, service = make_service(num_hosts=5)
-    service.request(4, ["four"])
-    assert service.step() and service.newest_begun == service.newest_share == 4
 
 
 @pytest.mark.parametrize("is_divided", [False, True])

@@ -53,7 +53,7 @@ def two_draws():
 
 def pack(draws, *, prompts=(4,), group_size=2, pad_id=0, response=4, **options):
     padding = Padding(prompts, (response,), pad_id)
-    return Packing(len(draws), group_size, padding, 1.0, **options).batch(draws, tuple)
+    return Packing(len(draws), group_size, padding, 1.0, **options).batch(draws)
 
 
 def test_a_padded_batch_places_every_value():
@@ -85,17 +85,17 @@ def weighted_draws():
 
 
 def test_a_distinct_response_is_one_row_with_a_weight():
-    batch = pack(weighted_draws(), group_size=4, has_prompts=True, first_slot=8)
+    batch = pack(weighted_draws(), group_size=4, has_prompts=True)
     assert batch.weights.tolist() == [[4, 0, 0, 0], [3, 1, 0, 0]]
     assert batch.response_lengths.tolist() == [[2, 0, 0, 0], [1, 3, 0, 0]]
-    # Of the slots 9 to 16, and the smallest number of rows that holds three.
-    assert batch.slots.tolist() == [[9], [13], [14], [0]] and batch.tokens.shape == (4, 8)
+    # The smallest number of rows that holds three.
+    assert batch.slots.tolist() == [[1], [5], [6], [0]] and batch.tokens.shape == (4, 8)
     assert (batch.tokens[3] == 0).all() and batch.rewards.tolist()[0] == [1.0, 0, 0, 0]
     assert batch.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2]]
     filled = pack(weighted_draws(), group_size=4, has_prompts=True, row_multiple=3)
     assert filled.prompts.tolist() == [[0, 1, 2, 3], [0, 0, 1, 2], [0] * 4]
-    rows = pack(weighted_draws(), group_size=4, row_length=12, first_slot=8)
-    assert rows.slots.tolist() == [[9] * 5 + [14] * 5 + [0] * 2, [13] * 3 + [0] * 9]
+    rows = pack(weighted_draws(), group_size=4, row_length=12)
+    assert rows.slots.tolist() == [[1] * 5 + [6] * 5 + [0] * 2, [5] * 3 + [0] * 9]
 
 
 def test_rows_of_a_micro_batch_are_spread_over_the_batch():
@@ -144,10 +144,7 @@ def test_rows_are_as_wide_as_distinct_responses_ask_for():
     # Widths 4, 2 and 1 for two prompts; of four responses one and two are distinct.
     packing = Packing(2, 4, Padding((4,), (4,), 0), 1.0, shares_prompts=True)
     assert packing.shapes == (Shape(4, 0, (2,)), Shape(2, 0, (2,)), Shape(1, 0, (2,)))
-    assert packing.batch(weighted_draws(), tuple).slots.tolist() == [[1, 0], [5, 6]]
-    # Another host has four of one, which two rows of two do not hold.
-    other = packing.batch(weighted_draws(), lambda sizes: [*sizes[:2], 2, 3, 5])
-    assert other.slots.tolist() == [[1, 0, 0, 0], [5, 6, 0, 0]]
+    assert packing.batch(weighted_draws()).slots.tolist() == [[1, 0], [5, 6]]
 
 
 def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
@@ -160,7 +157,7 @@ def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     draws = weighted_draws()
     three = draws[1].trajectories + draws[0].trajectories
     draws = [d._replace(trajectories=three, weights=(1, 1, 1)) for d in draws]
-    batch = packing.batch(draws, tuple)
+    batch = packing.batch(draws)
     # Row q of micro-batch b is row 2 q + b.
     assert batch.slots.tolist() == [[1, 2], [4, 5], [3, 0], [6, 0]]
     # No row of three on each device: none is whole where less than a group is worked on at a time.
@@ -168,26 +165,12 @@ def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     assert parts.shapes == (Shape(1, 2, (6,)),)
 
 
-def test_hosts_take_the_number_of_rows_that_all_need():
-    draws = weighted_draws()
-    asked: list = []
-
-    def agree(lengths):
-        asked.append(tuple(lengths))
-        return 4, 4, 6
-
-    packing = Packing(2, 4, Padding((2, 4), (4,), 0), 1.0)
-    assert packing.shapes == (Shape(1, 0, (1, 2, 4, 8)),)
-    assert packing.batch(draws, agree).tokens.shape == (8, 8)
-    assert asked == [(3, 3, 3)]
-
-
 def test_distinct_responses_can_count_the_same():
     """However often each was drawn; together they still count K."""
     draws = weighted_draws()
-    drawn = Packing(2, 4, Padding((4,), (4,), 0), 1.0).batch(draws, tuple)
+    drawn = Packing(2, 4, Padding((4,), (4,), 0), 1.0).batch(draws)
     packing = Packing(2, 4, Padding((4,), (4,), 0), 1.0, has_equal_weights=True)
-    equal = packing.batch(draws, tuple)
+    equal = packing.batch(draws)
     np.testing.assert_array_equal(equal.tokens, drawn.tokens)
     assert drawn.weights.tolist() != equal.weights.tolist()
     for draw, weights in zip(draws, equal.weights, strict=True):

@@ -91,6 +91,7 @@ shared = types.SimpleNamespace(
     config=tba_jax.load_config("math"),
     cluster=Cluster(),
     tokenizer=types.SimpleNamespace(pad_id=0),
+    sites=types.SimpleNamespace(trainer=types.SimpleNamespace(mesh=None)),
 )
 compiling.compile_ahead(shared, None, None)
 """

@@ -15,7 +15,7 @@ from tba_jax.flow.records import unflatten
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run import modeling
 from tba_jax.run import saved as saved_run
-from tba_jax.run.checkpoint import load_host_states
+from tba_jax.run.checkpoint import load_host_state
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,14 @@ def test_a_finished_run_is_not_run_again(reference, cache):
 
 @pytest.mark.slow
 def test_search_metrics_wait_for_a_logged_step(cache, tmp_path):
-    done = run(tmp_path / "run", *SYNC, "sync_period=4", "log.period=4", cache=cache)
+    done = run(
+        tmp_path / "run",
+        *SYNC,
+        "sync_period=4",
+        "log.period=4",
+        "replay.max_staleness=3",
+        cache=cache,
+    )
     assert done.returncode == 0, done.stderr
     logged = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
     assert [r["step"] for r in logged] == [4, 8]
@@ -154,7 +161,7 @@ def test_searchers_of_two_devices_draw_what_those_of_one_draw(cache, tmp_path):
         )
         done = run(workdir, *SYNC, *overrides, cache=cache)
         assert done.returncode == 0, done.stderr
-        _, [state] = load_host_states(str(workdir))
+        _, state = load_host_state(str(workdir))
         stored.append(state.parts["buffer"].arrays)
     one, two = stored
     # The first round: 4 prompts x 16 responses, less those that were drawn twice.
@@ -189,7 +196,7 @@ def check_given(workdir):
         (64, [3, 8, 8, 8]),
         (32, [8, 8]),
     ]
-    _, [state] = load_host_states(str(workdir))
+    _, state = load_host_state(str(workdir))
     arrays = state.parts["buffer"].arrays
     tokenizer = Tokenizer.load(str(modeling.START_MODEL))
     stored = {

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import override
-from tba_jax.config.resolved import is_gang
+from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import freeze, get_field, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
@@ -83,11 +83,10 @@ def test_every_slice_gets_a_placement_that_it_accepts(
     assert layouts.place(config, devices).name == name
     for field, value in choice.fields.items():
         assert get_field(config, field) == value
-    # No host of a pod may search alone, and its rows are padded.
+    # No host of a pod may search alone.
     if config.placement == "pod":
         hosts = {d.process_index for d in devices}
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
-        assert not config.batch.packed_length
 
 
 def test_a_device_gets_whole_groups_that_share_a_prompt_where_they_fit():
@@ -231,7 +230,7 @@ def test_the_slice_of_a_fleet_is_its_trainers(text, mesh, group, searchers):
     config, choice = layouts.choose(config, shape, devices, hbm)
     # One process draws whole batches, so rows stay packed.
     assert config.placement == choice.name == "fleet" and config.batch.packed_length
-    assert config.fleet.trainer_hosts == hosts and is_gang(config) == (hosts > 1)
+    assert config.fleet.trainer_hosts == hosts and has_trainer_group(config) == (hosts > 1)
     placed = choice.placement
     assert tuple(placed.trainer_mesh.shape.values()) == mesh
     assert placed.trainer_mesh.size == len(devices)

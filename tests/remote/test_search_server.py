@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The search server accepts each response once, whatever arrives twice, late or fenced."""
 
-import contextlib
 import json
 import re
 from collections import Counter
@@ -16,11 +15,19 @@ from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 from tba_jax.flow.state import PartState
 from tba_jax.remote.channel import NotReady, Unreachable
-from tba_jax.remote.client import Dismissed, LeasedShard, Rewind, SearcherClient, TicketQuota
+from tba_jax.remote.client import (
+    Callbacks,
+    Dismissed,
+    LeasedShard,
+    Rewind,
+    SearcherClient,
+    TicketQuota,
+)
 from tba_jax.remote.messages import (
     Heartbeat,
     JoinRequest,
     SearcherKey,
+    Trace,
     pack_json,
     pack_lease_result,
     pack_put,
@@ -30,10 +37,9 @@ from tba_jax.remote.messages import (
 )
 from tba_jax.remote.search_channel import search_handlers
 from tba_jax.remote.search_server import SearchServer
-from tba_jax.remote.searcher_table import ServerSettings
+from tba_jax.remote.searcher_table import Listeners, ServerSettings
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.fleet.training import serving
 
 IDENTITY = {"code": "1", "model": "m"}
 S = 2  # responses of a ticket
@@ -70,6 +76,8 @@ class House:
         self.demand = Demand(prompts, 1.0, max_staleness, 1)
         self.epoch = 0
         self.taken, self.saved = [], None
+        self.events, self.num_chunks = [], dict.fromkeys(range(num_searchers), 0)
+        self.given = []
         self.open_server()
         self.save()
 
@@ -85,6 +93,12 @@ class House:
             self.service,
             clock=lambda: self.now,
             log=self.lines.append,
+            num_chunks=self.num_chunks,
+            listeners=Listeners(
+                lambda *facts: self.given.append(facts),
+                self.events.append,
+                self.num_chunks.__setitem__,
+            ),
         )
 
     def request(self, *message):
@@ -100,10 +114,11 @@ class House:
 
     def save(self):
         states = {slot: outbox.state() for slot, outbox in self.outboxes.items()}
-        self.saved = states, list(self.taken)
+        self.saved = states, list(self.taken), list(self.events), dict(self.num_chunks)
 
     def restore(self):
         states, self.taken = self.saved[0], list(self.saved[1])
+        self.events, self.num_chunks = list(self.saved[2]), dict(self.saved[3])
         for slot, (arrays, meta) in states.items():
             self.outboxes[slot].restore(PartState(arrays, json.loads(json.dumps(meta))))
         self.open_server()
@@ -119,6 +134,9 @@ class House:
         assert generated == sum(pending.values()) + S * len(self.taken) + lost
         assert lost >= 0
         assert len(set(self.taken)) == len(self.taken)
+        for slot in self.outboxes:
+            chunks = [event["chunk"] for event in self.events if event["searcher"] == slot]
+            assert chunks == sorted(set(chunks)) and all(n < self.num_chunks[slot] for n in chunks)
         begun = sum(
             len(slot.open_tickets) for slot in self.server._searchers.values() if slot.is_connected
         )
@@ -348,30 +366,64 @@ def test_searchers_of_a_trainer_that_failed_wait_for_another():
     request = pack_json(JoinRequest((0,), "a", IDENTITY))
     for fails in (True, False):
         house = House()
-        with contextlib.suppress(LookupError), serving(house.server, current.append):
-            assert unpack_join_response(join(request)).starts
-            if fails:
-                raise LookupError("of another process of the trainer group")
+        current.append(house.server)
+        assert unpack_join_response(join(request)).starts
         if fails:
+            current.append(None)
             with pytest.raises(NotReady, match="starting, or has failed"):
                 join(request)
         else:
+            house.server.close()
             assert unpack_join_response(join(request)).refusal == "the run has ended"
+
+
+def test_given_responses_are_tickets_that_need_no_admission():
+    """They are the first rounds of a searcher, of any size, and are never lost."""
+    house = House(max_staleness=1, prompts=1)
+    key = house.server.join(JoinRequest((0,), "a", IDENTITY, ((5, 3),))).starts[0].key
+    assert house.given == [(0, 5, 3)]
+    assert house.request(key, 4, 0, Heartbeat(version=0)).tickets[:3] == (0, 1, 2)
+    house.server.lose_host([0])
+    assert house.outboxes[0].counts.lost <= S  # at most the one sampled ticket
+    key = house.server.join(JoinRequest((0,), "a", IDENTITY, ((5, 3),))).starts[0].key
+    assert house.request(key, 1, 0, Heartbeat(version=0)).tickets == (0,)
+    odd = make_commit({7: [[5]]}, round=0, searcher=0)  # one response
+    assert house.server.put(key, [odd]).status == "ok"
+
+
+def test_a_process_without_searchers_learns_when_the_run_has_ended():
+    house = House()
+    nobody = JoinRequest((), "idle", {})
+    assert not house.server.join(nobody).refusal
+    house.server.close()
+    assert house.server.join(nobody).refusal == "the run has ended"
+
+
+def test_one_searcher_that_is_told_to_stop_stops_the_run():
+    house = House()
+    key = house.join(0).starts[0].key
+    assert house.server.absent == [1]
+    house.request(key, 0, 0, Heartbeat())
+    assert not house.server.wants_stop
+    house.request(key, 0, 0, Heartbeat(wants_stop=True))
+    assert house.server.wants_stop
 
 
 def test_commits_come_back_exactly():
     sent = [ticket(0, 3), ticket(0, 4)]
     key = SearcherKey("1", 0, 1)
-    found, (first, second) = unpack_put(pack_put(key, sent))
+    trace = Trace(({"event": "chunk", "chunk": 4},), 7)
+    found, (first, second), back = unpack_put(pack_put(key, sent, trace))
+    assert back == trace
     assert found == key and (first.round, second.round) == (3, 4)
     for before, after in zip(
         sent[0].groups[0].trajectories, first.groups[0].trajectories, strict=True
     ):
         np.testing.assert_array_equal(before.response_tokens, after.response_tokens)
         assert before.version_max == after.version_max
-    assert pack_put(*unpack_put(pack_put(key, sent))) == pack_put(key, sent)
+    assert pack_put(*unpack_put(pack_put(key, sent, trace))) == pack_put(key, sent, trace)
     with pytest.raises(ValueError, match="damaged in transit or sent by another version"):
-        unpack_put(pack_put(key, sent)[:-40])
+        unpack_put(pack_put(key, sent, trace)[:-40])
 
 
 class Wire:
@@ -411,6 +463,7 @@ class Process:
         (seat,) = self.house.server.join(JoinRequest((self.slot,), "a", IDENTITY)).starts
         self.outbox, self.quota, self.begun = Outbox(2**20), TicketQuota(), []
         self.leased = LeasedShard()
+        self.num_chunks, self.events = seat.num_chunks, []
         self.outbox.start_from(seat.position)
         self.next = seat.position["next_round"]
         self.client = SearcherClient(
@@ -419,15 +472,25 @@ class Process:
             self.outbox,
             self.quota,
             self.leased,
-            room=lambda: 3 - len(self.begun),
-            heartbeat=lambda put_s: Heartbeat(version=0),
-            on_version=lambda version: None,
+            Callbacks(
+                room=lambda: 3 - len(self.begun),
+                heartbeat=lambda put_s: Heartbeat(version=0),
+                trace=self.trace,
+                versions=lambda version, evaluated: None,
+            ),
             clock=lambda: self.house.now,
             timeout_s=1e6,
         )
 
+    def trace(self):
+        events, self.events = tuple(self.events), []
+        return Trace(events, self.num_chunks)
+
     def work(self, fate, choice):
         self.wire.fate = fate
+        if choice % 4:  # some chunks are worth an event
+            self.events.append({"searcher": self.slot, "chunk": self.num_chunks})
+        self.num_chunks += 1
         while self.quota.admit(self.slot, 0):
             while self.outbox.is_committed(self.next) or self.next in self.begun:
                 self.next += 1

@@ -9,7 +9,6 @@ from fake_rounds import (
     json_snapshot,
     make_buffer,
     make_commit,
-    prompts_of,
     stored,
 )
 
@@ -201,33 +200,20 @@ def test_what_can_be_drawn_again_does_not_reach_far_back():
 def test_a_waiting_trainer_recycles_nothing():
     buffer = make_buffer(recency_prob=1.0, recycle_fresh=True, pace="trainer")
     buffer.merge([make_commit({1: distinct_responses(2)})], 0)
-    assert buffer.supply(1, 2, 0) == (True, 1)
+    assert buffer.is_ready(1, 2, 0)
     assert buffer.sample(1, 2, 0) is not None
     assert buffer.sample(1, 2, 0) is None
-    assert buffer.supply(1, 2, 0) == (True, 0)
+    assert not buffer.is_ready(1, 2, 0)
 
 
 def test_a_task_of_one_prompt_recycles_it_in_every_slot():
     buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
     buffer.merge([make_commit({0: distinct_responses(8)})], 0)
     buffer.merge([make_commit({0: distinct_responses(8, 50)}, version=1, round=1)], 1)
-    assert buffer.supply(4, 4, 1) == (True, 4)
     draws = buffer.sample(4, 4, 1)
     assert all(d.is_fresh for d in draws)
     assert {y.version_min for d in draws for y in d.trajectories} == {1}
     assert buffer.ledger()["fresh_recycled"] == 2
-
-
-def test_hosts_offer_what_can_be_drawn_again():
-    buffer = make_buffer(recency_prob=1.0, recycle_fresh=True)
-    buffer.merge([make_commit({p: distinct_responses(2) for p in range(10, 20)})], 0)
-    buffer.merge([make_commit({p: distinct_responses(2) for p in (1, 2, 3)}, version=1)], 1)
-    buffer.sample(2, 2, 1, num_fresh=2)
-    assert buffer.supply(8, 2, 1) == (True, 13)
-    draws = buffer.sample(8, 2, 1, num_fresh=3, num_short=2)
-    assert [d.is_fresh for d in draws] == [True] * 3 + [False] * 5
-    assert sorted(fresh_prompts(draws)) == [1, 2, 3] and len(set(prompts_of(draws))) == 8
-    assert (buffer.ledger()["fresh_recycled"], buffer.ledger()["fresh_short"]) == (2, 2)
 
 
 def test_what_is_evicted_is_not_drawn_again():

@@ -81,7 +81,7 @@ def test_a_batch_has_the_value_of_every_prompt():
     buffer.merge([drawn([1], 0), drawn([3], 5, round=1)], 5)
     draws = buffer.sample(2, 4, 5)
     packing = Packing(2, 4, Padding((4,), (4,), 0), 0.7, has_soft_values=True)
-    batch = packing.batch(draws, tuple)
+    batch = packing.batch(draws)
     rows = {d.prompt.prompt_id: row for d, row in zip(draws, batch.soft_values, strict=True)}
     np.testing.assert_allclose(rows[1], [expected(REWARDS[1])] * 4, rtol=1e-6)
     assert np.isnan(rows[3]).all()

@@ -17,13 +17,11 @@ from tba_jax.run.checkpoint import (
     CheckpointError,
     Checkpoints,
     _host_file,
-    load_host_states,
+    load_host_state,
 )
 from tba_jax.run.host_state import Facts, HostState
 
-FACTS = Facts(
-    seed=0, num_processes=1, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"}
-)
+FACTS = Facts(seed=0, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"})
 HOST = HostState(
     FACTS,
     {
@@ -49,7 +47,7 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
     checkpoints.close()
     for n in (4, 1):
         target = {"w": jax.ShapeDtypeStruct((16, 2), jnp.float32, sharding=placed(n))}
-        step, state, [host] = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
+        step, state, host = Checkpoints(str(tmp_path / "checkpoints")).restore(target)
         assert step == 3
         np.testing.assert_array_equal(state["w"], value)
         assert state["w"].sharding == placed(n)
@@ -57,7 +55,7 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
 
 
 def test_a_save_does_not_ask_whether_a_process_was_told_to_end(tmp_path, monkeypatch):
-    # Of that JAX has one counter, which `Cluster.is_preempted` moves.
+    # JAX's preemption service is off: a signal is told to the other processes as a message.
     asked = []
     monkeypatch.setattr(
         multihost_utils, "reached_preemption_sync_point", lambda n: bool(asked.append(n))
@@ -76,7 +74,7 @@ def test_host_state_is_copied_before_save_returns(tmp_path):
     )
     tokens[:] = -1
     checkpoints.close()
-    _, [host] = load_host_states(str(tmp_path))
+    _, host = load_host_state(str(tmp_path))
     assert host.parts["buffer"].arrays["tokens"].tolist() == [0, 1, 2, 3]
 
 
@@ -108,17 +106,17 @@ def test_a_relative_folder_works(tmp_path, monkeypatch):
     checkpoints = Checkpoints("run/checkpoints")
     checkpoints.save(1, {"w": jnp.arange(3.0)}, HOST)
     checkpoints.close()
-    step, [host] = load_host_states("run")
+    step, host = load_host_state("run")
     assert (step, host.parts["clock"].meta["elapsed_s"]) == (1, 1.5)
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
 
 
 def test_no_run_and_no_checkpoint_are_said(tmp_path):
     with pytest.raises(CheckpointError, match="holds no run"):
-        load_host_states(str(tmp_path))
+        load_host_state(str(tmp_path))
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        load_host_states(str(tmp_path))
+        load_host_state(str(tmp_path))
 
 
 def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
@@ -129,7 +127,7 @@ def test_damage_names_the_checkpoint_and_the_way_out(tmp_path):
     file = tmp_path / "checkpoints" / "20" / "host_state" / "process_00000.npz"
     file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(CheckpointError, match="checkpoints/20 is damaged.*checkpoint 10"):
-        load_host_states(str(tmp_path))
+        load_host_state(str(tmp_path))
     assert file.exists()
 
 
@@ -218,7 +216,7 @@ def test_a_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_
     assert "config.checkpoint.timeout_s" in str(caught.value)
     assert "Complete checkpoints kept: [10]" in str(caught.value)
     monkeypatch.undo()
-    assert load_host_states(str(tmp_path))[0] == 10  # what did not complete is invisible
+    assert load_host_state(str(tmp_path))[0] == 10  # what did not complete is invisible
     may_end.set()
     checkpoints.abandon(timeout_s=30.0)
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Closing figures: what hosts counted apart is one figure of the run."""
+"""Closing figures: what became of the work of searchers."""
 
-import json
 import types
 
 from fake_rounds import distinct_responses, make_buffer, make_commit
@@ -23,18 +22,14 @@ def host(num_prompts, num_batches, **settings):
     return buffer
 
 
-def record(buffer):
-    return {**buffer.economy.state(), "waiting": buffer.num_untouched_groups}
-
-
-def test_the_economy_of_hosts_is_added_up():
-    hosts = [record(host(4, 3)), record(host(6, 1))]
-    found = economy_summary(json.loads(json.dumps(hosts)), ReplaySettings(recency_prob=1.0))
-    # Of 10 groups 4 were trained on and 6 wait for their turn.
+def test_the_economy_says_what_became_of_groups():
+    buffer = host(6, 1)
+    settings = ReplaySettings(recency_prob=1.0)
+    # Of six groups one was trained on and five wait for their turn.
+    found = economy_summary(buffer.economy, buffer.num_untouched_groups, settings)
     assert found["trained_share"] == 1.0 and found["effective_m"] == 1.0
     assert (found["length_rank"], found["late_share"], found["warnings"]) == (0.5, 0.0, [])
-    lost = [{**each, "waiting": 0} for each in hosts]
-    assert economy_summary(lost, ReplaySettings())["trained_share"] == 0.4
+    assert economy_summary(buffer.economy, 0, settings)["trained_share"] == 1 / 6
 
 
 def test_a_run_says_what_it_wastes_and_which_bound_its_latencies_allow():

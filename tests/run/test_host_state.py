@@ -10,9 +10,7 @@ import pytest
 from tba_jax.flow.state import PartState
 from tba_jax.run.host_state import FORMAT, CheckpointError, Facts, HostState, pack, unpack
 
-FACTS = Facts(
-    seed=3, num_processes=1, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"}
-)
+FACTS = Facts(seed=3, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"})
 ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}
 
 
@@ -35,7 +33,7 @@ def test_objects_are_not_pickled():
 
 @pytest.mark.parametrize("number", [2, 9])
 def test_another_format_is_refused_with_the_way_out(number):
-    data = pack(HostState(Facts(0, 1, 1, format=number), {}))
+    data = pack(HostState(Facts(0, 1, format=number), {}))
     with pytest.raises(
         CheckpointError, match=f"format {number} .* format {FORMAT}; continue the run"
     ):

@@ -69,7 +69,7 @@ def test_each_part_that_changes_has_another_name(made_of):
     assert changed() == list(KINDS)
 
 
-THEN = Facts(1, 1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
+THEN = Facts(1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
 
 
 def test_what_changed_is_named_with_the_way_on():

@@ -38,7 +38,7 @@ def save_checkpoint(workdir, name, run_id, **facts):
     """What identifies a checkpoint of a run."""
     folder = workdir / "checkpoints" / str(name) / "host_state"
     folder.mkdir(parents=True)
-    state = HostState(Facts(0, 1, 1, run_id, **facts), {"clock": PartState({}, {})})
+    state = HostState(Facts(0, 1, run_id, **facts), {"clock": PartState({}, {})})
     (folder / "process_00000.npz").write_bytes(pack(state))
 
 
@@ -120,10 +120,6 @@ def linked_tensorboard(workdir):
     (workdir / "tensorboard").symlink_to(workdir.parent / "theirs")
 
 
-def mail_of_another_program(workdir):
-    (workdir / "mail" / "inbox").mkdir(parents=True)
-
-
 def link_in_the_lock_of_a_run(workdir):
     begin_run(workdir, CONFIG)
     (workdir.parent / "theirs.txt").write_text("x")
@@ -145,7 +141,6 @@ def report_of_another_config(workdir):
 REFUSED = {
     prompts_of_another_program: r"prompts\.json begins with b'\[\]': no run",
     linked_tensorboard: r"tensorboard is a symbolic link",
-    mail_of_another_program: r"holds mail, and no config\.json",
     link_in_the_lock_of_a_run: r"lock/00000001\.unfinished is a symbolic link",
     link_in_the_plots_of_a_run: r"plots/reward\.png is a symbolic link",
     report_of_another_config: r"holds a run with another config: seed: 1 -> 0",
@@ -192,13 +187,6 @@ def test_other_names_are_left_alone(tmp_path):
 def test_a_start_that_was_killed_holding_the_lock_is_continued(tmp_path):
     (tmp_path / "lock").mkdir()
     (tmp_path / "lock" / "00000001.json").write_text("")
-    with claim(tmp_path, CONFIG):
-        assert inspect(tmp_path).run_id
-
-
-def test_a_host_that_searches_may_come_before_the_run_begins(tmp_path):
-    (tmp_path / "mail").mkdir()
-    (tmp_path / "mail" / "hello_1.json").write_text("{}")
     with claim(tmp_path, CONFIG):
         assert inspect(tmp_path).run_id
 

@@ -135,7 +135,7 @@ def test_finds_are_read_from_the_buffers_of_the_runs(tmp_path):
     buffer = make_buffer()
     buffer.merge([make_commit({1: [[5, 6], [7], [8, 9]]})], 0)
     checkpoints = Checkpoints(study.run_folder(tmp_path, "one, two", 3) / "checkpoints")
-    state = HostState(Facts(seed=3, num_processes=1, num_searchers=1), {"buffer": buffer.state()})
+    state = HostState(Facts(seed=3, num_searchers=1), {"buffer": buffer.state()})
     checkpoints.save(1, {"x": np.zeros(2)}, state)
     checkpoints.close()
     found = study._finds({"one, two": [report(3, 0.1, 0.2)]}, tmp_path)

@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.step_plan import Planner
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.train.step_plan import OwnBatches
 from tba_jax.train.trainer import NonFiniteError, Trainer
 
 PADDED = Packing(1, 2, Padding((4,), (8,), 0), policy_temperature=1.0)
@@ -41,8 +40,10 @@ def make_draws():
     return [Draw(prompt, (trajectory(1), trajectory(6)), (1, 1), True, (0, 1), 0)]
 
 
-def make_trainer(outcomes, seen, **changes):
+def make_trainer(outcomes, seen, *, packing=PADDED, draws=None, **changes):
     """A trainer whose steps are finite or not, as `outcomes` says."""
+    drawn = make_draws() if draws is None else draws
+    buffer = SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_: drawn)
     outcomes, in_a_row = iter(outcomes), 0
 
     def train_step(state, batch):
@@ -57,20 +58,10 @@ def make_trainer(outcomes, seen, **changes):
     arguments = {
         "state": SimpleNamespace(step=jnp.int32(0)),
         "train_step": train_step,
-        "buffer": SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_, **__: make_draws()),
-        "planner": Planner(
-            Cluster(),
-            num_prompts=1,
-            recency_prob=1.0,
-            pace="off",
-            seed=0,
-            num_steps=10,
-            sync_period=1,
-            checkpoint_period=0,
-        ),
+        "buffer": buffer,
+        "batches": OwnBatches(buffer, packing, num_steps=10, sync_period=1, checkpoint_period=0),
         "outboxes": [],
         "transport": SimpleNamespace(is_publishing=False),
-        "packing": PADDED,
         "max_nonfinite_steps": 2,
         "log_event": lambda event: None,
         "clock": lambda: 0.0,
@@ -110,8 +101,7 @@ def test_staleness_counts_a_response_as_often_as_it_was_drawn():
     draw = make_draws()[0]
     young, old = draw.trajectories[0], replace(draw.trajectories[1], version_min=-3)
     drawn = [draw._replace(trajectories=(young, old), weights=(1, 3), num_repeats=2)]
-    buffer = SimpleNamespace(is_ready=lambda *_: True, sample=lambda *_, **__: drawn)
-    trainer = make_trainer([True], [], buffer=buffer, packing=replace(PADDED, group_size=4))
+    trainer = make_trainer([True], [], draws=drawn, packing=replace(PADDED, group_size=4))
     values = trainer.step()
     assert values["buffer/staleness_histogram"] == [[0, 1], [3, 3]]
     assert values["buffer/staleness_mean"] == 9 / 4 and values["buffer/repeat_fraction"] == 0.5

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tba_jax.config.devices import validate_devices
-from tba_jax.config.resolved import is_gang, shares_data
+from tba_jax.config.resolved import has_trainer_group, writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
@@ -15,8 +15,7 @@ from tba_jax.replay.outbox import Outbox
 from tba_jax.run.errors import FleetError, UserError, is_mendable
 from tba_jax.run.fleet.driver import train_fleet
 from tba_jax.run.placing import open_sites, place_run
-from tba_jax.run.whole_hosts.home import RemoteSearcher
-from tba_jax.run.whole_hosts.remote_search import RemoteSearch
+from tba_jax.run.searching import RemoteSearcher, Search
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
 
@@ -52,8 +51,10 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
 def test_a_gang_has_all_devices_of_its_processes():
     config = make_config({**FLEET, "fleet.trainer_hosts": 2, "mesh.fsdp": 2})
     validate(config)
-    assert is_gang(config) and not shares_data(config)
-    assert not is_gang(make_config({**FLEET, "placement": "auto", "fleet.trainer_hosts": 2}))
+    assert has_trainer_group(config) and writes_versions(config)
+    assert not has_trainer_group(
+        make_config({**FLEET, "placement": "auto", "fleet.trainer_hosts": 2})
+    )
     validate_devices(config, 1, 2)
     with pytest.raises(ValueError, match=r"mesh = '1 x 2 x 1': the 2 processes .* 2 devices each"):
         validate_devices(config, 2, 2)
@@ -79,6 +80,6 @@ def test_what_a_gang_cannot_do_is_refused(change, words):
 
 def test_the_first_of_a_gang_keeps_count_of_searchers_as_a_checkpoint_names_them():
     keepers = tuple(RemoteSearcher(i, Outbox(100)) for i in range(2))
-    first, other = RemoteSearch(None, None, keepers), RemoteSearch(None, None)
+    first, other = Search(None, remote=keepers), Search(None)
     assert list(first.parts()) == ["outbox_0", "outbox_1", "searcher_0", "searcher_1"]
     assert first.num_skipped == 0 and not other.parts()

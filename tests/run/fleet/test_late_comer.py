@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tba_jax.config.schema import make_config
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.messages import RUN_ENDED, JoinResponse
 from tba_jax.run import search_process
@@ -18,9 +19,14 @@ def test_a_run_that_has_ended_is_no_refusal(monkeypatch, refusal, end):
     """A driver ends a run when all are refused, and must not while closing figures are made."""
     monkeypatch.setattr(search_process, "identity_of", lambda shared: {})
     server = SimpleNamespace(join=lambda request: JoinResponse((), refusal=refusal))
-    config = SimpleNamespace(fleet=SimpleNamespace(trainer_silence_s=1.0))
+    config = make_config({"placement": "fleet"})
     clock = SimpleNamespace(set=lambda seconds: None)
-    process = SimpleNamespace(shared=SimpleNamespace(config=config), searchers=(0,), clock=clock)
+    process = SimpleNamespace(
+        shared=SimpleNamespace(config=config),
+        searchers=(0,),
+        clock=clock,
+        search=SimpleNamespace(local=()),
+    )
     told = []
     assert search_process.search(process, server, "here", told.append) == end and not told
 

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections between the processes of a run: the owner of the buffer, and everyone else.
+
+The first trainer process owns replay buffer, ledger, admission and evaluation queue. It runs a
+channel server, on which the other trainer processes request steps and searchers in other processes
+request tickets. The address and the token are exchanged once, when the processes join.
+"""
+
+import ipaddress
+import secrets
+from collections.abc import Callable, Sequence
+
+from tba_jax.config.schema import Config
+from tba_jax.devices.cluster import Cluster
+from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
+from tba_jax.remote.search_channel import search_handlers
+from tba_jax.remote.search_server import SearchServer
+from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
+from tba_jax.train.step_plan import Decision, pack_decision, unpack_decision
+
+
+class Owner:
+    """The owner's side; `Peers` of its trainer.
+
+    Args:
+        config: of the run.
+        token: bearer token of the channel.
+        is_local: every process runs on this machine.
+        address: a host name under which other machines reach this one, tried first; "": unknown.
+        trainers: numbers of the other trainer processes.
+        num_restarts: trainers of this run that were replaced before.
+
+    Attributes:
+        search_server: set while searchers may join.
+        num_restarts: as given.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        token: str,
+        *,
+        is_local: bool,
+        address: str = "",
+        trainers: Sequence[int] = (),
+        num_restarts: int = 0,
+    ) -> None:
+        self.num_restarts = num_restarts
+        self.search_server: SearchServer | None = None
+        self._num_trainers = len(trainers)
+        self._address = address
+        self._steps = StepServer(trainers, timeout_s=config.log.watchdog_s)
+        self._channel = ChannelServer(
+            {**search_handlers(lambda: self.search_server), **step_handlers(self._steps)},
+            token,
+            port=config.remote.port,
+            is_local=is_local,
+        ).start()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where the other processes reach this one."""
+        found = self._channel.endpoint
+        if not self._address:
+            return found
+        first = f"{self._address}:{self._channel.port}"
+        return found._replace(addresses=tuple(dict.fromkeys([first, *found.addresses])))
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether another process of the run was told to stop."""
+        server = self.search_server
+        return self._steps.wants_stop or (server is not None and server.wants_stop)
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether another trainer process still writes published weights."""
+        return self._steps.is_publishing
+
+    def wait(self, step: int) -> None:
+        """Wait until every trainer process is ready for this step."""
+        self._steps.wait(step)
+
+    def answer(self, step: int, decision: Decision) -> None:
+        """Give the decision on a step to the other trainer processes."""
+        if self._num_trainers:
+            self._steps.answer(step, pack_decision(decision))
+
+    def close(self) -> None:
+        """Stop to listen."""
+        self._channel.close()
+
+
+class Follower:
+    """The side of a process that does not own the buffer.
+
+    Args:
+        config: of the run.
+        endpoint: of the owner.
+        number: of this process in the job.
+
+    Attributes:
+        channel: to the owner.
+        check: raises a failure of this process; called while it waits for a step.
+    """
+
+    def __init__(self, config: Config, endpoint: Endpoint, number: int) -> None:
+        timeout_s = config.log.watchdog_s
+        self.channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, config.fleet.silence_s))
+        self.check: Callable[[], None] = lambda: None
+        self._number = number
+        self._timeout_s = timeout_s
+        self._steps: StepClient | None = None
+
+    def receive(self, step: int, facts: Callable[[], tuple[bool, bool]]) -> Decision:
+        """Return the owner's decision on a step; arguments as `StepClient.wait`."""
+        if self._steps is None:
+            self._steps = StepClient(self.channel, self._number, timeout_s=self._timeout_s)
+        return unpack_decision(self._steps.wait(step, facts, lambda: self.check()))
+
+    def close(self) -> None:
+        """End the requests."""
+        if self._steps is not None:
+            self._steps.close()
+
+
+Link = Owner | Follower
+
+
+def connect(
+    config: Config, cluster: Cluster, trainers: Sequence[int], owner: Owner | None = None
+) -> Link | None:
+    """Connect the processes of a job with the owner; a call of all of them.
+
+    Args:
+        config: of the run.
+        cluster: all processes.
+        trainers: numbers of those that train; the first owns the buffer.
+        owner: in the first of them, where it listens already.
+
+    Returns:
+        This process's side; None where there is only one process.
+
+    Raises:
+        ChannelError: the owner's port cannot be used.
+    """
+    if cluster.num_processes == 1:
+        return owner
+    if owner is None and cluster.number == trainers[0]:
+        host = cluster.coordinator.rpartition(":")[0].strip("[]")
+        owner = Owner(
+            config,
+            secrets.token_hex(16),
+            is_local=_is_loopback(host),
+            address=host if cluster.number == 0 else "",
+            trainers=trainers[1:],
+        )
+    mine = None if owner is None else owner.endpoint
+    (found,) = [each for each in cluster.gather_json(mine) if each is not None]
+    if owner is not None:
+        return owner
+    return Follower(config, Endpoint(tuple(found[0]), found[1]), cluster.number)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

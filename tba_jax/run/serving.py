@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The search server of a run, while the process that owns the buffer trains.
+
+Invariant: no searcher joins before the run is restored, nor after the run has ended
+(tests/run/fleet).
+"""
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tba_jax.devices.cluster import PeerError
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.search_server import SearchServer
+from tba_jax.remote.searcher_table import Listeners, ServerSettings, TicketAdmission
+from tba_jax.run import evaluations
+from tba_jax.run.fleet.identity import identity_of
+from tba_jax.run.peers import Owner
+from tba_jax.run.run import Run
+from tba_jax.run.search_process import POLL_S
+from tba_jax.run.searching import RemoteSearcher
+from tba_jax.weights.checkpoints import CheckpointTransport
+from tba_jax.weights.merging import MergingTransport
+
+_WAIT_S = 0.02  # between two checks whether searchers have joined
+
+
+class SearchService:
+    """The searchers of other processes, as a driver sees them.
+
+    Args:
+        run: the connected parts.
+        owner: where the server listens.
+        admission: decides how many tickets may be open.
+    """
+
+    def __init__(self, run: Run, owner: Owner, admission: TicketAdmission) -> None:
+        self._run = run
+        self._owner = owner
+        remote = run.search.searchers if run.is_fleet else run.search.remote
+        self._searchers: dict[int, Any] = {s.index: s for s in remote}
+        self._before = {s.index: (s.idle_s, s.decoded_tokens) for s in remote}
+        self._server = self._make_server(admission)
+        run.sections["fleet"] = lambda: {
+            **{name.removeprefix("fleet/"): value for name, value in self.metrics().items()},
+            "by_searcher": self._server.searchers(),
+        }
+
+    def _make_server(self, admission: TicketAdmission) -> SearchServer:
+        run, config = self._run, self._run.config
+        size, is_sync = config.search.samples_per_prompt, config.driver == "sync"
+        slots = max(1, -(-config.search.num_slots // size))
+        return SearchServer(
+            ServerSettings(
+                epoch=uuid.uuid4().hex,
+                identity=identity_of(run.shared),
+                responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
+                heartbeat_timeout_s=config.fleet.silence_s,
+                max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,
+            ),
+            {index: searcher.outbox for index, searcher in self._searchers.items()},
+            admission,
+            run.evaluations,
+            clock=time.monotonic,
+            run_clock=run.clock,
+            log=run.logs.progress.note,
+            num_chunks={index: searcher.num_chunks for index, searcher in self._searchers.items()},
+            listeners=Listeners(self._note_given, run.logs.schedule.append, self._note_chunks),
+        )
+
+    def _note_given(self, searcher: int, responses: int, rounds: int) -> None:
+        found = self._searchers[searcher]
+        if isinstance(found, RemoteSearcher):
+            found.num_given, found.num_given_rounds = responses, rounds
+
+    def _note_chunks(self, searcher: int, chunks: int) -> None:
+        self._searchers[searcher].num_chunks = chunks
+
+    def open(self) -> None:
+        """Let searchers join; wait for those of this job.
+
+        Raises:
+            PeerError: a process of the job does not join.
+        """
+        self._owner.search_server = self._server
+        transport = self._weights()
+        if isinstance(transport, CheckpointTransport):
+            transport.keep_also(lambda: self._run.evaluations.wanted)
+        if self._run.is_fleet:
+            return
+        self._run.logs.progress.phase("waiting for the processes that search")
+        limit_s = self._run.config.log.watchdog_s
+        deadline = time.monotonic() + limit_s
+        while absent := self._server.absent:
+            if time.monotonic() > deadline:
+                raise PeerError(
+                    f"searchers {absent} did not join within {limit_s:.0f} s "
+                    "(config.log.watchdog_s). Look at the output of their processes; the same "
+                    "command on every host resumes the run"
+                )
+            time.sleep(_WAIT_S)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Tell searchers that the run has ended.
+
+        After a failure searchers are told nothing: the run may continue in another process.
+        """
+        if has_failed:
+            self._owner.search_server = None
+        else:
+            self._server.close()
+        self._server.stop_leases()
+
+    def _weights(self) -> Any:
+        transport = self._run.search.transport
+        return transport.source if isinstance(transport, MergingTransport) else transport
+
+    def announce(self) -> None:
+        """Announce the newest delivered version."""
+        published = self._weights().latest(0)
+        if published is not None:
+            self._server.set_version(published.version)
+
+    def count(self) -> None:
+        """Update the counters of the searchers."""
+        for index, (idle_s, tokens) in self._before.items():
+            more_idle_s, more_tokens = self._server.totals(index)
+            self._searchers[index].idle_s = idle_s + more_idle_s
+            self._searchers[index].decoded_tokens = tokens + more_tokens
+        if self._run.is_fleet:
+            for stream, searcher in zip(
+                self._run.search.streams, self._run.search.local, strict=True
+            ):
+                _, position = searcher.outbox.committed
+                if position is not None:
+                    stream.num_skipped = position["num_skipped"]
+
+    def slot_use(self) -> tuple[int, int]:
+        """Return (tokens sampled, decode-slot steps) since the last call."""
+        return self._server.take_slot_use()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return the figures of the searchers, by metric name."""
+        self._server.set_step(self._run.trainer.step_index)
+        restarts = float(self._owner.num_restarts)
+        return {**self._server.metrics(), "fleet/trainer_restarts": restarts}
+
+    def workers(self, stop: StopFlag) -> list[Worker]:
+        """Return the workers that find lost searchers, and evaluate where no searcher does."""
+
+        def evaluate() -> bool:
+            if self._server.gives_leases or not self._run.search.local:
+                self._run.evaluations.merge()
+                return False
+            return self._run.evaluations.step(0)
+
+        found = [
+            Worker(
+                "heartbeat-check",
+                self._server.lose_silent_searchers,
+                stop,
+                idle_s=self._run.config.fleet.silence_s / 8,
+            )
+        ]
+        if self._run.is_fleet or not self._run.search.local:
+            found.append(Worker("evaluator", evaluate, stop, idle_s=POLL_S))
+        return found
+
+    def finish(self) -> None:
+        """Evaluate the final policy while searchers are there; a fleet's single trainer can wait.
+
+        Raises:
+            FleetError: no searcher is there.
+        """
+        if self._run.search.remote:
+            evaluations.evaluate_last(self._run)
+
+
+class NoSearchService:
+    """`SearchService` of a run whose searchers are all in this process."""
+
+    def announce(self) -> None:
+        """Do nothing."""
+
+    def count(self) -> None:
+        """Do nothing: searchers count themselves."""
+
+    def slot_use(self) -> tuple[int, int]:
+        """Return zeros."""
+        return 0, 0
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return none."""
+        return {}
+
+    def workers(self, stop: StopFlag) -> list[Worker]:
+        """Return none."""
+        return []
+
+    def finish(self) -> None:
+        """Do nothing: the final policy is evaluated later."""
+
+
+@contextlib.contextmanager
+def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
+    """Let searchers of other processes join; at the end tell them that the run has ended."""
+    owner = run.link
+    if not (run.is_fleet or run.search.remote):
+        yield NoSearchService()
+        return
+    assert isinstance(owner, Owner), "searchers of other processes join the owner of the buffer"
+    service = SearchService(run, owner, admission)
+    try:
+        service.open()
+        evaluations.request_start_model(run)
+        yield service
+    except BaseException:
+        service.close(has_failed=True)
+        raise
+    service.close(has_failed=False)

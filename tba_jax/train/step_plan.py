@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""StepPlan: what all trainer processes do in a step, and where the batch of a step comes from.
+
+Processes that decided for themselves would diverge without an error: one would save while another
+trains and waits for ever. So the process that owns the replay buffer decides each step and draws
+its batch; the others receive both. This module does no communication: `Peers` does that.
+
+Invariant: every trainer process has the same plan and the same batch for a step.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from tba_jax.flow.array_bytes import pack_arrays, unpack_arrays
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.trajectory import Draw
+from tba_jax.replay.buffer import ReplayBuffer
+
+_KINDS = {kind.__name__: kind for kind in (Batch, PackedBatch)}
+
+
+class StepPlan(NamedTuple):
+    """What every trainer process does in a step.
+
+    Attributes:
+        wait: no step now; look for more data first.
+        stop: make no step after this one (with `wait`: not even this one).
+        sync: publish and merge after this step.
+        save: write a checkpoint after this step.
+        publish: of `sync`, also publish; not while a process still writes the version before.
+    """
+
+    wait: bool
+    stop: bool
+    sync: bool
+    save: bool
+    publish: bool = True
+
+
+class Decision(NamedTuple):
+    """A step as a trainer process receives it.
+
+    Attributes:
+        plan: what to do.
+        batch: to train on; None where the plan waits.
+        draws: what the batch was made of, where this process drew it.
+    """
+
+    plan: StepPlan
+    batch: Batch | PackedBatch | None = None
+    draws: Sequence[Draw] = ()
+
+
+class Batches(Protocol):
+    """Where a trainer gets its steps from."""
+
+    def decide(
+        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
+    ) -> Decision:
+        """Return what to do in a step.
+
+        Args:
+            step: optimiser updates done.
+            wants_stop: whether this process was told to stop.
+            is_publishing: whether it still writes the weights of the last publication.
+        """
+        ...
+
+
+class Peers(Protocol):
+    """The other trainer processes, for the process that decides."""
+
+    @property
+    def wants_stop(self) -> bool:
+        """Whether one of them was told to stop."""
+        ...
+
+    @property
+    def is_publishing(self) -> bool:
+        """Whether one of them still writes published weights."""
+        ...
+
+    def wait(self, step: int) -> None:
+        """Wait until all of them are ready for this step."""
+        ...
+
+    def answer(self, step: int, decision: Decision) -> None:
+        """Give them the decision on a step."""
+        ...
+
+
+class NoPeers:
+    """`Peers` of a trainer of one process."""
+
+    wants_stop = False
+    is_publishing = False
+
+    def wait(self, step: int) -> None:
+        """Return at once."""
+
+    def answer(self, step: int, decision: Decision) -> None:
+        """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBatches:
+    """Draws from the replay buffer of this process and decides for all trainer processes.
+
+    Args:
+        buffer: the replay buffer.
+        packing: how draws become a batch.
+        num_steps: of the run.
+        sync_period: steps between publications.
+        checkpoint_period: steps between checkpoints, 0: none.
+        peers: the other trainer processes.
+    """
+
+    buffer: ReplayBuffer
+    packing: Packing
+    num_steps: int
+    sync_period: int
+    checkpoint_period: int
+    peers: Peers = dataclasses.field(default_factory=NoPeers)
+
+    def decide(
+        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
+    ) -> Decision:
+        """See `Batches.decide`.
+
+        Raises:
+            PeerError: another trainer process does not come to this step.
+        """
+        size = (self.packing.num_prompts, self.packing.group_size, step)
+        stops = wants_stop() or self.peers.wants_stop
+        is_ready = self.buffer.is_ready(*size)
+        if is_ready or stops:
+            self.peers.wait(step)
+            stops = stops or self.peers.wants_stop
+        done, period = step + 1, self.checkpoint_period
+        plan = StepPlan(
+            wait=not is_ready,
+            stop=stops,
+            sync=done % self.sync_period == 0 and done < self.num_steps,
+            save=bool(period) and done % period == 0,
+            publish=not (is_publishing() or self.peers.is_publishing),
+        )
+        decision = Decision(plan)
+        if is_ready:
+            draws = self.buffer.sample(*size)
+            assert draws is not None, "the buffer is ready, and nobody else draws from it"
+            batch = self.packing.batch(draws)
+            decision = Decision(plan, batch, draws)
+        if is_ready or stops:
+            self.peers.answer(step, decision)
+        return decision
+
+
+@dataclasses.dataclass(frozen=True)
+class ReceivedBatches:
+    """Receives every step from the process that owns the replay buffer.
+
+    Args:
+        receive: (step, facts) -> decision; `facts` returns (wants_stop, is_publishing).
+    """
+
+    receive: Callable[[int, Callable[[], tuple[bool, bool]]], Decision]
+
+    def decide(
+        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
+    ) -> Decision:
+        """See `Batches.decide`; the plan waits only where the run stops before the step."""
+        return self.receive(step, lambda: (wants_stop(), is_publishing()))
+
+
+def pack_decision(decision: Decision) -> bytes:
+    """Return a decision as bytes: its plan and its batch."""
+    batch = decision.batch
+    arrays = {} if batch is None else {n: x for n, x in batch._asdict().items() if x is not None}
+    kind = "" if batch is None else type(batch).__name__
+    return pack_arrays(arrays, {"plan": decision.plan, "kind": kind})
+
+
+def unpack_decision(data: bytes) -> Decision:
+    """Inverse of `pack_decision`, without the draws.
+
+    Raises:
+        ValueError: the bytes are damaged.
+    """
+    arrays, meta = unpack_arrays(data)
+    plan, kind = StepPlan(*meta["plan"]), meta["kind"]
+    return Decision(plan, _KINDS[kind](**arrays) if kind else None)
