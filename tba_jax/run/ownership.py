@@ -27,6 +27,11 @@ _FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "promp
 _OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
 _FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
 _CONFIG = "config.json"
+_ITEMS_OF = "_CHECKPOINT_METADATA"  # Orbax's: which classes wrote the items of a checkpoint
+# What a checkpoint of a run holds.
+CHECKPOINT_ENTRIES = frozenset(
+    {"train_state", "host_state", _ITEMS_OF, "commit_success.txt", digests.NAME}
+)
 _SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
 # What is there before config.json.
 _BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
@@ -260,6 +265,7 @@ def _facts_of(path: Path) -> Facts | None:
 
 def _check_checkpoints(folder: Path, run_id: str) -> None:
     """Refuse step folders that are not checkpoints of this run, or were renamed."""
+    has_newer = False  # than the next folder
     for path in _steps(folder):
         if path.is_symlink():
             raise UserError(
@@ -267,7 +273,9 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
                 "link, or move the checkpoint itself there"
             )
         if not path.is_dir() or not (
-            (path / digests.NAME).exists() or (path / "host_state").exists()
+            (path / digests.NAME).exists()
+            or (path / "host_state").exists()
+            or (has_newer and _is_half_deleted(path))
         ):
             raise UserError(
                 f"{path} is not a checkpoint of tba_jax, and a run deletes its old checkpoints "
@@ -286,3 +294,13 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
                 f"{path} holds step {facts.step}: the folder was renamed. Name it "
                 f"{path.parent / str(facts.step)} again"
             )
+        has_newer |= facts.run_id == run_id
+
+
+def _is_half_deleted(path: Path) -> bool:
+    """Whether it can be a checkpoint of a run that was killed while it deleted the checkpoint."""
+    entries = list(path.iterdir())
+    if any(entry.is_symlink() or entry.name not in CHECKPOINT_ENTRIES for entry in entries):
+        return False
+    items = path / _ITEMS_OF
+    return not items.is_file() or b'"tba_jax.' in items.read_bytes()

@@ -402,8 +402,9 @@ class Killer:
             with self.reading:
                 self._keeps_checkpoints(story)
             killed += life.was_killed
-            if life.code == 0:
-                self._fail(f"{driver}: the run ended after {killed} kills of {kills}")
+            if not life.was_killed:
+                error = life.err.strip()[-300:]
+                self._fail(f"{driver}: ended after {killed} of {kills} kills: {life.code} {error}")
         life = self._live(story, "undisturbed", until=None)
         self._judge(story, life)
         if life.code == 0:

@@ -76,6 +76,14 @@ def checkpoints_of_another_program_in_a_run(workdir):
     checkpoints_of_another_program(workdir)
 
 
+def checkpoint_of_another_program_older_than_one_of_the_run(workdir):
+    begin_run(workdir, CONFIG, "mine")
+    save_checkpoint(workdir, 4, "mine", step=4)
+    folder = workdir / "checkpoints" / "3"
+    (folder / "train_state").mkdir(parents=True)
+    (folder / "_CHECKPOINT_METADATA").write_text('{"item_handlers": {"train_state": "theirs"}}')
+
+
 def checkpoint_of_another_run(workdir):
     begin_run(workdir, CONFIG, "mine")
     save_checkpoint(workdir, 2, "theirs")
@@ -151,6 +159,7 @@ REFUSED = {
     weights_of_another_program: r"holds weights, and no config\.json",
     checkpoints_of_another_program: r"holds checkpoints, and no config\.json",
     checkpoints_of_another_program_in_a_run: r"checkpoints/3 is not a checkpoint of tba_jax",
+    checkpoint_of_another_program_older_than_one_of_the_run: r"checkpoints/3 is not a checkpoint",
     checkpoint_of_another_run: r"checkpoints/2 is a checkpoint of run theirs, and the work direc",
     renamed_checkpoint: r"checkpoints/12 holds step 8: the folder was renamed\. Name it .*/8 again",
     damaged_config: r"has the digest .* Put it back as it was",
@@ -189,6 +198,20 @@ def test_a_start_that_was_killed_holding_the_lock_is_continued(tmp_path):
     (tmp_path / "lock" / "00000001.json").write_text("")
     with claim(tmp_path, CONFIG):
         assert inspect(tmp_path).run_id
+
+
+@pytest.mark.parametrize("left", [(), ("train_state",), ("_CHECKPOINT_METADATA", "train_state")])
+def test_a_run_that_was_killed_while_it_deleted_a_checkpoint_continues(tmp_path, left):
+    begin_run(tmp_path, CONFIG, "mine")
+    save_checkpoint(tmp_path, 4, "mine", step=4)
+    folder = tmp_path / "checkpoints" / "3"
+    folder.mkdir()
+    for name in left:
+        if name == "train_state":
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_text('{"item_handlers": {"host_state": "tba_jax.run.x"}}')
+    assert inspect(tmp_path).run_id == "mine"
 
 
 def test_every_damage_of_the_facts_of_a_checkpoint_is_left_to_who_restores_it(tmp_path):
