@@ -20,7 +20,7 @@ import threading
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
+from tba_jax.run.ownership import CHECKPOINT_ENTRIES
 from tba_jax.storage import counters, digests, saves
 from tba_jax.weights.versions import brief
 
@@ -47,39 +48,76 @@ _READ_ERRORS = (
 )
 
 
+_ORBAX = os.path.dirname(ocp.__file__)
+_reading = threading.Lock()
+
+
 def _is_told_once(record: std_logging.LogRecord) -> bool:
-    # Orbax's own metadata decide nothing here, and it goes on without them.
-    return not record.exc_info and " Metadata file: " not in record.getMessage()
+    """Leave out what Orbax logs of failures that also reach the caller as one exception.
 
-
-def _print_unless_late(unraisable: "sys.UnraisableHookArgs") -> None:
-    if not str(unraisable.exc_value).startswith(
-        ("Event loop is closed", "Encountered error while")
-    ):
-        sys.__unraisablehook__(unraisable)
-
-
-def _tell_failures_once() -> None:
-    """Keep Orbax from burying the message that says what to do.
-
-    It logs one failure up to five times with all its frames, and after the first damaged array the
-    reads of the others end in an event loop that is gone. All of it also reaches the caller as one
-    exception. Doing this again has no effect.
+    Orbax logs one failure up to five times with all its frames. Its own metadata decide nothing
+    here, and Orbax continues without them. Records of other packages pass.
     """
-    for logger in (logging.get_absl_logger(), std_logging.getLogger("asyncio")):
-        logger.addFilter(_is_told_once)
-    if sys.unraisablehook is sys.__unraisablehook__:
-        sys.unraisablehook = _print_unless_late
+    text = record.getMessage()
+    return not record.pathname.startswith(_ORBAX) or not (
+        record.exc_info or " Metadata file: " in text or "is read only" in text
+    )
+
+
+def _is_not_of_a_read(record: std_logging.LogRecord) -> bool:
+    return _ORBAX not in record.getMessage()
+
+
+class _LateReads:
+    """Hook for exceptions that nobody can catch, without those of Orbax's reads.
+
+    Args:
+        before: the hook that gets all others.
+    """
+
+    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], Any]") -> None:
+        self._before = before
+
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        is_of_orbax = code is not None and code.co_filename.startswith(_ORBAX)
+        # From threads of TensorStore, which name no object.
+        is_late = str(unraisable.exc_value).startswith(
+            ("Event loop is closed", "Encountered error while")
+        )
+        if not is_of_orbax and not is_late:
+            self._before(unraisable)
+
+
+@contextlib.contextmanager
+def _one_error_for_a_read() -> Iterator[None]:
+    """Let a failed read print nothing beside the exception that it raises.
+
+    After the first damaged array Orbax closes its event loop and leaves the reads of the others in
+    it. They end later, on threads of TensorStore, and complain through asyncio and Python. After a
+    read that succeeded both are as they were before.
+    """
+    asyncio_logger = std_logging.getLogger("asyncio")
+    with _reading:
+        before = sys.unraisablehook
+        is_first = not isinstance(before, _LateReads)
+        if is_first:
+            sys.unraisablehook = _LateReads(before)
+            asyncio_logger.addFilter(_is_not_of_a_read)
+        yield
+        if is_first:  # not after a failure, whose reads go on
+            sys.unraisablehook = before
+            asyncio_logger.removeFilter(_is_not_of_a_read)
 
 
 _ITEMS = ("train_state", "host_state")
-_OWN_NAMES = frozenset({*_ITEMS, "_CHECKPOINT_METADATA", "commit_success.txt", digests.NAME})
 
 
 def _is_own_remainder(folder: epath.Path) -> bool:
     """Whether an unfinished folder holds nothing but what a save of a run writes."""
     return not os.path.islink(folder) and all(
-        (saves.finished_name(path.name) or path.name) in _OWN_NAMES for path in folder.iterdir()
+        (saves.finished_name(path.name) or path.name) in CHECKPOINT_ENTRIES
+        for path in folder.iterdir()
     )
 
 
@@ -214,11 +252,8 @@ class Checkpoints:
         self._saving: int | None = None
         self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
-        _tell_failures_once()
+        logging.get_absl_logger().addFilter(_is_told_once)  # once, however often it is added
         counters.leave_out()
-        if read_only:
-            # Orbax warns about what read-only was asked for.
-            logging.set_verbosity(logging.ERROR)
         named = None if jax.process_count() == 1 else set(saving.members)
         if named is not None and not read_only:
             # With named processes Orbax leaves the folder to us.
@@ -460,6 +495,17 @@ class Checkpoints:
             )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
+        with _one_error_for_a_read():
+            restored = self._try_read(step, args)
+            if isinstance(restored, CheckpointError):
+                # The frames of the failure hold unfinished reads, which complain when they are
+                # dropped: now, not below the message or at the end of the process.
+                gc.collect()
+                raise restored
+            return restored
+
+    def _try_read(self, step: int, args: ocp.args.Composite) -> Any:
+        """What was read, or the error to raise; it holds no frame of the failure."""
         try:
             return self._manager.restore(step, args=args)
         except CheckpointError:
@@ -470,12 +516,7 @@ class Checkpoints:
             is_array = type(error) is Exception
             if not is_array and not isinstance(error, _READ_ERRORS):
                 raise
-            cause = error.__cause__ if is_array else None
-            unreadable = self._unreadable(step, cause or error)
-        # Its frames hold the unfinished reads, which complain when they are dropped: not at the end
-        # of the process, below the message.
-        gc.collect()
-        raise unreadable
+            return self._unreadable(step, (error.__cause__ if is_array else None) or error)
 
     def _resolve(self, step: int | None) -> int:
         step = self.latest_step() if step is None else step
