@@ -60,7 +60,7 @@ def _is_told_once(record: std_logging.LogRecord) -> bool:
     """
     text = record.getMessage()
     return not record.pathname.startswith(_ORBAX) or not (
-        record.exc_info or " Metadata file: " in text or "is read only" in text
+        record.exc_info or "Metadata file" in text or "is read only" in text
     )
 
 
