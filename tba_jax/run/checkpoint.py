@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +61,13 @@ def _is_told_once(record: std_logging.LogRecord) -> bool:
     """
     text = record.getMessage()
     return not record.pathname.startswith(_ORBAX) or not (
-        record.exc_info or "Metadata file" in text or "is read only" in text
+        record.exc_info or "Metadata file" in text or "directory is read only" in text
     )
 
 
 def _is_not_of_a_read(record: std_logging.LogRecord) -> bool:
-    return _ORBAX not in record.getMessage()
+    error = record.exc_info[1] if record.exc_info else None
+    return _ORBAX not in record.getMessage() and "tensorstore" not in str(error).lower()
 
 
 class _LateReads:
@@ -274,7 +276,8 @@ class Checkpoints:
                 "host_state": HostStateHandler(saving),
             },
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
+                max_to_keep=None if read_only else keep,
+                save_interval_steps=0 if read_only else 1,
                 create=not read_only and named is None,
                 read_only=read_only,
                 enable_async_checkpointing=True,
@@ -500,7 +503,9 @@ class Checkpoints:
             if isinstance(restored, CheckpointError):
                 # The frames of the failure hold unfinished reads, which complain when they are
                 # dropped: now, not below the message or at the end of the process.
-                gc.collect()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)
+                    gc.collect()
                 raise restored
             return restored
 

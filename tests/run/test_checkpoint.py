@@ -2,6 +2,9 @@
 """Checkpoints: exact, atomic, placed where asked, and clear when damaged."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -250,3 +253,44 @@ def test_a_writer_that_was_replaced_leaves_the_files_of_its_successor_alone(tmp_
         idle.save(20, {"w": jnp.zeros(2)}, HOST)
     assert [path.name for path in folder.iterdir()] == ["10"]
     assert Checkpoints(str(folder), read_only=True).damage(10) == []
+
+
+_DAMAGED_READ = """
+import logging, sys
+from pathlib import Path
+import jax, jax.numpy as jnp
+from absl import logging as absl_logging
+from tba_jax.run.checkpoint import CheckpointError, Checkpoints
+from tba_jax.run.host_state import Facts, HostState
+
+folder = Path(sys.argv[1])
+verbosity, hook = absl_logging.get_verbosity(), sys.unraisablehook
+host = HostState(Facts(seed=0, num_processes=1, num_searchers=1, run_id="a", fingerprints={}), {})
+state = {f"w{i}": jnp.arange(20000.0) for i in range(30)}
+checkpoints = Checkpoints(folder)
+checkpoints.save(1, state, host)
+checkpoints.close()
+target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+Checkpoints(folder, read_only=True).restore(target)
+assert sys.unraisablehook is hook and absl_logging.get_verbosity() == verbosity
+assert not logging.getLogger("asyncio").filters
+for file in (folder / "1" / "train_state").glob("*/d/*"):
+    file.write_bytes(bytes(file.stat().st_size))
+try:
+    Checkpoints(folder, read_only=True).restore(target)
+except CheckpointError:
+    print("told")
+try:
+    1 / 0
+except ZeroDivisionError:
+    absl_logging.exception("of another package")
+"""
+
+
+def test_a_damaged_read_prints_nothing_and_other_packages_keep_their_messages(tmp_path):
+    command = [sys.executable, "-c", _DAMAGED_READ, str(tmp_path / "checkpoints")]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert done.stdout == "told\n" and done.returncode == 0, done.stderr
+    first = done.stderr.splitlines()[0]
+    assert "of another package" in first and "orbax" not in done.stderr, done.stderr
