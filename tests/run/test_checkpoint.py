@@ -265,7 +265,7 @@ from tba_jax.run.host_state import Facts, HostState
 
 folder = Path(sys.argv[1])
 verbosity, hook = absl_logging.get_verbosity(), sys.unraisablehook
-host = HostState(Facts(seed=0, num_processes=1, num_searchers=1, run_id="a", fingerprints={}), {})
+host = HostState(Facts(seed=0, num_searchers=1, run_id="a", fingerprints={}), {})
 state = {f"w{i}": jnp.arange(20000.0) for i in range(30)}
 checkpoints = Checkpoints(folder)
 checkpoints.save(1, state, host)
