@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fleet on a slice: all of it trains, its searchers are elsewhere, on devices like these.
 
-The slice is the trainer's: one host, or those of a gang (`fleet.trainer_hosts`). What searchers
-are made of nobody says before they come, so they are planned for chips like the trainer's. The
-invariant it owns: what is chosen here, such processes accept.
+The slice is the trainer's: one host, or those of a trainer group (`fleet.trainer_hosts`). Searchers
+may have any devices; they are planned for chips like the trainer's.
+
+Invariant: processes with these devices accept what is chosen here.
 """
 
 from collections.abc import Callable, Sequence
@@ -82,7 +83,7 @@ def choose_fleet(
         "the slice is the trainer's (fleet.trainer_hosts); searchers are elsewhere, and planned "
         "for devices like these"
     ]
-    # A gang has all devices of its processes; one process brings the whole batch.
+    # A trainer group has all devices of its processes.
     sizes = [len(devices)] if hosts > 1 else list(range(per_host, 0, -1))
     if not any(fitting.mesh_exists(n, config, model_config, 0) for n in sizes):
         given = config.batch.num_prompts

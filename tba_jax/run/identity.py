@@ -15,6 +15,7 @@ from pathlib import Path
 
 import google_crc32c
 
+from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config
 from tba_jax.models.hf import folders, hf_weights
 from tba_jax.rewards.functions import split_functions
@@ -166,3 +167,12 @@ def run_id_of(workdir: str | os.PathLike[str]) -> str:
         return str(sealed.read(Path(workdir) / "config.json").get("run_id", ""))
     except (OSError, ValueError):
         return ""  # not claimed: parts of a run, built by themselves
+
+
+def code_name() -> str:
+    """Return the version of the package, and a digest of its source files."""
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}"

@@ -52,7 +52,6 @@ from tba_jax.remote.messages import (
 )
 from tba_jax.run.clock import RunClock
 from tba_jax.run.evaluating import build_evaluator, load_start_weights
-from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.placing import Sites
 from tba_jax.run.searching import (
     Search,
@@ -374,7 +373,7 @@ def search(
     Raises:
         WorkerError: a searcher failed. TimeoutError: the trainer does not respond.
     """
-    identity = identity_of(process.shared)
+    identity = process.shared.identity
     config = process.shared.config
     timeout_s = config.log.watchdog_s
     if MODES[config.placement].searches_elsewhere:

@@ -2,7 +2,7 @@
 """The search server of a run, while the process that owns the buffer trains.
 
 Invariant: no searcher joins before the run is restored, nor after the run has ended
-(tests/run/fleet).
+(tests/integration/test_fleet.py).
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.searcher_table import Listeners, ServerSettings, TicketAdmission
 from tba_jax.run import evaluations
-from tba_jax.run.fleet.identity import identity_of
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run
 from tba_jax.run.search_process import POLL_S
@@ -55,7 +54,7 @@ class SearchService:
         return SearchServer(
             ServerSettings(
                 epoch=uuid.uuid4().hex,
-                identity=identity_of(run.shared),
+                identity=run.shared.identity,
                 responses_per_ticket=size * (config.search.prompts_per_round if is_sync else 1),
                 heartbeat_timeout_s=config.fleet.silence_s,
                 max_tickets=slots if config.search.num_slots else config.search.prompts_per_round,

@@ -150,7 +150,7 @@ def _train_fleet(
     if schedule is not None:
         raise UserError("a schedule is replayed in one process; give another placement")
     from tba_jax.run.conduct import make_display
-    from tba_jax.run.fleet.driver import train_fleet
+    from tba_jax.run.ray_cluster import train_fleet
 
     display = make_display(config, workdir)
     try:

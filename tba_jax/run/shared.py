@@ -24,7 +24,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import Facts
-from tba_jax.run.identity import fingerprints, run_id_of
+from tba_jax.run.identity import code_name, fingerprints, run_id_of
 from tba_jax.run.modeling import describe_model, policy_config
 from tba_jax.run.placing import Sites, open_sites, place_run
 from tba_jax.run.rewarding import Rewards, make_task, open_rewards
@@ -97,6 +97,15 @@ class Shared:
             fingerprints(self.config, self.task, self.model.folder),
             config=flatten(self.config),
         )
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Names of code, run, model, tokenizer, data and reward: equal in all processes of a run.
+
+        Else responses would be of another policy or task without an error. Python, JAX and the
+        kind of device may differ: log-probs of sampling are stored with every response.
+        """
+        return {"code": code_name(), "run": self.facts.run_id, **self.facts.fingerprints}
 
 
 def open_shared(

@@ -66,12 +66,12 @@ def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
     assert report["idle_s"]["trainer"] > 0
 
 
-GANG = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
+GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
 
 
 @pytest.mark.parametrize("member", [0, 1])
-def test_a_gang_loses_a_member_and_begins_again_as_a_whole(member, tmp_path):
-    fleet = Fleet(tmp_path / "run", **GANG, **{"eval.period": 4})
+def test_a_trainer_group_loses_a_member_and_begins_again_as_a_whole(member, tmp_path):
+    fleet = Fleet(tmp_path / "run", **GROUP, **{"eval.period": 4})
     fleet.until_step(5)
     assert fleet.kill("TrainerProcess", member)
     assert fleet.end() == 0, fleet.told()
@@ -83,11 +83,11 @@ def test_a_gang_loses_a_member_and_begins_again_as_a_whole(member, tmp_path):
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
 
 
-def test_a_gang_computes_what_one_process_does(tmp_path):
+def test_a_trainer_group_computes_what_one_process_does(tmp_path):
     """The first step is of the same data, whatever time things take."""
     fields = {"fleet.max_searchers": 1, "num_steps": 1}
     found = []
-    for name, changes in (("one", {}), ("two", GANG)):
+    for name, changes in (("one", {}), ("two", GROUP)):
         fleet = Fleet(tmp_path / name, **{**fields, **changes})
         assert fleet.end() == 0, fleet.told()
         lines = (fleet.workdir / "metrics.jsonl").read_text().splitlines()

@@ -214,7 +214,7 @@ def test_whole_hosts_that_are_asked_for_are_half_of_the_slice(text, model, mesh,
 @pytest.mark.parametrize(
     ("text", "mesh", "group", "searchers"),
     [
-        ("v5e:2x4", (1, 8, 1), 1, 4),  # a gang of two hosts
+        ("v5e:2x4", (1, 8, 1), 1, 4),  # a trainer group of two hosts
         ("v5p:2x2x4", (1, 16, 1), 1, 4),  # of four
         ("v5e:2x2", (1, 4, 1), 1, 4),  # one process, which evaluates too
     ],
@@ -253,7 +253,7 @@ def test_the_slice_of_a_fleet_is_its_trainers(text, mesh, group, searchers):
         layouts.place(wrong, devices)
 
 
-def test_a_gang_keeps_the_mesh_and_the_searchers_that_it_asks_for():
+def test_a_trainer_group_keeps_the_mesh_and_the_searchers_that_it_asks_for():
     pytest.importorskip("libtpu")
     config = freeze(PRESETS["get_config"]("gsm8k"))
     config = replace(

@@ -207,7 +207,7 @@ def test_a_billion_parameters_on_a_tpu_slice():
 
 
 @pytest.mark.slow
-def test_a_gang_of_a_fleet_is_planned_over_all_of_its_hosts():
+def test_a_trainer_group_of_a_fleet_is_planned_over_all_of_its_hosts():
     pytest.importorskip("libtpu")
     done = run(
         "--config=configs/math.py",

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tba_jax.devices.worker import StopFlag
-from tba_jax.run.fleet.machines import GCS_TIMEOUT_S, Machines
+from tba_jax.run.ray_machines import GCS_TIMEOUT_S, Machines
 
 
 def node(number, is_alive=True):

@@ -13,8 +13,8 @@ from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
 from tba_jax.replay.outbox import Outbox
 from tba_jax.run.errors import FleetError, UserError, is_mendable
-from tba_jax.run.fleet.driver import train_fleet
 from tba_jax.run.placing import open_sites, place_run
+from tba_jax.run.ray_cluster import train_fleet
 from tba_jax.run.searching import RemoteSearcher, Search
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
@@ -48,7 +48,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
     assert is_mendable(FleetError("died"))
 
 
-def test_a_gang_has_all_devices_of_its_processes():
+def test_a_trainer_group_has_all_devices_of_its_processes():
     config = make_config({**FLEET, "fleet.trainer_hosts": 2, "mesh.fsdp": 2})
     validate(config)
     assert has_trainer_group(config) and writes_versions(config)
@@ -73,12 +73,12 @@ def test_a_gang_has_all_devices_of_its_processes():
         ),
     ],
 )
-def test_what_a_gang_cannot_do_is_refused(change, words):
+def test_what_a_trainer_group_cannot_do_is_refused(change, words):
     with pytest.raises(ValueError, match=words):
         validate(make_config({**FLEET, "fleet.trainer_hosts": 2, **change}))
 
 
-def test_the_first_of_a_gang_keeps_count_of_searchers_as_a_checkpoint_names_them():
+def test_the_first_of_a_trainer_group_keeps_count_of_searchers_as_a_checkpoint_names_them():
     keepers = tuple(RemoteSearcher(i, Outbox(100)) for i in range(2))
     first, other = Search(None, remote=keepers), Search(None)
     assert list(first.parts()) == ["outbox_0", "outbox_1", "searcher_0", "searcher_1"]

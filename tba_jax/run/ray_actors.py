@@ -20,7 +20,7 @@ from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Channel, Endpoint, Unreachable
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
-from tba_jax.run.fleet.machines import machine_name
+from tba_jax.run.ray_machines import machine_name
 
 _TRAINER = "trainer-"
 _ENDED_S = 2.0  # between questions whether the run goes on after all
@@ -54,7 +54,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class TrainerProcess:
-    """`training.TrainerHost` in a process of its own."""
+    """`trainer_process.TrainerHost` in a process of its own."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class TrainerProcess:
         token: str,
         num_restarts: int = 0,
     ) -> None:
-        from tba_jax.run.fleet.training import TrainerHost
+        from tba_jax.run.trainer_process import TrainerHost
 
         config = restored(fields)
         self._host = TrainerHost(config, Path(workdir), accept_changed, token, num_restarts)
@@ -82,7 +82,7 @@ class TrainerProcess:
         """`TrainerHost.run`.
 
         Args:
-            number: of this member of a gang.
+            number: of this process in the trainer group.
             addresses: of all members: Ray calls this when all of them are there.
         """
         return self._host.run(number, addresses[0] if addresses else "")._asdict()

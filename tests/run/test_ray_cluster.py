@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 START = """
 import os, types
 {before}
 from fleets import below
 from listening import beyond_loopback, listening
 from tba_jax.config.schema import make_config
-from tba_jax.run.fleet.driver import _ray
+from tba_jax.run.ray_cluster import _ray
 notes = []
 display = types.SimpleNamespace(note=notes.append)
 with _ray(make_config({{"placement": "fleet"}}), display):

@@ -15,14 +15,13 @@ from tba_jax.run import search_process
     ("refusal", "end"),
     [(RUN_ENDED, RUN_ENDED), ("it has another model", "refused: it has another model")],
 )
-def test_a_run_that_has_ended_is_no_refusal(monkeypatch, refusal, end):
+def test_a_run_that_has_ended_is_no_refusal(refusal, end):
     """A driver ends a run when all are refused, and must not while closing figures are made."""
-    monkeypatch.setattr(search_process, "identity_of", lambda shared: {})
     server = SimpleNamespace(join=lambda request: JoinResponse((), refusal=refusal))
     config = make_config({"placement": "fleet"})
     clock = SimpleNamespace(set=lambda seconds: None)
     process = SimpleNamespace(
-        shared=SimpleNamespace(config=config),
+        shared=SimpleNamespace(config=config, identity={}),
         searchers=(0,),
         clock=clock,
         search=SimpleNamespace(local=()),
@@ -33,7 +32,7 @@ def test_a_run_that_has_ended_is_no_refusal(monkeypatch, refusal, end):
 
 def test_who_is_told_of_the_end_asks_again(monkeypatch):
     """The trainer may die after that, and another one go on; who knows ends the process."""
-    actors = pytest.importorskip("tba_jax.run.fleet.actors")
+    actors = pytest.importorskip("tba_jax.run.ray_actors")
     monkeypatch.setattr(actors, "_ENDED_S", 0.0)
     process = object.__new__(actors.SearcherProcess)
     process._lines, process._stop = [], StopFlag()

@@ -26,9 +26,9 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag
 from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
-from tba_jax.run.fleet.machines import Machines
 from tba_jax.run.identity import run_id_of
 from tba_jax.run.lock import Hold
+from tba_jax.run.ray_machines import Machines
 from tba_jax.run.workdir import Outcome, claim, finished_before
 
 _LOOK_S = 0.2  # between two looks at everything
@@ -185,7 +185,7 @@ class _Fleet:
         accept_changed: Collection[str],
         display: Display,
     ) -> None:
-        from tba_jax.run.fleet.actors import actor_classes, trainer_name
+        from tba_jax.run.ray_actors import actor_classes, trainer_name
 
         self._ray = ray
         self._name_of, self._num_trainers = trainer_name, 0
@@ -323,7 +323,7 @@ class _Fleet:
             show(items, self._display)
 
     def _kill_trainer(self) -> None:
-        """All of its processes: what is left of a gang cannot go on."""
+        """All of its processes: what is left of a trainer group cannot continue."""
         for each in self._members:
             self._ray.kill(each)
 
