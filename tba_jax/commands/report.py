@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: rebuild the report of a run from what it left in its work directory."""
+"""Command: the report of a run, as a file or as a page that follows the run."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
@@ -11,6 +13,7 @@ from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
 from tba_jax.run.mirroring import run_folder
 from tba_jax.run.ownership import check_for_report
+from tba_jax.storage.bucket import is_address
 
 
 def _check_metrics(run: Run) -> None:
@@ -28,16 +31,52 @@ def _check_metrics(run: Run) -> None:
         )
 
 
+def _serve(given: str, folder: Path, port: int) -> int:
+    """Serve the live page until Ctrl-C.
+
+    Raises:
+        UserError: the work directory is in an object store. ValueError: the port is taken.
+    """
+    from tba_jax.report.live import LivePage, LiveServer
+
+    if is_address(given):
+        raise UserError(
+            f"--live {given}: an object store cannot be followed. Run the command where the run "
+            "is, on its local folder, or leave --live out"
+        )
+    page = LivePage(folder)
+    server = LiveServer(page, port)
+    page.update()
+    os.nice(10)  # from here on the run on this machine comes first
+    print(f"{server.address}\nCtrl-C ends it.", flush=True)
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        pass  # uvicorn has closed its sockets and raises the signal again
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rebuild the report of a work directory; the exit status."""
+    """Write or serve the report of a work directory; the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.report", description="Rebuild the report of a run."
+        prog="python -m tba_jax.report",
+        description="Write the report of a run again, or follow the run.",
     )
     parser.add_argument("workdir", help="work directory of a run")
+    parser.add_argument(
+        "--live",
+        nargs="?",
+        const=0,
+        type=int,
+        metavar="PORT",
+        help="serve a page on this machine that follows the run; without PORT on any free port",
+    )
     arguments = parser.parse_args(argv)
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         check_for_report(folder)
+        if arguments.live is not None:
+            return _serve(arguments.workdir, folder, arguments.live)
         run = load_run(folder)
         _check_metrics(run)
         page = write_report(run)

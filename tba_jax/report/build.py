@@ -27,15 +27,23 @@ def write_report(run: Run) -> Path:
     """`build_report` of a run that is read already."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
-    pictures: dict[str, tuple[bytes, bytes]] = {}
+    pictures = draw_pictures(run)
     for figure in FIGURES:
-        light, dark = figure.draw(run, plots.LIGHT), figure.draw(run, plots.DARK)
         file = folder / f"{figure.name}.png"
-        if light is not None and dark is not None:
-            pictures[figure.name] = plots.to_png(light), plots.to_png(dark)
+        if figure.name in pictures:
             write_whole(file, pictures[figure.name][0])
         else:
             file.unlink(missing_ok=True)
     page = run.workdir / "report.html"
     write_whole(page, report_page.render(run, pictures).encode())
     return page
+
+
+def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
+    """Figure -> PNG files of the light and the dark theme; without the figures that are empty."""
+    pictures = {}
+    for figure in FIGURES:
+        light, dark = figure.draw(run, plots.LIGHT), figure.draw(run, plots.DARK)
+        if light is not None and dark is not None:
+            pictures[figure.name] = plots.to_png(light, dpi), plots.to_png(dark, dpi)
+    return pictures

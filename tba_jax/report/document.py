@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML that every page of the package is made of: the document, sections, tables, escaped text.
 
-Invariant: a page fetches nothing and runs no script, and every text in it is escaped, because model
-outputs may hold anything.
+Invariant: a page in a file fetches nothing and runs no script, and every text in a page is escaped,
+because model outputs may hold anything.
 """
 
 import html
+import secrets
 from collections.abc import Iterable
 from typing import Any
 
 from tba_jax.report.words import plain, shown
 
 
-def document(title: str, name: str, body: str, style: str = "") -> str:
+def document(title: str, name: str, body: str, style: str = "", script: str = "") -> str:
     """A whole page as HTML text.
 
     Args:
@@ -20,15 +21,22 @@ def document(title: str, name: str, body: str, style: str = "") -> str:
         name: of the run or of the command.
         body: HTML of the page.
         style: CSS rules of this page alone.
+        script: of a page that a server updates: the only script that may run, and it may fetch from
+            its server alone.
     """
+    policy, code = "", ""
+    if script:
+        nonce = secrets.token_urlsafe(16)
+        policy = f"; script-src 'nonce-{nonce}'; connect-src 'self'"
+        code = f'<script nonce="{nonce}">{script}</script>'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "img-src data:; style-src 'unsafe-inline'\">"
+        f"img-src data:; style-src 'unsafe-inline'{policy}\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         f"<title>{escaped(title)} · {escaped(name)}</title><style>{STYLE}{style}</style></head>\n"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<body><main>{body}</main>{code}</body></html>\n"
     )
 
 

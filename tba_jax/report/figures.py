@@ -71,9 +71,11 @@ def _habits_text(run: Run) -> str:
 
 def _timeline_text(run: Run) -> str:
     both = percent(run.busy_shares["both"], 0)
+    part = "newest part of the run" if run.schedule_start else "run"
+    time = "newest part" if run.schedule_start else "whole training time"
     return (
-        f"Trainer and searchers work at the same time for {both} of the run. Busy shares on the "
-        "right are over the whole training time."
+        f"Trainer and searchers work at the same time for {both} of the {part}. Busy shares on the "
+        f"right are over the {time}."
     )
 
 

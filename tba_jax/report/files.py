@@ -31,6 +31,7 @@ class Run:
         config: flat config fields, {} when absent.
         versions: of what decides the numbers, {} when absent.
         metrics: columns of metrics.jsonl.
+        schedule_start: byte of schedule.jsonl at which the timeline begins; 0: the whole run.
     """
 
     workdir: Path
@@ -38,6 +39,7 @@ class Run:
     config: Facts
     versions: Facts
     metrics: Metrics
+    schedule_start: int = 0
 
     @functools.cached_property
     def lanes(self) -> Mapping[str, Lane]:
@@ -46,7 +48,7 @@ class Run:
         Raises:
             ValueError: a line of it is damaged.
         """
-        return lanes_of(read_times(self.workdir / "schedule.jsonl"))
+        return lanes_of(read_times(self.workdir / "schedule.jsonl", self.schedule_start))
 
     @functools.cached_property
     def busy_shares(self) -> Mapping[str, float]:
@@ -145,6 +147,15 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
             f"{workdir}: found neither metrics.jsonl nor report.json, wanted the work directory "
             "of a run. Give the directory that was named by --workdir"
         )
+    return assemble(workdir, Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)))
+
+
+def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
+    """A run of metrics that are read already.
+
+    Raises:
+        ValueError: config.json or report.json is damaged.
+    """
     resolved = _read_json(workdir / "config.json")
     for name in ("config", "versions"):
         if not isinstance(resolved.get(name, {}), dict):
@@ -157,7 +168,8 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
         report=_read_json(workdir / "report.json"),
         config=flat(resolved.get("config", {})),
         versions=resolved.get("versions", {}),
-        metrics=Metrics(stream_jsonl(workdir / "metrics.jsonl", wrong_metrics)),
+        metrics=metrics,
+        schedule_start=schedule_start,
     )
 
 

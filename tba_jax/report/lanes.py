@@ -57,14 +57,18 @@ class Times(NamedTuple):
     evals: np.ndarray
 
 
-def read_times(path: Path) -> Times:
+def read_times(path: Path, start: int = 0) -> Times:
     """Times of a schedule log; none where there is no file.
+
+    Args:
+        path: of the log.
+        start: byte at which a line begins; the lines before it are left out.
 
     Raises:
         ValueError: a line that is no JSON object, with file and line number.
     """
     rows = _Rows()
-    for first, lines in read_blocks(path):
+    for first, lines in read_blocks(path, start):
         parsed = (_WITHOUT_TIMES, _ROUND)
         if not _add_rounds(rows, [line for line in lines if line.startswith(_ROUND)]):
             parsed = (_WITHOUT_TIMES,)

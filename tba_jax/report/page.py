@@ -69,8 +69,8 @@ def _subline(run: Run) -> str:
     return ". ".join(part[0].upper() + part[1:] for part in parts) + "." if parts else ""
 
 
-def _notice(run: Run) -> str:
-    if run.is_finished:
+def _notice(run: Run, *, is_live: bool) -> str:
+    if run.is_finished or is_live:
         return ""
     if run.last_step >= run.num_steps:
         text = (
@@ -345,14 +345,31 @@ def _fleet(run: Run) -> str:
 
 def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     """The page as HTML text."""
-    name = run.report.get("name") or run.config.get("name") or run.workdir.name
+    return document(headline(run), run_name(run), render_body(run, pictures))
+
+
+def run_name(run: Run) -> str:
+    return str(run.report.get("name") or run.config.get("name") or run.workdir.name)
+
+
+def render_body(
+    run: Run, pictures: Mapping[str, tuple[bytes, bytes]], *, is_live: bool = False
+) -> str:
+    """The contents of the page as HTML text.
+
+    Args:
+        run: whose page.
+        pictures: figure -> PNG files of the light and the dark theme.
+        is_live: the page follows the run, so it has no advice on how to continue it.
+    """
+    name = run_name(run)
     seed = run.report.get("seed", run.config.get("seed"))
     eyebrow = f"tba_jax · {name}" + ("" if seed is None else f" · seed {seed}")
     health = _pictures(run, pictures, HEALTHY)
     parts = [
         f'<header><p class="eyebrow">{escaped(eyebrow)}</p><h1>{escaped(headline(run))}</h1>'
         f'<p class="lead">{escaped(_subline(run))}</p></header>',
-        _notice(run),
+        _notice(run, is_live=is_live),
         _tiles(run),
         _learning(run, pictures),
         _samples(run),
@@ -366,5 +383,4 @@ def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
         ". The figures are also in <code>plots/</code>, every number in "
         "<code>metrics.jsonl</code> and <code>report.json</code>.</p></footer>",
     ]
-    body = "\n".join(part for part in parts if part)
-    return document(headline(run), str(name), body)
+    return "\n".join(part for part in parts if part)

@@ -325,6 +325,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
         return None
     spans = np.concatenate([spans for lane in lanes.values() for spans in lane.values()])
     first, last = float(spans[:, 0].min()), float(spans[:, 1].max())
+    part = "newest part of the run" if run.schedule_start else "whole run"
     steps = lanes["trainer"]["step"]
     middle = float(steps[0, 0] + steps[-1, 1]) / 2
     zoom_start = max(first, min(middle - ZOOM_S / 2, last - ZOOM_S))
@@ -363,7 +364,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     near.set_yticks(range(len(names)), names, color=theme.ink, fontsize=10)
     near.set_xlim(*zoom)
     near.set_title(
-        f"{zoom[1] - zoom[0]:.0f} seconds from the middle of the run",
+        f"{zoom[1] - zoom[0]:.0f} seconds from the middle of the {part.removeprefix('whole ')}",
         loc="left",
         fontsize=10,
         color=theme.muted,
@@ -387,7 +388,7 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     whole.set_yticks(range(len(names)), names, color=theme.muted, fontsize=8)
     whole.set_xlim(first, last)
     whole.axvspan(*zoom, facecolor="none", edgecolor=theme.ink, linewidth=1.0)
-    whole.set_title("the whole run", loc="left", fontsize=10, color=theme.muted)
+    whole.set_title(f"the {part}", loc="left", fontsize=10, color=theme.muted)
     for axes in (near, whole):
         time_axis(axes)
     whole.set_xlabel("time since start (min:s)")

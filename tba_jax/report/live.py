@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of a run while it trains: served on the loopback interface, updated from its files.
+
+Invariant: an update reads a bounded number of bytes and draws a bounded number of points, however
+long the run is. The files of the run are only read.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from tba_jax.report.build import draw_pictures
+from tba_jax.report.document import document, escaped
+from tba_jax.report.files import Run, assemble
+from tba_jax.report.jsonl import parse_line, read_blocks
+from tba_jax.report.lines import wrong_metrics
+from tba_jax.report.page import headline, render_body, run_name
+from tba_jax.report.series import Metrics
+
+POINTS = 2000  # lines of metrics.jsonl that are kept, and evaluations besides
+_UPDATE_BYTES = 2**26  # of metrics.jsonl that an update reads; a longer log takes several updates
+_SCHEDULE_BYTES = 2**22  # of the newest part of schedule.jsonl
+_PERIOD_S = 5.0
+_REST = 9.0  # the rest after an update, in multiples of its processor time: 10 % of a core at most
+_DPI = 110
+
+
+class SampledLog:
+    """Lines of a growing metrics.jsonl at even distances, the evaluations among them.
+
+    Args:
+        path: of the log, which need not exist yet.
+        most: at least this number of lines is kept where the log has them, at most twice as many;
+            the same holds for evaluations.
+    """
+
+    def __init__(self, path: Path, most: int = POINTS) -> None:
+        self._path, self._most = path, most
+        self._forget()
+
+    def _forget(self) -> None:
+        self._file = (0, 0)
+        self._offset, self._number = 0, 0
+        self._stride = {False: 1, True: 1}  # by whether a line is of an evaluation
+        self._kept: dict[bool, list[tuple[int, dict[str, Any]]]] = {False: [], True: []}
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the log has more lines than were read."""
+        return self._path.exists() and self._path.stat().st_size > self._offset + 2**16
+
+    def update(self, most_bytes: int = _UPDATE_BYTES) -> bool:
+        """Read the lines that are new, up to a number of bytes; whether there were any.
+
+        A log that was cut back or replaced by a resumed run is read from its beginning.
+
+        Raises:
+            ValueError: a damaged line.
+        """
+        if not self._path.exists():
+            return False
+        found = self._path.stat()
+        file = found.st_dev, found.st_ino
+        is_new = file != self._file or found.st_size < self._offset
+        if is_new:
+            self._forget()
+            self._file = file
+        began = self._offset
+        for _, lines in read_blocks(self._path, began):
+            for line in lines:
+                self._number += 1
+                self._offset += len(line)
+                self._take(line)
+            if self._offset - began >= most_bytes:
+                break
+        return is_new or self._offset > began
+
+    def _take(self, line: bytes) -> None:
+        is_evaluation = b'"eval/' in line
+        kept = self._kept[is_evaluation]
+        if not is_evaluation and self._number % self._stride[False]:
+            return
+        record = parse_line(f"{self._path}, line {self._number}", line, wrong_metrics)
+        kept.append((self._number, record))
+        if len(kept) > 2 * self._most:
+            self._stride[is_evaluation] *= 2
+            # The first and the last stay: they are the figures before and after.
+            self._kept[is_evaluation] = [kept[0], *kept[2:-1:2], kept[-1]]
+
+    def metrics(self) -> Metrics:
+        """The lines that are kept, in the order of the log."""
+        lines = sorted(self._kept[False] + self._kept[True], key=lambda pair: pair[0])
+        return Metrics(record for _, record in lines)
+
+
+def _newest_part(path: Path, num_bytes: int = _SCHEDULE_BYTES) -> int:
+    """Byte at which a line begins, that many bytes before the end of a log; 0 for a short one."""
+    if not path.exists() or path.stat().st_size <= num_bytes:
+        return 0
+    with open(path, "rb") as file:
+        file.seek(-num_bytes, os.SEEK_END)
+        file.readline()
+        return file.tell()
+
+
+class LivePage:
+    """The newest page of a run; `update` makes it anew where the files have changed.
+
+    Args:
+        workdir: of the run.
+        clock: seconds that never go backwards.
+        work_clock: processor seconds of this process.
+
+    Attributes:
+        version: number of the page, from 1; 0 before the first.
+        title: of the window.
+        body: HTML of the page.
+    """
+
+    def __init__(
+        self,
+        workdir: Path,
+        clock: Callable[[], float] = time.monotonic,
+        work_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        self._workdir, self._clock, self._work_clock = workdir, clock, work_clock
+        self._log = SampledLog(workdir / "metrics.jsonl")
+        self._next_s = 0.0
+        self._seen: list[float] = []
+        self._fault = ""
+        self.version, self.title, self.body = 0, "", ""
+
+    def update(self) -> None:
+        """Make the page anew if it is time and a file of the run has changed."""
+        if self.version and self._clock() < self._next_s:
+            return
+        began = self._work_clock()
+        try:
+            has_lines = self._log.update()
+            seen = [_changed_s(self._workdir / x) for x in ("report.json", "config.json")]
+            if has_lines or seen != self._seen or self._fault or not self.version:
+                self._draw()
+            self._seen, self._fault = seen, ""
+        except (ValueError, OSError) as error:
+            self._say(str(error))
+        self._next_s = self._clock() + max(_PERIOD_S, _REST * (self._work_clock() - began))
+
+    def _draw(self) -> None:
+        start = _newest_part(self._workdir / "schedule.jsonl")
+        run = assemble(self._workdir, self._log.metrics(), start)
+        self.title = f"{headline(run)} · {run_name(run)}"
+        self.body = _status(run, is_behind=self._log.is_behind) + render_body(
+            run, draw_pictures(run, _DPI), is_live=True
+        )
+        self.version += 1
+
+    def _say(self, fault: str) -> None:
+        """Put a message above the page, which stays as it is."""
+        if fault == self._fault and self.version:
+            return
+        self._fault = fault
+        rest = self.body[self.body.find("<header") :] if "<header" in self.body else ""
+        self.body = f'<p class="notice" role="alert">{escaped(fault)}</p>{rest}'
+        self.version += 1
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def _status(run: Run, *, is_behind: bool) -> str:
+    steps = f"step {run.last_step} of {run.num_steps}" if run.num_steps else "no step yet"
+    state = "finished" if run.is_finished else "in progress"
+    more = ". The log is being read; older lines come first" if is_behind else ""
+    written_s = _changed_s(run.workdir / "metrics.jsonl")
+    written = time.strftime("%H:%M:%S", time.localtime(written_s)) if written_s else "never"
+    return (
+        f'<p class="eyebrow" id="live" role="status">{state}: {steps}, last written {written}'
+        f"{more}</p>"
+    )
+
+
+_SCRIPT = """
+let version = %d;
+async function follow() {
+  try {
+    const answer = await fetch('body?' + version, {cache: 'no-store'});
+    if (answer.status === 200) {
+      const told = await answer.json();
+      const main = document.querySelector('main');
+      const open = [...main.querySelectorAll('details')].map(item => item.open);
+      version = told.version; document.title = told.title; main.innerHTML = told.body;
+      main.querySelectorAll('details').forEach((item, i) => { item.open = !!open[i]; });
+    }
+  } catch (error) {
+    document.getElementById('live').textContent = 'The server of this page has stopped.';
+  }
+  setTimeout(follow, 2000);
+}
+setTimeout(follow, 2000);
+"""
+
+
+class LiveServer:
+    """HTTP server of a live page, on the loopback interface alone.
+
+    Its address has a random part, so that other users of the machine, and pages of other sites,
+    cannot read the run.
+
+    Args:
+        page: to serve.
+        port: to listen on; 0: any free one.
+
+    Raises:
+        ValueError: the port is in use or not permitted.
+    """
+
+    def __init__(self, page: LivePage, port: int = 0) -> None:
+        self._page = page
+        self._lock = asyncio.Lock()
+        self._path = f"/{secrets.token_urlsafe(16)}/"
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise ValueError(
+                f"--live={port}: cannot listen on 127.0.0.1:{port} ({error}). Give another port, "
+                "or --live for any free one"
+            ) from error
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                self._respond,
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @property
+    def address(self) -> str:
+        """URL of the page."""
+        return f"http://127.0.0.1:{self._socket.getsockname()[1]}{self._path}"
+
+    def run(self) -> None:
+        """Serve until Ctrl-C or `stop`."""
+        self._server.run(sockets=[self._socket])
+
+    def stop(self) -> None:
+        """End `run`, from another thread."""
+        self._server.should_exit = True
+
+    async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
+        """One request, as an ASGI application."""
+        del receive
+        if scope["type"] != "http":
+            return
+        status, kind, content = await self._content(scope)
+        headers = [
+            (b"content-type", kind + b"; charset=utf-8"),
+            (b"content-length", str(len(content)).encode()),
+            (b"cache-control", b"no-store"),
+            (b"x-content-type-options", b"nosniff"),
+            (b"referrer-policy", b"no-referrer"),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _content(self, scope: Any) -> tuple[int, bytes, bytes]:
+        path = scope["path"]
+        is_known = secrets.compare_digest(path[: len(self._path)].encode(), self._path.encode())
+        name = path[len(self._path) :]
+        if scope["method"] != "GET" or not is_known or name not in ("", "body"):
+            return 404, b"text/plain", b"there is no such page"
+        async with self._lock:
+            await asyncio.to_thread(self._page.update)
+        page = self._page
+        if name == "":
+            whole = document(page.title or "live", "live", page.body, script=_SCRIPT % page.version)
+            return 200, b"text/html", whole.encode()
+        if scope["query_string"] == str(page.version).encode():
+            return 204, b"application/json", b""
+        told = {"version": page.version, "title": page.title, "body": page.body}
+        return 200, b"application/json", json.dumps(told).encode()

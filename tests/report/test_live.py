@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+import contextlib
+import json
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+from browser import in_browser
+from fake_workdir import fake_workdir
+
+from tba_jax.commands.report import main
+from tba_jax.report import live
+from tba_jax.report.files import load_run
+from tba_jax.report.live import LivePage, LiveServer, SampledLog
+from tba_jax.report.page import render
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def without_pictures(monkeypatch):
+    """Drawing takes seconds; only one test looks at a page with pictures."""
+    monkeypatch.setattr(live, "draw_pictures", lambda run, dpi: {})
+
+
+@contextlib.contextmanager
+def serving(page):
+    server = LiveServer(page)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield server.address
+    finally:
+        server.stop()
+        thread.join(60)
+
+
+def lines(first, last, **values):
+    return "".join(
+        json.dumps({"step": i, "time_s": i, **values}) + "\n" for i in range(first, last)
+    )
+
+
+def test_a_growing_log_is_sampled_and_a_log_that_was_cut_back_is_read_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = SampledLog(path, most=10)
+    assert not log.update()
+    path.write_text(lines(0, 1, **{"eval/pass_at_1": 0.25}) + lines(1, 1001) + '{"step": 10')
+    assert log.update() and not log.update()
+    steps, _ = log.metrics().column("step", "time_s")
+    assert 10 < len(steps) < 23 and steps[0] == 0 and steps[-1] > 900
+    path.write_text(lines(0, 5))
+    assert log.update()
+    assert log.metrics().column("step", "time_s")[0].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_evaluations_are_bounded_with_the_first_and_the_last_among_them(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(0, 1000, **{"eval/pass_at_1": 0.5}))
+    log = SampledLog(path, most=10)
+    log.update()
+    found = [record["step"] for record in log.metrics().evaluations]
+    assert len(found) <= 20 and (found[0], found[-1]) == (0, 999)
+
+
+def test_an_update_reads_a_bounded_part_of_the_log(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(0, 300_000))
+    log = SampledLog(path)
+    assert log.update(2**20) and log.is_behind
+    while log.is_behind:
+        assert log.update(2**20)
+    assert log.metrics().last_step > 299_000
+
+
+def test_the_page_follows_the_run_and_rests_after_an_update(tmp_path, without_pictures):
+    fake_workdir(tmp_path, num_steps=40, made_steps=10, report=False)
+    clock, work = Clock(), Clock()
+    page = LivePage(tmp_path, clock, work)
+    page.update()
+    assert page.version == 1 and "in progress: step 10 of 40" in page.body
+    assert "Run the same command" not in page.body
+    clock.now = 100.0
+    page.update()
+    assert page.version == 1  # no file has changed
+    fake_workdir(tmp_path, num_steps=40)
+    page.update()
+    assert page.version == 1  # 5 seconds have not passed
+    clock.now = 105.0
+    page.update()
+    assert page.version == 2 and "finished: step 40 of 40" in page.body
+
+
+def test_a_damaged_line_is_said_above_the_page(tmp_path, without_pictures):
+    fake_workdir(tmp_path, num_steps=10)
+    clock = Clock()
+    page = LivePage(tmp_path, clock)
+    page.update()
+    with open(tmp_path / "metrics.jsonl", "a") as log:
+        log.write('{"step": <b>}\n')
+    clock.now = 1000.0
+    page.update()
+    assert page.version == 2 and "not JSON" in page.body and "<b>}" not in page.body
+    assert "<h1>" in page.body
+
+
+def test_the_address_is_needed_and_scripts_in_texts_do_not_run(tmp_path):
+    run = tmp_path / "run"
+    fake_workdir(run, num_steps=40)
+    with serving(LivePage(run)) as address:
+        text = urllib.request.urlopen(address, timeout=120).read().decode()
+        assert text.count("<script") == 1 and "default-src 'none'" in text
+        assert urllib.request.urlopen(address + "body?1", timeout=60).status == 204
+        told = json.loads(urllib.request.urlopen(address + "body?0", timeout=60).read())
+        assert told["version"] == 1 and "<script" not in told["body"]
+        for wrong in ("", "x" * len(address.split("/")[3]) + "/"):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(address.rsplit("/", 2)[0] + "/" + wrong, timeout=60)
+
+
+def test_the_open_page_shows_the_next_version(tmp_path, without_pictures):
+    run = tmp_path / "run"
+    fake_workdir(run, num_steps=40, made_steps=10, report=False)
+    page = LivePage(run)
+    page.update()
+    update, asked = page.update, []
+
+    def update_later():
+        """The browser receives the old page first and then asks for the next one."""
+        asked.append(1)
+        if len(asked) == 2:
+            fake_workdir(run, num_steps=40)
+            page._next_s = 0.0
+            update()
+
+    page.update = update_later
+    with serving(page) as address:
+        text = in_browser(address, tmp_path)
+    assert "in progress: step 10" not in text
+    assert 'role="status">finished: step 40 of 40' in text
+
+
+def test_a_port_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    fake_workdir(tmp_path, num_steps=4)
+    assert main([str(tmp_path), "--live=99999"]) == 1
+    assert "--live=99999: cannot listen" in capsys.readouterr().err
+
+
+def test_a_report_in_a_file_has_no_script(tmp_path):
+    fake_workdir(tmp_path, num_steps=4)
+    text = render(load_run(tmp_path), {})
+    assert "<script" not in text and "script-src" not in text
