@@ -17,9 +17,14 @@ A setting that changes with the optimiser step is a `Schedule`, written as one v
 
 import ast
 import dataclasses
+import hashlib
+import importlib.util
 import math
+import os
+import sys
 import typing
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any, Literal, Self, TypeVar
 
 T = TypeVar("T")
@@ -30,6 +35,9 @@ _LARGEST_BYTES = 2**53
 _LARGEST_FLOAT = 1e30
 # Smaller numbers are 0 in float32, or their reciprocal is infinite.
 _SMALLEST_FLOAT = 1e-30
+
+# Among the choices of a field: a class in a file of the user, path/to/file.py:CLASS.
+IN_A_FILE = "FILE.py:CLASS"
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -305,6 +313,9 @@ class Setting:
             return abs(value) < _LARGEST_FLOAT or (value == math.inf == self.default)
         return True
 
+    def _is_in_a_file(self, value: Any) -> bool:
+        return IN_A_FILE in self.choices and is_in_a_file(value)
+
     def check(self, value: Any) -> None:
         """Refuse a value that is not among the choices or within the bounds.
 
@@ -314,7 +325,7 @@ class Setting:
         numbers = value.numbers if isinstance(value, Schedule) else (value,)
         value = value.plain if isinstance(value, Schedule) else value
         ok = all(
-            (not self.choices or number in self.choices)
+            (not self.choices or number in self.choices or self._is_in_a_file(number))
             and (self.at_least is None or number >= self.at_least)
             and (self.above is None or number > self.above)
             and (self.at_most is None or number <= self.at_most)
@@ -354,3 +365,34 @@ def declared(section: type, prefix: str = "") -> Iterator[Setting]:
             yield from declared(type_, f"{prefix}{entry.name}.")
         elif "meaning" in entry.metadata:
             yield Setting(prefix + entry.name, type_, entry.default, **entry.metadata)
+
+
+def is_in_a_file(name: str) -> bool:
+    """Whether a name is path/to/file.py:NAME."""
+    path, _, own = name.rpartition(":")
+    return path.endswith(".py") and bool(own)
+
+
+def import_file(path: str) -> ModuleType:
+    """Import a file from anywhere, under a name that cannot hide another module's.
+
+    Raises:
+        FileNotFoundError: there is no such file. Whatever the file raises.
+    """
+    full = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(full):
+        raise FileNotFoundError(f"no file {full}")
+    folder = os.path.dirname(full)
+    if folder not in sys.path:
+        sys.path.append(folder)  # its neighbours, as if it were run as a script
+    name = f"user_file_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, full)
+    assert spec is not None and spec.loader is not None  # a .py file always has them
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

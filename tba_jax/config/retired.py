@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tba_jax.config.schema import SETTINGS, defaults
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
-from tba_jax.train.objectives.registry import objective_names, own_settings
+from tba_jax.train.objectives.registry import is_objective, own_settings
 
 
 class Retired(NamedTuple):
@@ -112,7 +112,7 @@ def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
     if found.get("objective.shape") != "linex" or found.get("objective.linex_alpha") == 1:
         found.pop("objective.linex_alpha", None)
     name = found.get("objective.name")
-    own = {s.name for s in own_settings(name)} if name in objective_names() else set()
+    own = {s.name for s in own_settings(str(name))} if is_objective(str(name)) else set()
     for name in _WERE_SHARED - own:
         found.pop(name, None)  # the objective did not read it
     for name in _ZERO_WAS_OWN:

@@ -33,7 +33,7 @@ from tba_jax.train.config import (
     OptimizerSettings,
     ReferenceSettings,
 )
-from tba_jax.train.objectives.registry import objective_names, own_settings
+from tba_jax.train.objectives.registry import is_objective, own_settings
 from tba_jax.weights.config import SyncSettings
 
 
@@ -231,7 +231,7 @@ def defaults(objective: str) -> dict[str, Any]:
 
     Loads JAX. An unknown objective has no settings of its own.
     """
-    own = own_settings(objective) if objective in objective_names() else ()
+    own = own_settings(objective) if is_objective(objective) else ()
     return {s.name: _as_json(s.default) for s in (*SETTINGS.values(), *own)}
 
 

@@ -9,7 +9,6 @@ transformers. Invariant: whatever the function does, the caller gets an Outcome,
 
 import asyncio
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +21,8 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
+
+from tba_jax.settings import import_file
 
 # What every function is offered beside the columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -91,31 +92,10 @@ def _is_file(module: str) -> bool:
     return module.endswith(".py")
 
 
-def _import_file(path: str) -> ModuleType:
-    """The module of a file anywhere, under a name that cannot hide another module's."""
-    full = os.path.abspath(os.path.expanduser(path))
-    if not os.path.isfile(full):
-        raise FileNotFoundError(f"no file {full}")
-    folder = os.path.dirname(full)
-    if folder not in sys.path:
-        sys.path.append(folder)  # its neighbours, as if it were run as a script
-    name = f"reward_file_{hashlib.sha256(full.encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, full)
-    assert spec is not None and spec.loader is not None  # a .py file always has them
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
-
-
 @functools.cache
 def _load(function: str) -> _Function:
     module_name, _, name = function.rpartition(":")
-    module = _import_file(module_name) if _is_file(module_name) else None
+    module = import_file(module_name) if _is_file(module_name) else None
     target: Any = module or importlib.import_module(module_name)
     for part in name.split("."):
         if not hasattr(target, part):

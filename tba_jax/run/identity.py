@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint belongs to: the run that made it, and what that run was made of.
 
-Names are digests: of the model's weights, the tokenizer's files, the data, the reward's source.
+Names are digests: of the model's weights, the tokenizer's files, the data, the source of
+reward and objective.
 Whoever continues a run compares them; what changed meanwhile would change its results without a
 word. Invariant: a checkpoint of another run is not continued, and what changed is named.
 """
@@ -21,10 +22,11 @@ from tba_jax.models.hf import folders, hf_weights
 from tba_jax.rewards.functions import split_functions
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CheckpointError, Facts
+from tba_jax.settings import is_in_a_file
 from tba_jax.storage import sealed
 from tba_jax.tasks.registry import Task
 
-KINDS = ("data", "model", "reward", "tokenizer")
+KINDS = ("data", "model", "objective", "reward", "tokenizer")
 """What --accept_changed may name."""
 
 _SAMPLED_PROBLEMS = 512  # of each split, evenly spaced: data made by a program has no file
@@ -44,6 +46,7 @@ def fingerprints(config: Config, task: Task, model_folder: Path) -> dict[str, st
     return {
         "data": _digest(_data(config, task)),
         "model": hf_weights.fingerprint(model_folder),
+        "objective": _digest(_objective(config)),
         "reward": _digest(_reward(config, task)),
         "tokenizer": _digest(
             _file(model_folder / name)
@@ -79,14 +82,15 @@ def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> lis
                 f"{after}: it was copied in. Move it away, or put back the config.json that it "
                 "came with"
             )
-    changed = [kind for kind in KINDS if saved.fingerprints[kind] != now.fingerprints[kind]]
+    # Checkpoints of before an objective could be a file have no fingerprint of it.
+    then = {"objective": now.fingerprints["objective"], **saved.fingerprints}
+    changed = [kind for kind in KINDS if then[kind] != now.fingerprints[kind]]
     refused = [kind for kind in changed if kind not in accepted]
     if refused:
         raise UserError(
             f"{' and '.join(refused)} changed since checkpoint {step} was written ("
             + "; ".join(
-                f"{kind}: {saved.fingerprints[kind]} then, {now.fingerprints[kind]} now"
-                for kind in refused
+                f"{kind}: {then[kind]} then, {now.fingerprints[kind]} now" for kind in refused
             )
             + "). Put back what the run began with, or go on with what is there now: "
             + " ".join(f"--accept_changed={kind}" for kind in refused)
@@ -109,6 +113,12 @@ def _data(config: Config, task: Task) -> Iterator[str]:
         yield str(size)
         for index in range(0, size, max(1, size // _SAMPLED_PROBLEMS)):
             yield json.dumps(problem(index), sort_keys=True, default=str)
+
+
+def _objective(config: Config) -> Iterator[str]:
+    """Source of an objective in a file of the user; nothing for the package's own."""
+    if is_in_a_file(config.objective.name):
+        yield _file(Path(config.objective.name.rpartition(":")[0]).expanduser())
 
 
 def _reward(config: Config, task: Task) -> Iterator[str]:

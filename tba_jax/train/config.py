@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from tba_jax.settings import Schedule, Section, field, need, share
+from tba_jax.settings import IN_A_FILE, Schedule, Section, field, need, share
 from tba_jax.train.objectives.registry import make_objective, objective_names, own_settings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class ObjectiveSettings(Section):
         "tb",
         "objective: tb is Trajectory Balance, the others are baselines; each has settings of its "
         "own, listed below",
-        among=objective_names(),
+        among=(*objective_names(), IN_A_FILE),
     )
     group_size: int = field(16, "K: responses per prompt in a training group", at_least=2)
     beta: Schedule = field(

@@ -28,9 +28,19 @@ def made_of(tmp_path):
     reward = tmp_path / "mine.py"
     reward.write_text("def reward(prompts, completions, **columns):\n    return [1.0]\n")
 
+    objective = tmp_path / "loss.py"
+    objective.write_text(
+        "import dataclasses\n"
+        "from tba_jax.train.objectives.tb import TrajectoryBalance\n"
+        "@dataclasses.dataclass(frozen=True)\n"
+        "class Ours(TrajectoryBalance):\n"
+        "    pass\n"
+    )
+
     def names():
         config = tba_jax.load_config(
             "math",
+            objective={"name": f"{objective}:Ours"},
             task={
                 "name": "custom",
                 "data_path": str(data),
@@ -40,11 +50,11 @@ def made_of(tmp_path):
         )
         return fingerprints(config, make_task(config), model)
 
-    return names, model, data, reward
+    return names, model, data, reward, objective
 
 
 def test_each_part_that_changes_has_another_name(made_of):
-    names, model, data, reward = made_of
+    names, model, data, reward, objective = made_of
     before = names()
     assert before == names() and set(before) == set(KINDS)
 
@@ -66,6 +76,8 @@ def test_each_part_that_changes_has_another_name(made_of):
     assert changed() == ["data", "model", "reward"]
     tokens = model / "tokenizer_config.json"
     tokens.write_text(tokens.read_text() + "\n")
+    assert changed() == ["data", "model", "reward", "tokenizer"]
+    objective.write_text(objective.read_text() + "\n")
     assert changed() == list(KINDS)
 
 
@@ -75,6 +87,8 @@ THEN = Facts(1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
 def test_what_changed_is_named_with_the_way_on():
     now = dataclasses.replace(THEN, fingerprints=THEN.fingerprints | {"data": "d00d", "model": "1"})
     assert check(20, THEN, THEN, ()) == []
+    older = {kind: "f00d" for kind in KINDS if kind != "objective"}
+    assert check(20, dataclasses.replace(THEN, fingerprints=older), THEN, ()) == []
     with pytest.raises(UserError) as caught:
         check(20, THEN, now, ())
     assert str(caught.value) == (

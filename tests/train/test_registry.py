@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objectives by name, and what every one of them must keep."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tba_jax.api import load_config
+from tba_jax.config.schema import flatten, unflatten
 from tba_jax.settings import ConfigError, Schedule
 from tba_jax.train import objectives
 from tba_jax.train.objectives.base import GroupData, Objective, Totals
@@ -127,3 +130,64 @@ def test_means_count_a_response_as_often_as_it_was_drawn():
     expected = np.average(tokens, weights=mask * weight[..., None])
     np.testing.assert_allclose(data.mean_over_tokens(jnp.asarray(tokens)), expected, rtol=1e-5)
     np.testing.assert_allclose(data.mean_over_prompts(data.reward[:, 0]), x[:, 0].mean(), rtol=1e-5)
+
+
+OWN_FILE = """
+import dataclasses
+from tba_jax.settings import field
+from tba_jax.train.objectives.base import Objective
+
+@dataclasses.dataclass(frozen=True)
+class Ours(Objective):
+    needs_behavior = True
+    clip: float = field(0.2, "bound of the ratio", above=0)
+
+    def __call__(self, data, beta):
+        raise NotImplementedError
+
+@dataclasses.dataclass
+class Mutable(Ours.__mro__[1]):
+    needs_behavior = True
+
+    def __call__(self, data, beta):
+        raise NotImplementedError
+
+@dataclasses.dataclass(frozen=True)
+class Unfinished(Objective):
+    needs_behavior = True
+
+number = 3
+"""
+
+
+def test_a_class_in_a_file_is_an_objective_and_a_changed_file_is_loaded_again(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(OWN_FILE)
+    name = f"{path}:Ours"
+    config = load_config("math", objective={"name": name, "clip": 0.3})
+    assert config.objective.built.clip == 0.3
+    assert unflatten(flatten(config)) == config
+    path.write_text(OWN_FILE.replace("0.2", "0.25"))
+    os.utime(path, ns=(1, 1))
+    assert make_objective(name).clip == 0.25
+    with pytest.raises(ConfigError, match="objective.clap.*it has clip"):
+        load_config("math", objective={"name": name, "clap": 0.3})
+
+
+@pytest.mark.parametrize(
+    "own, source, why",
+    [
+        ("Theirs", OWN_FILE, "there is no Theirs, wanted a class derived"),
+        ("number", OWN_FILE, "number is 3, wanted a class derived"),
+        ("Unfinished", OWN_FILE, "Unfinished lacks __call__"),
+        ("Mutable", OWN_FILE, r"Mutable can be changed.*dataclass\(frozen=True\)"),
+        ("Ours", "x = 1\ny = undefined\n", r"raised NameError(.|\n)*mine.py\", line 2"),
+        ("Ours", None, "mine.py cannot be read.*Give the path"),
+    ],
+)
+def test_what_is_no_objective_in_a_file_is_named(tmp_path, own, source, why):
+    path = tmp_path / "mine.py"
+    if source is not None:
+        path.write_text(source)
+    with pytest.raises(ConfigError, match=f"objective.name={path}:{own}: .*{why}"):
+        load_config("math", objective={"name": f"{path}:{own}"})

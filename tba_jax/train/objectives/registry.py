@@ -2,17 +2,21 @@
 """Objectives by name: every other file of this folder is one, and its `OBJECTIVE` the class.
 
 Names come from the folder, so that a config can list them without loading jax; a file is loaded
-when something about its objective is asked.
+when something about its objective is asked. An objective may also be a class in a file of the user,
+"path/to/file.py:CLASS".
 """
 
 import dataclasses
+import functools
 import importlib
+import os
 import pkgutil
+import traceback
 import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.settings import Setting, declared, need
+from tba_jax.settings import ConfigError, Setting, declared, import_file, is_in_a_file, need
 from tba_jax.train import objectives
 
 if TYPE_CHECKING:
@@ -26,9 +30,61 @@ def objective_names() -> tuple[str, ...]:
     return tuple(sorted({m.name for m in pkgutil.iter_modules(objectives.__path__)} - _SHARED))
 
 
+def is_objective(name: str) -> bool:
+    """Whether an objective has this name, or a file of the user may have it."""
+    return name in objective_names() or is_in_a_file(name)
+
+
 def objective_class(name: str) -> "type[Objective]":
-    """Return the objective's class. Loads JAX."""
+    """Return the objective's class. Loads JAX.
+
+    Raises:
+        ConfigError: the name is path/to/file.py:CLASS, and there is no objective.
+    """
+    if is_in_a_file(name):
+        path = name.rpartition(":")[0]
+        try:
+            changed = os.stat(os.path.expanduser(path)).st_mtime_ns
+        except OSError as error:
+            raise ConfigError(
+                f"objective.name={name}: {path} cannot be read ({error.strerror}). Give the path "
+                f"from {os.getcwd()}, or an absolute one"
+            ) from error
+        return _class_of_file(name, changed)
     return importlib.import_module(f"{objectives.__name__}.{name}").OBJECTIVE
+
+
+@functools.lru_cache(maxsize=32)
+def _class_of_file(name: str, changed: int) -> "type[Objective]":
+    """The class in a file; a file that was changed meanwhile is loaded again."""
+    del changed
+    from tba_jax.train.objectives.base import Objective
+
+    path, _, own = name.rpartition(":")
+    try:
+        found = getattr(import_file(path), own, None)
+    except Exception as error:  # the file is the user's: its own traceback says where
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise ConfigError(
+            f"objective.name={name}: loading {path} raised {type(error).__name__}: {error}. "
+            f"Correct the file.\n{where}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        kind = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
+        raise ConfigError(
+            f"objective.name={name}: {kind}, wanted a class derived from "
+            "tba_jax.train.objectives.base.Objective. docs/objectives.md has an example"
+        )
+    missing = sorted(found.__abstractmethods__)
+    # Of dataclasses those that are frozen alone have a hash of their values.
+    is_frozen = "__dataclass_params__" in vars(found) and found.__hash__ is not None
+    if missing or not is_frozen:
+        kind = f"{own} lacks {', '.join(missing)}" if missing else f"{own} can be changed"
+        raise ConfigError(
+            f"objective.name={name}: {kind}, wanted a frozen dataclass with every method. Put "
+            "@dataclasses.dataclass(frozen=True) above it. docs/objectives.md has an example"
+        )
+    return found
 
 
 def own_settings(name: str) -> tuple[Setting, ...]:
