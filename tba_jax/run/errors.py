@@ -89,7 +89,7 @@ def is_mendable(error: BaseException) -> bool:
     from tba_jax.remote.channel import ChannelError
     from tba_jax.report.jsonl import LogError
     from tba_jax.rewards.pool import RewardFailure
-    from tba_jax.run.checkpoint import CheckpointError
+    from tba_jax.run.host_state import CheckpointError
     from tba_jax.storage.bucket import StorageError
     from tba_jax.train.trainer import NonFiniteError
     from tba_jax.weights.versions import PublicationError
