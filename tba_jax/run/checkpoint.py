@@ -15,13 +15,12 @@ import dataclasses
 import gc
 import logging as std_logging
 import os
-import sys
 import threading
 import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,9 +30,8 @@ from etils import epath
 from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
-from tba_jax.run.host_state import CheckpointError, HostState, pack, unpack
-from tba_jax.run.ownership import CHECKPOINT_ENTRIES
-from tba_jax.storage import counters, digests, saves
+from tba_jax.run.host_state import CHECKPOINT_ENTRIES, CheckpointError, HostState, pack, unpack
+from tba_jax.storage import counters, digests, late_errors, saves
 from tba_jax.weights.versions import brief
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
@@ -49,10 +47,6 @@ _READ_ERRORS = (
 )
 
 
-_ORBAX = os.path.dirname(ocp.__file__)
-_reading = threading.Lock()
-
-
 def _is_told_once(record: std_logging.LogRecord) -> bool:
     """Leave out what Orbax logs of failures that also reach the caller as one exception.
 
@@ -60,56 +54,9 @@ def _is_told_once(record: std_logging.LogRecord) -> bool:
     here, and Orbax continues without them. Records of other packages pass.
     """
     text = record.getMessage()
-    return not record.pathname.startswith(_ORBAX) or not (
+    return not record.pathname.startswith(late_errors.ORBAX) or not (
         record.exc_info or "Metadata file" in text or "directory is read only" in text
     )
-
-
-def _is_not_of_a_read(record: std_logging.LogRecord) -> bool:
-    error = record.exc_info[1] if record.exc_info else None
-    return _ORBAX not in record.getMessage() and "tensorstore" not in str(error).lower()
-
-
-class _LateReads:
-    """Hook for exceptions that nobody can catch, without those of Orbax's reads.
-
-    Args:
-        before: the hook that gets all others.
-    """
-
-    def __init__(self, before: "Callable[[sys.UnraisableHookArgs], Any]") -> None:
-        self._before = before
-
-    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
-        code = getattr(unraisable.object, "cr_code", None)
-        is_of_orbax = code is not None and code.co_filename.startswith(_ORBAX)
-        # From threads of TensorStore, which name no object.
-        is_late = str(unraisable.exc_value).startswith(
-            ("Event loop is closed", "Encountered error while")
-        )
-        if not is_of_orbax and not is_late:
-            self._before(unraisable)
-
-
-@contextlib.contextmanager
-def _one_error_for_a_read() -> Iterator[None]:
-    """Let a failed read print nothing beside the exception that it raises.
-
-    After the first damaged array Orbax closes its event loop and leaves the reads of the others in
-    it. They end later, on threads of TensorStore, and complain through asyncio and Python. After a
-    read that succeeded both are as they were before.
-    """
-    asyncio_logger = std_logging.getLogger("asyncio")
-    with _reading:
-        before = sys.unraisablehook
-        is_first = not isinstance(before, _LateReads)
-        if is_first:
-            sys.unraisablehook = _LateReads(before)
-            asyncio_logger.addFilter(_is_not_of_a_read)
-        yield
-        if is_first:  # not after a failure, whose reads go on
-            sys.unraisablehook = before
-            asyncio_logger.removeFilter(_is_not_of_a_read)
 
 
 _ITEMS = ("train_state", "host_state")
@@ -252,6 +199,7 @@ class Checkpoints:
         self._confirm = confirm
         self._writer = saves.Writer(self._folder, confirm)
         self._saving: int | None = None
+        self._is_saving = self._has_failed = False
         self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
         logging.get_absl_logger().addFilter(_is_told_once)  # once, however often it is added
@@ -368,6 +316,8 @@ class Checkpoints:
         """
         self.wait()  # Orbax would, too, but then its failure would carry this step's number
         self._saving, self._since = step, time.monotonic()
+        late_errors.begin()
+        self._is_saving = True
         self._guard(
             lambda: self._manager.save(
                 step,
@@ -390,6 +340,9 @@ class Checkpoints:
             CheckpointError: it failed, or takes longer than `timeout_s`.
         """
         self._guard(self._wait)
+        if self._is_saving and not self._has_failed:
+            self._is_saving = False
+            late_errors.end()
 
     def _wait(self) -> None:
         # Orbax bounds its barriers, but not what a storage that hangs does to a write.
@@ -419,8 +372,9 @@ class Checkpoints:
         def finish() -> None:
             with contextlib.suppress(CheckpointError):
                 self.wait()
-            with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
-                self._writer.remove_unfinished()
+            if self._is_saving:
+                with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
+                    self._writer.remove_unfinished()
 
         thread = threading.Thread(target=finish, name="last-save", daemon=True)
         thread.start()
@@ -431,6 +385,7 @@ class Checkpoints:
         try:
             action()
         except (OSError, ValueError, RuntimeError) as error:
+            self._has_failed = True
             complete = list(self._manager.all_steps())
             # Orbax counts a save as done when it begins.
             complete = [step for step in complete if step != self._saving]
@@ -498,7 +453,7 @@ class Checkpoints:
             )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
-        with _one_error_for_a_read():
+        with late_errors.expected():
             restored = self._try_read(step, args)
             if isinstance(restored, CheckpointError):
                 # The frames of the failure hold unfinished reads, which complain when they are

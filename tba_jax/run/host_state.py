@@ -15,6 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tba_jax.flow.state import PartState
+from tba_jax.storage import digests
+
+ITEMS_FILE = "_CHECKPOINT_METADATA"  # Orbax's: which classes wrote the items of a checkpoint
+# What a checkpoint of a run holds.
+CHECKPOINT_ENTRIES = frozenset(
+    {"train_state", "host_state", ITEMS_FILE, "commit_success.txt", digests.NAME}
+)
 
 FORMAT = 6
 """1: all counters in one part `run`; 2: each part has its own; 3: tickets, repeats with counts;

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import Facts, read_facts
+from tba_jax.run.host_state import CHECKPOINT_ENTRIES, ITEMS_FILE, Facts, read_facts
 from tba_jax.storage import digests, sealed
 
 _FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "prompts.json")
@@ -27,11 +27,6 @@ _FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "promp
 _OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
 _FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
 _CONFIG = "config.json"
-_ITEMS_OF = "_CHECKPOINT_METADATA"  # Orbax's: which classes wrote the items of a checkpoint
-# What a checkpoint of a run holds.
-CHECKPOINT_ENTRIES = frozenset(
-    {"train_state", "host_state", _ITEMS_OF, "commit_success.txt", digests.NAME}
-)
 _SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
 # What is there before config.json.
 _BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
@@ -302,5 +297,5 @@ def _is_half_deleted(path: Path) -> bool:
     entries = list(path.iterdir())
     if any(entry.is_symlink() or entry.name not in CHECKPOINT_ENTRIES for entry in entries):
         return False
-    items = path / _ITEMS_OF
+    items = path / ITEMS_FILE
     return not items.is_file() or b'"tba_jax.' in items.read_bytes()

@@ -113,8 +113,15 @@ class Writer:
 
         return Unfinished
 
-    def remove_unfinished(self) -> None:
-        """Delete the unfinished folders of this writer; no save may be under way."""
-        for path in self._folder.iterdir() if has_writer(self._suffix) else ():
-            if path.name.endswith(self._suffix) and not os.path.islink(path):
-                remove(path)
+    def remove_unfinished(self, watch_s: float = 1.0) -> None:
+        """Delete the unfinished folders of this writer after a save that failed.
+
+        TensorStore makes a folder again for a write that ends later than the save. Therefore this
+        looks for such folders for `watch_s`.
+        """
+        end = time.monotonic() + watch_s
+        while has_writer(self._suffix) and time.monotonic() < end:
+            for path in self._folder.iterdir():
+                if path.name.endswith(self._suffix) and not os.path.islink(path):
+                    remove(path)
+            time.sleep(0.1)

@@ -13,7 +13,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.models.trees import check_same_tree
-from tba_jax.storage import saves
+from tba_jax.storage import late_errors, saves
 from tba_jax.weights.transport import DeliveringTransport, Layout, Parcel
 from tba_jax.weights.versions import PublicationError, Versions, brief, not_published
 
@@ -94,8 +94,9 @@ class CheckpointTransport(DeliveringTransport):
         try:
             path = self._versions.path(version)
             self._versions.begin(version)
-            self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
-            self._writer.wait_until_finished()
+            with late_errors.expected():
+                self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
+                self._writer.wait_until_finished()
             self._confirm()
             self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
@@ -113,7 +114,9 @@ class CheckpointTransport(DeliveringTransport):
         try:
             found = self._versions.damage(version)
             if not found:
-                return self._reader.restore(path, args=ocp.args.StandardRestore(self._abstract))
+                args = ocp.args.StandardRestore(self._abstract)
+                with late_errors.expected():
+                    return self._reader.restore(path, args=args)
         except (OSError, ValueError, RuntimeError) as error:
             found = [f"{type(error).__name__}: {brief(error)}"]
         raise PublicationError(

@@ -15,7 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import counters, digests, saves, sealed
+from tba_jax.storage import counters, digests, late_errors, saves, sealed
 
 
 class PublicationError(RuntimeError):
@@ -163,7 +163,8 @@ class Versions:
             handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._readers)
             with ocp.Checkpointer(handler, multiprocessing_options=self._readers) as reader:
                 args = ocp.args.StandardRestore(abstract)
-                return reader.restore(self.path(version), args=args)
+                with late_errors.expected():
+                    return reader.restore(self.path(version), args=args)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise PublicationError(
