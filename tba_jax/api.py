@@ -89,6 +89,10 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
             "one; start `python -m tba_jax.main` on every host, or give another placement"
         )
     validate(config)
+    from tba_jax.run.lengths import with_lengths
+
+    config, _ = with_lengths(config)
+    validate(config)
     workdir = local_folder(workdir, "workdir")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     take_gpu_memory()

@@ -82,6 +82,12 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
     validate(config)
+    if not config.task.max_prompt_tokens:
+        from tba_jax.run.lengths import with_lengths
+
+        config, chosen = with_lengths(config)
+        validate(config)
+        print(chosen, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     given = _WORKDIR.value or default_workdir(config)
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)

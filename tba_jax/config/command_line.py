@@ -21,6 +21,17 @@ from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
 
+# What other libraries call a setting.
+_USUAL = {
+    "optimizer.lr": "optimizer.learning_rate",
+    "learning_rate": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate",
+    "batch_size": "batch.num_prompts",
+    "search.max_tokens": "search.max_new_tokens",
+    "search.temperature": "search.sampling_temperature",
+    "objective.kl_coef": "objective.beta",
+    "model.name": "model.path",
+}
 # Options of a config flag: the config is locked already, but for the own settings of objectives.
 OPEN: Mapping[str, Any] = {"lock_config": False, "accept_new_attributes": True}
 
@@ -91,7 +102,8 @@ def _check_fields(arguments: Sequence[str]) -> None:
             raise ConfigError(f"config.{field} exists no more: {RETIRED[field].advice}")
         if field.startswith("objective."):
             continue
-        near = difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
+        near = [_USUAL[field]] if field in _USUAL else []
+        near = near or difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
         near = near or [f for f in SETTINGS if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
         raise ConfigError(f"config has no field {field!r}; {hint}")

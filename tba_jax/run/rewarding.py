@@ -32,7 +32,9 @@ def make_task(config: Config) -> Task:
         ValueError: no such task, or not with this data.
     """
     task = config.task
-    return get_task(task.name, task.data_path, num_held_out=task.num_eval_prompts, chat=task.chat)
+    return get_task(
+        task.name, task.data_path, task.num_eval_prompts, chat=task.chat, columns=task.columns
+    )
 
 
 class Rewards(NamedTuple):

@@ -39,8 +39,16 @@ class TaskSettings(Section):
         "one per function of task.reward, then one for reward.model_path where both are set; "
         "empty: 1 for each",
     )
+    columns: str = field(
+        "",
+        "task custom: new names of columns, for example prompt=question,answer=solution; others "
+        "keep theirs",
+    )
     max_prompt_tokens: int = field(
-        32, "limit of a prompt; what happens to longer ones: task.long_prompts", at_least=1
+        32,
+        "limit of a prompt; what happens to longer ones: task.long_prompts; 0: the longest of the "
+        "data, as far as the model's context allows",
+        at_least=0,
     )
     long_prompts: Literal["refuse", "skip"] = field(
         "refuse", "refuse: stop and name the row; skip: count it and go on"
@@ -55,6 +63,7 @@ class TaskSettings(Section):
     def check(self) -> None:
         self._check_name()
         self._check_files()
+        self._check_columns()
         functions = [f.strip().rpartition(":") for f in self.reward.split(",")]
         functions = functions if self.reward and self.reward not in KINDS else []
         need(
@@ -82,6 +91,23 @@ class TaskSettings(Section):
             self.chat,
             f"task {self.name} has no chat form: its model reads problems as they are",
             f"Leave it False, or choose one of {', '.join(chats)}, {REASONING_GYM_PREFIX}DATASET.",
+        )
+
+    def _check_columns(self) -> None:
+        pairs = [pair.split("=") for pair in self.columns.split(",")] if self.columns else []
+        need(
+            all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs),
+            "task.columns",
+            self.columns,
+            "must read NEW=OLD, several with commas between",
+            'For example --config.task.columns="prompt=question".',
+        )
+        need(
+            not pairs or self.name == "custom",
+            "task.columns",
+            self.columns,
+            f"task {self.name} reads columns of its own",
+            "Leave it empty, or set --config.task.name=custom.",
         )
 
     def _check_files(self) -> None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `custom` task: the user's own prompts, from files or the hub, graded by the user's reward.
 
-A row has a column `prompt`, a text or a list of chat messages, and whatever columns the reward
-functions want. Invariant: all rows have the same columns and the same kind of prompt, and no prompt
-is both trained on and held out.
+A row has a column `prompt`, a text or a list of chat messages, or a column `messages`, whose last
+answer is not part of the prompt. The reward functions receive all other columns.
+
+Invariant: all rows have the same columns and the same kind of prompt, and no prompt is both trained
+on and held out.
 """
 
 import array
@@ -11,7 +13,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.tasks.chats import Problem, asked_by_user, chat
@@ -27,20 +29,23 @@ class _Part(NamedTuple):
 
     rows: Sequence[Placed]
     chosen: Sequence[int]
+    names: Mapping[str, str]
 
     def problem(self, index: int) -> Problem:
         where, row = self.rows[self.chosen[index]]
-        return _problem(row, where)
+        return _problem(_named(row, self.names, where), where)
 
 
 class _Judge:
     """Refuses rows that are no problems, or of another form than the first.
 
     Args:
+        names: new names of columns.
         notes_prompts: it keeps a digest of each prompt.
     """
 
-    def __init__(self, *, notes_prompts: bool = False) -> None:
+    def __init__(self, names: Mapping[str, str], *, notes_prompts: bool = False) -> None:
+        self._names = names
         self._notes_prompts = notes_prompts
         self.prompts: list[bytes] = []
         self._first: tuple[Problem, str] | None = None
@@ -52,7 +57,7 @@ class _Judge:
         return self._first[0]
 
     def __call__(self, where: str, row: dict[str, Any]) -> None:
-        problem = _problem(row, where)
+        problem = _problem(_named(row, self._names, where), where)
         if self._first is None:
             self._first = problem, where
         _same_form(problem, self._first[0], where, self._first[1])
@@ -72,6 +77,7 @@ class Custom:
         data_path: a source as `rows` describes it.
         num_held_out: rows to split off where there is no test split.
         chat: a prompt that is a text is a user's message.
+        columns: new names of columns, as `task.columns`.
 
     Raises:
         ValueError: no source; when rows are read, one that cannot be used, with file and line.
@@ -82,7 +88,7 @@ class Custom:
     metric = "reward_mean"
     response_kinds: tuple[str, ...] = ()
 
-    def __init__(self, data_path: str, num_held_out: int, chat: bool) -> None:
+    def __init__(self, data_path: str, num_held_out: int, chat: bool, columns: str = "") -> None:
         if not data_path:
             raise ValueError(
                 "task custom needs task.data_path: a folder with train.jsonl, a .jsonl or .parquet "
@@ -91,16 +97,19 @@ class Custom:
         self._data_path = data_path
         self._num_held_out = num_held_out
         self._chat = chat
+        pairs = (pair.split("=") for pair in columns.split(",") if pair)
+        self._names = {old.strip(): new.strip() for new, old in pairs}
 
     @functools.cached_property
     def _splits(self) -> tuple[_Part, _Part]:
         has_test = has_split(self._data_path, "test")
-        train, test = _Judge(notes_prompts=not has_test), _Judge()
+        train, test = _Judge(self._names, notes_prompts=not has_test), _Judge(self._names)
         rows = open_rows(self._data_path, "train", train)
         if not has_test:
             held_out = _split_off(train.prompts, self._num_held_out, self._data_path)
             kept = array.array("q", (i for i in range(len(rows)) if i not in held_out))
-            return _Part(rows, kept), _Part(rows, array.array("q", sorted(held_out)))
+            chosen = array.array("q", sorted(held_out))
+            return _Part(rows, kept, self._names), _Part(rows, chosen, self._names)
         test_rows = open_rows(self._data_path, "test", test)
         for what, of_train, of_test in zip(
             ("columns", "prompts"), _form(train.first), _form(test.first), strict=True
@@ -110,7 +119,8 @@ class Custom:
                     f"{self._data_path}: the {what} of the train split are {of_train}, those of "
                     f"the test split {of_test}; make them the same"
                 )
-        return _Part(rows, range(len(rows))), _Part(test_rows, range(len(test_rows)))
+        of_train, of_test = range(len(rows)), range(len(test_rows))
+        return _Part(rows, of_train, self._names), _Part(test_rows, of_test, self._names)
 
     def train_size(self) -> int:
         """Number of training problems."""
@@ -143,9 +153,37 @@ def _form(problem: Problem) -> tuple[list[str], str]:
     return names, "texts" if isinstance(prompt, str) else "chat messages"
 
 
+def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Return a row with the new names of its columns, and a prompt in place of `messages`.
+
+    Raises:
+        ValueError: a column that has a new name is missing.
+    """
+    missing = [old for old in names if old not in row]
+    if missing:
+        raise ValueError(
+            f"{where}: no column {missing[0]!r}, which task.columns names; got "
+            f"{', '.join(sorted(map(str, row)))}"
+        )
+    found = {names.get(name, name): value for name, value in row.items()}
+    messages = found.get("messages")
+    if "prompt" not in found and isinstance(messages, list):
+        del found["messages"]
+        is_answered = bool(messages) and isinstance(messages[-1], dict)
+        is_answered = is_answered and messages[-1].get("role") == "assistant"
+        found["prompt"] = messages[:-1] if is_answered else messages
+        if is_answered:
+            found["reference_answer"] = messages[-1].get("content")
+    return found
+
+
 def _problem(row: dict[str, Any], where: str) -> Problem:
     if "prompt" not in row:
-        raise ValueError(f"{where}: no column 'prompt'; got {', '.join(sorted(map(str, row)))}")
+        columns = ", ".join(sorted(map(str, row)))
+        raise ValueError(
+            f"{where}: no column 'prompt'; got {columns}. Name it, for example "
+            f'--config.task.columns="prompt={min(map(str, row), default="question")}"'
+        )
     for name in RESERVED_COLUMNS:
         if name in row:
             raise ValueError(

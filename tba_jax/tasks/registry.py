@@ -156,7 +156,9 @@ def entry_of(name: str) -> Entry:
     return TASKS[name]
 
 
-def get_task(name: str, data_path: str, num_held_out: int = 0, chat: bool = False) -> Task:
+def get_task(
+    name: str, data_path: str, num_held_out: int = 0, chat: bool = False, columns: str = ""
+) -> Task:
     """The task of this name.
 
     Args:
@@ -164,10 +166,13 @@ def get_task(name: str, data_path: str, num_held_out: int = 0, chat: bool = Fals
         data_path: where its rows are (see `rows`); empty: the task's own source.
         num_held_out: rows to hold out where the data has no test split; 0: such data is refused.
         chat: prompts that are texts become a user's messages, for models with a chat template.
+        columns: new names of columns, as `task.columns`; of task custom alone.
 
     Raises:
         ValueError: unknown name, or data that cannot be used.
     """
+    if columns:
+        return Custom(data_path, num_held_out, chat, columns)
     return entry_of(name).make(data_path, num_held_out, chat)
 
 

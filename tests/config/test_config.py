@@ -31,7 +31,9 @@ from tba_jax.settings import Schedule
 from tba_jax.train.schedules import value_at
 
 ROOT = Path(__file__).parents[2]
-CONFIG_FILES = sorted((ROOT / "configs").glob("*.py"))
+CONFIG_FILES = sorted(
+    p for p in (ROOT / "configs").glob("*.py") if p.stem != "custom"
+)  # needs data
 PRESETS = [
     (path, preset) for path in CONFIG_FILES for preset in runpy.run_path(str(path))["PRESETS"]
 ]
@@ -369,7 +371,7 @@ def run_main(*arguments, cwd=ROOT):
         (["--config=math:gsm8"], "; did you mean gsm8k?"),
         (
             ["--config=maths"],
-            "there are math:arithmetic, math:gsm8k, math:math, math:gsm8k_official, ",
+            "there are custom:default, math:arithmetic, math:gsm8k, math:math, math:gsm8k_offic",
         ),
         (["--config=tdlr:toy"], "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
         (

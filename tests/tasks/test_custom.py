@@ -155,3 +155,27 @@ def test_splits_of_different_form_are_refused(tmp_path):
 def test_no_source_is_an_error():
     with pytest.raises(ValueError, match="task custom needs task.data_path"):
         get_task("custom", "")
+
+
+def test_columns_can_have_other_names(tmp_path):
+    rows = [{"question": f"q{i}", "answer": str(i), "hint": "h"} for i in range(4)]
+    path = write(tmp_path / "a.jsonl", rows)
+    task = get_task("custom", path, 1, columns="prompt=question, solution=answer")
+    prompt, columns = task.train_problem(0)
+    assert prompt.startswith("q") and columns == {"solution": prompt[1:], "hint": "h"}
+    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=answer"'):
+        get_task("custom", path, 1).train_size()
+    with pytest.raises(ValueError, match="no column 'text', which task.columns names; got answer"):
+        get_task("custom", path, 1, columns="prompt=text").train_size()
+
+
+def test_messages_are_a_prompt_without_their_last_answer(tmp_path):
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    answer = {"role": "assistant", "content": "a"}
+    last = [{"role": "user", "content": "v"}]
+    rows = [{"messages": [*asked, answer], "n": i} for i in range(3)]
+    rows += [{"messages": [*last, answer], "n": 3}]
+    task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
+    for messages, columns in (task.train_problem(0), task.eval_problem(0)):
+        assert list(messages) in (asked, last) and columns["prompt"] == list(messages)
+        assert columns["reference_answer"] == "a"

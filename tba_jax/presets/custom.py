@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Your own model, prompts and reward.
+
+    python -m tba_jax.main --config=custom --config.model.path=MODEL \\
+        --config.task.data_path=train.jsonl --config.task.reward=my_rewards.py:score
+
+MODEL is a folder or a name on the Hugging Face hub. Every row of the data has a `prompt` (a text or
+chat messages) or `messages`; `--config.task.columns="prompt=question"` names another column. The
+reward function has the signature of TRL: it receives prompts, completions and all other columns.
+Lengths come from the data and the model's context, and rows are held out where there is no test
+split.
+
+default
+    Trajectory Balance: 200 steps of 8 prompts x 8 responses.
+"""
+
+from ml_collections import ConfigDict
+
+from tba_jax.config.presets import differing
+
+PRESETS = {
+    "default": {
+        "num_steps": 200,
+        "sync_period": 2,
+        "num_cpu_devices": 2,  # on CPUs alone: searchers decode while the trainer trains
+        "task": {
+            "name": "custom",
+            "max_prompt_tokens": 0,
+            "long_prompts": "skip",
+            "num_eval_prompts": 64,
+        },
+        # A prompt is computed once for all of its responses.
+        "batch": {"num_prompts": 8, "share_prompts": True},
+        "objective": {"group_size": 8, "beta": 0.05},
+        "optimizer": {"learning_rate": "linear(1e-5, 0, warmup=10)"},
+        "search": {
+            "samples_per_prompt": 8,
+            "prompts_per_round": 8,
+            "max_new_tokens": 256,
+            "initial_fill": 128,
+        },
+        "replay": {"recency_prob": 0.5, "pace": "trainer", "max_staleness": 8},
+        "eval": {"period": 50, "max_new_tokens": 256, "num_slots": 32},
+        "checkpoint": {"period": 50},
+    },
+}
+
+
+def get_config(preset: str = "default") -> ConfigDict:
+    """The default config with one preset's differences."""
+    return differing("custom", PRESETS, preset)
