@@ -15,9 +15,9 @@ from fake_workdir import fake_workdir
 from tba_jax.config.schema import Config
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
+from tba_jax.run import identity
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.host_state import Facts, HostState
-from tba_jax.run.identity import run_id_of
 from tba_jax.run.workdir import begin_run
 from tba_jax.storage import sealed
 
@@ -33,8 +33,7 @@ def template(tmp_path_factory):
     report["eval"]["after"] = {"pass_at_1": 0.5, "n": 512, "step": 6}
     sealed.write(folder / "report.json", report)
     begin_run(folder, config)
-    kinds = ("data", "model", "reward", "tokenizer")
-    facts = Facts(0, 1, run_id_of(folder), dict.fromkeys(kinds, "f00d"))
+    facts = Facts(0, 1, identity.run_id_of(folder), dict.fromkeys(identity.KINDS, "f00d"))
     buffer = make_buffer()
     drawn = tuple(make_trajectory(0, [token], version=1) for token in (5, 6, 7))
     group = Group(make_prompt(0), drawn, {})
