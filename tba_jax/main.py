@@ -229,10 +229,14 @@ def cli(argv: Sequence[str] | None = None) -> int:
     take_gpu_memory()
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
-        print("--dry_run prints every field; docs/config.md says what each means.")
-        return 0
+        return guarded(_help)
     return guarded(lambda: main(_parsed(argv)))
+
+
+def _help() -> int:
+    print(f"{__doc__}\n{flags.FLAGS.main_module_help()}")
+    print("--dry_run prints every field; docs/config.md says what each means.")
+    return 0
 
 
 def _parsed(argv: Sequence[str]) -> list[str]:

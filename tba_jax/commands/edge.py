@@ -5,6 +5,8 @@ Imports nothing heavy. It does not know which errors there are; `run.errors` doe
 """
 
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable
 
@@ -12,15 +14,31 @@ from tba_jax.run.errors import tell
 
 
 def guarded(main: Callable[[], int]) -> int:
-    """Exit code of a command, or of its failure, which is told."""
+    """Return the exit code of a command. A failure is printed as one line.
+
+    A command whose output nobody reads any more, as in `COMMAND | head`, ends without a line and
+    with the exit code of SIGPIPE.
+    """
     try:
-        code = main()
+        try:
+            code = main()
+        except SystemExit:  # of argparse, after --help
+            sys.stdout.flush()
+            raise
         sys.stdout.flush()  # a full disk is found here, and not at the interpreter's exit
         return code
-    except Exception as error:  # told, with its traceback in a file
+    except Exception as error:  # printed, with its traceback in a file
+        is_unread = isinstance(error, BrokenPipeError) and _has_no_reader()
         if isinstance(error, OSError):
             _drop_output()
-        return tell(error)
+        return 128 + signal.SIGPIPE if is_unread else tell(error)
+
+
+def _has_no_reader() -> bool:
+    """Return whether standard output is a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return bool(poll.poll(0))
 
 
 def _drop_output() -> None:

@@ -16,9 +16,10 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    """Print the commands."""
+def main() -> int:
+    """Print the commands; the exit code."""
     print("usage: python -m tba_jax.COMMAND --help\n")
     for name, meaning in COMMANDS.items():
         print(f"  {name:17} {meaning}")
     print("\nTo begin: python -m tba_jax.main --config=math")
+    return 0

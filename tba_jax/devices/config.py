@@ -90,6 +90,7 @@ class FleetSettings(Section):
         "slots for searchers: a slot that no machine fills waits for one; num_searchers of them "
         "are one process",
         at_least=1,
+        at_most=4096,
     )
     trainer: str = field(
         "CPU=1",

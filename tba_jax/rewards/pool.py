@@ -62,7 +62,7 @@ _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 
 class RewardFailure(RuntimeError):
-    """More items of a round failed than `max_failure_rate` allows."""
+    """Reward functions cannot start, cannot stop or fail too often; the message says which."""
 
 
 # --- in the reward process ---------------------------------------------------------------------
@@ -271,8 +271,9 @@ class RewardPool:
 
         Raises:
             ValueError: a function cannot be imported, or needs a column that the data lacks.
-            TimeoutError: its import takes longer than `timeout_s`.
-            RuntimeError: the process died while it was starting, or the pool was closed.
+            RewardFailure: its import takes longer than `timeout_s`, or the process died while it
+                was starting.
+            RuntimeError: the pool was closed.
         """
         if self._ready:
             return
@@ -281,12 +282,12 @@ class RewardPool:
         except futures.CancelledError:
             raise RuntimeError(f"the reward pool of {self.function} was closed") from None
         except futures.TimeoutError:
-            raise TimeoutError(
+            raise RewardFailure(
                 f"reward function {self.function}: its module was not imported within "
                 f"{timeout_s:.0f} s; move slow work from its top level into the function"
             ) from None
         except BrokenProcessPool:
-            raise RuntimeError(
+            raise RewardFailure(
                 f"the process for reward function {self.function} died while it was starting; see "
                 'standard error (a script that starts one needs `if __name__ == "__main__":`)'
             ) from None
@@ -475,7 +476,7 @@ class RewardPool:
         """Stop the processes, whatever they are doing. A `score` under way raises RuntimeError.
 
         Raises:
-            TimeoutError: they are not gone within `timeout_s`.
+            RewardFailure: they are not gone within `timeout_s`.
         """
         with self._lock:
             if self._closed:
@@ -486,7 +487,7 @@ class RewardPool:
             self._groups.close()
             self._output.close()
             if not is_gone:
-                raise TimeoutError(
+                raise RewardFailure(
                     f"the processes of reward function {self.function} did not stop within "
-                    f"{timeout_s:.0f} s"
+                    f"{timeout_s:.0f} s. Look for processes that wait for storage (state D in ps)"
                 )

@@ -236,5 +236,5 @@ def _check_reward(run: Run) -> None:
     """Refuse a reward function that cannot be used while nothing has been computed yet."""
     try:
         run.shared.rewards.check()
-    except (RuntimeError, TimeoutError) as error:
+    except RuntimeError as error:
         raise UserError(str(error)) from error

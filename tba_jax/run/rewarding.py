@@ -49,7 +49,7 @@ class Rewards(NamedTuple):
     gold: RewardSource | None
 
     def check(self) -> None:
-        """Raises RuntimeError or TimeoutError where one of them cannot be used."""
+        """Raise RuntimeError where one of them cannot be used."""
         for source in filter(None, self):
             source.check()
 

@@ -4,6 +4,7 @@
 import errno
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,25 @@ def test_a_full_standard_output_is_one_line():
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: standard output or a file cannot be used: No space left")
+
+
+@pytest.mark.parametrize("is_buffered", [True, False])
+@pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.main --help", "tba_jax.report --help"])
+def test_an_output_that_nobody_reads_ends_a_command_without_a_line(arguments, is_buffered):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", *arguments.split()],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if is_buffered else "1"},
+        )
+    assert done.stderr == ""
+    # Without a buffer argparse meets the closed pipe, and ignores it.
+    is_ignored = not is_buffered and "report" in arguments
+    assert done.returncode == (0 if is_ignored else 128 + signal.SIGPIPE)
 
 
 DAMAGED = (b"\xff\xfe", b"[]", b'{"config": [1]}', b"{", b"{}")

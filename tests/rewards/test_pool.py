@@ -138,6 +138,7 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("rewards")
     (path / "user_rewards.py").write_text(REWARDS)
     (path / "slow_to_import.py").write_text("import time\ntime.sleep(600)\n")
+    (path / "ends_at_import.py").write_text("import os\nos._exit(1)\n")
     before = os.getcwd()
     os.chdir(path)
     yield path
@@ -366,10 +367,17 @@ def test_import_that_never_ends_has_a_deadline():
     start = time.monotonic()
     pool = make_pool("slow_to_import:f")
     assert time.monotonic() - start < 0.5  # starting does not wait
-    with pytest.raises(TimeoutError, match="its module was not imported within 1 s"):
+    with pytest.raises(RewardFailure, match="its module was not imported within 1 s"):
         pool.check(timeout_s=1.0)
     pool.close()
     assert time.monotonic() - start < 6
+
+
+def test_import_that_ends_its_process_is_a_failure_that_a_user_can_mend():
+    pool = make_pool("ends_at_import:f")
+    with pytest.raises(RewardFailure, match="ends_at_import:f died while it was starting"):
+        pool.check()
+    pool.close()
 
 
 def test_columns_of_other_lengths(pool):
