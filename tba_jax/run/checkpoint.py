@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
-import logging as std_logging
 import os
 import threading
 import time
@@ -25,13 +24,12 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
-from absl import logging
 from etils import epath
 from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
 from tba_jax.run.host_state import CHECKPOINT_ENTRIES, CheckpointError, HostState, pack, unpack
-from tba_jax.storage import counters, digests, late_errors, saves
+from tba_jax.storage import digests, orbax_operations, saves
 from tba_jax.weights.versions import brief
 
 # What Orbax, TensorStore, numpy and json raise on a damaged or incomplete folder.
@@ -45,18 +43,6 @@ _READ_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
 )
-
-
-def _is_told_once(record: std_logging.LogRecord) -> bool:
-    """Leave out what Orbax logs of failures that also reach the caller as one exception.
-
-    Orbax logs one failure up to five times with all its frames. Its own metadata decide nothing
-    here, and Orbax continues without them. Records of other packages pass.
-    """
-    text = record.getMessage()
-    return not record.pathname.startswith(late_errors.ORBAX) or not (
-        record.exc_info or "Metadata file" in text or "directory is read only" in text
-    )
 
 
 _ITEMS = ("train_state", "host_state")
@@ -202,8 +188,6 @@ class Checkpoints:
         self._is_saving = self._has_failed = False
         self._since = time.monotonic()  # of its beginning
         self._timeout_s = timeout_s
-        logging.get_absl_logger().addFilter(_is_told_once)  # once, however often it is added
-        counters.leave_out()
         named = None if jax.process_count() == 1 else set(saving.members)
         if named is not None and not read_only:
             # With named processes Orbax leaves the folder to us.
@@ -214,26 +198,27 @@ class Checkpoints:
         multiprocessing = ocp.options.MultiprocessingOptions(
             primary_host=saving.members[0], active_processes=named
         )
-        self._manager = _Manager(
-            self._folder,
-            item_names=_ITEMS,
-            item_handlers={
-                "train_state": ocp.StandardCheckpointHandler(
-                    multiprocessing_options=multiprocessing
+        with orbax_operations.operation():
+            self._manager = _Manager(
+                self._folder,
+                item_names=_ITEMS,
+                item_handlers={
+                    "train_state": ocp.StandardCheckpointHandler(
+                        multiprocessing_options=multiprocessing
+                    ),
+                    "host_state": HostStateHandler(saving),
+                },
+                options=ocp.CheckpointManagerOptions(
+                    max_to_keep=None if read_only else keep,
+                    save_interval_steps=0 if read_only else 1,
+                    create=not read_only and named is None,
+                    read_only=read_only,
+                    enable_async_checkpointing=True,
+                    async_options=saves.in_background(timeout_s, self._list_files),
+                    temporary_path_class=self._writer.temporary_path_class,
+                    multiprocessing_options=multiprocessing,
                 ),
-                "host_state": HostStateHandler(saving),
-            },
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=None if read_only else keep,
-                save_interval_steps=0 if read_only else 1,
-                create=not read_only and named is None,
-                read_only=read_only,
-                enable_async_checkpointing=True,
-                async_options=saves.in_background(timeout_s, self._list_files),
-                temporary_path_class=self._writer.temporary_path_class,
-                multiprocessing_options=multiprocessing,
-            ),
-        )
+            )
 
     def latest_step(self) -> int | None:
         """Newest complete checkpoint, None when there is none."""
@@ -303,7 +288,8 @@ class Checkpoints:
 
     def look_again(self) -> None:
         """Forget what the folder held; every process calls it after `put_aside`."""
-        self._manager.reload()
+        with orbax_operations.operation():
+            self._manager.reload()
 
     def save(self, step: int, train_state: Any, host_state: HostState) -> None:
         """Start an asynchronous save; arrays and host state are copied before it returns.
@@ -316,7 +302,7 @@ class Checkpoints:
         """
         self.wait()  # Orbax would, too, but then its failure would carry this step's number
         self._saving, self._since = step, time.monotonic()
-        late_errors.begin()
+        orbax_operations.begin()
         self._is_saving = True
         self._guard(
             lambda: self._manager.save(
@@ -342,7 +328,7 @@ class Checkpoints:
         self._guard(self._wait)
         if self._is_saving and not self._has_failed:
             self._is_saving = False
-            late_errors.end()
+            orbax_operations.end()
 
     def _wait(self) -> None:
         # Orbax bounds its barriers, but not what a storage that hangs does to a write.
@@ -453,7 +439,7 @@ class Checkpoints:
             )
 
     def _read(self, step: int, args: ocp.args.Composite) -> Any:
-        with late_errors.expected():
+        with orbax_operations.operation():
             restored = self._try_read(step, args)
             if isinstance(restored, CheckpointError):
                 # The frames of the failure hold unfinished reads, which complain when they are

@@ -15,7 +15,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from tba_jax.devices.sharding import storable
-from tba_jax.storage import late_errors, saves
+from tba_jax.storage import orbax_operations, saves
 from tba_jax.weights.transport import Published
 from tba_jax.weights.versions import Versions, not_published
 
@@ -101,7 +101,7 @@ class VersionWriter:
             copied = storable(jax.block_until_ready(self._program(params)))
             if self._is_primary:
                 self._try(version, lambda: self._versions.begin(version))
-            late_errors.begin()
+            orbax_operations.begin()
             self._try(
                 version,
                 lambda: self._writer.save(
@@ -119,7 +119,7 @@ class VersionWriter:
                 return False
             version, start = self._writing
             self._try(version, self._writer.wait_until_finished)
-            late_errors.end()
+            orbax_operations.end()
             if self._is_primary:
                 self._try(version, lambda: self._versions.add(version, self._keep, self._kept()))
             self._newest = version

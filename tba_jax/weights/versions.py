@@ -15,7 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 from etils import epath
 
-from tba_jax.storage import counters, digests, late_errors, saves, sealed
+from tba_jax.storage import digests, orbax_operations, saves, sealed
 
 
 class PublicationError(RuntimeError):
@@ -41,7 +41,6 @@ class Versions:
         session: str = "",
         readers: ocp.options.MultiprocessingOptions | None = None,
     ) -> None:
-        counters.leave_out()
         self.folder = epath.Path(workdir) / "weights"
         self._marker = epath.Path(workdir) / "versions.json"
         self._session = session
@@ -163,7 +162,7 @@ class Versions:
             handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._readers)
             with ocp.Checkpointer(handler, multiprocessing_options=self._readers) as reader:
                 args = ocp.args.StandardRestore(abstract)
-                with late_errors.expected():
+                with orbax_operations.operation():
                     return reader.restore(self.path(version), args=args)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             first = (str(error).strip().splitlines() or [""])[0]

@@ -274,6 +274,7 @@ target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=
 Checkpoints(folder, read_only=True).restore(target)
 assert sys.unraisablehook is hook and absl_logging.get_verbosity() == verbosity
 assert not logging.getLogger("asyncio").filters
+assert not absl_logging.get_absl_logger().filters
 for file in (folder / "1" / "train_state").glob("*/d/*"):
     file.write_bytes(bytes(file.stat().st_size))
 try:
