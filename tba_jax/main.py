@@ -34,6 +34,7 @@ from tba_jax.run.interruption import Interruption, surviving_closed_outputs
 from tba_jax.run.joining import start_cluster
 from tba_jax.run.session import train, train_in_bucket
 from tba_jax.run.workdir import Outcome, default_workdir
+from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.bucket import is_address
 
 # Before jax is imported, so that times count from the command.
@@ -70,7 +71,7 @@ _ACCEPT_CHANGED = flags.DEFINE_multi_enum(
     "Resume although this changed since the run was saved; may be given several times.",
 )
 _DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Resolve and check the config, print it, touch nothing, exit."
+    "dry_run", False, "Print the config and all that a run here would refuse; train nothing."
 )
 
 
@@ -81,11 +82,13 @@ def main(argv: Sequence[str]) -> int:
     if _CONFIG.value is None:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
-    validate(config)
+    _check(config)
     if not config.task.max_prompt_tokens:
         from tba_jax.run.lengths import with_lengths
+        from tba_jax.run.preflight import all_problems
 
-        config, chosen = with_lengths(config)
+        with all_problems(config):
+            config, chosen = with_lengths(config)
         validate(config)
         print(chosen, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     given = _WORKDIR.value or default_workdir(config)
@@ -95,6 +98,10 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps({"workdir": given, **config_lib.flatten(config)}, indent=1))
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
+        from tba_jax.run.preflight import problems
+
+        if found := problems(config):
+            raise UserError(listed(found))
         return 0
     with surviving_closed_outputs():
         return _run(config, workdir, address)
@@ -240,9 +247,28 @@ def _help() -> int:
 
 
 def _parsed(argv: Sequence[str]) -> list[str]:
-    """Arguments that are no flags."""
-    _GIVEN[:] = written_out(argv)
-    return parse_flags(_GIVEN, flags.FLAGS)
+    """Arguments that are no flags.
+
+    Raises:
+        UserError: a flag that cannot be read; with it, what is wrong with the rest of the command.
+    """
+    try:
+        _GIVEN[:] = written_out(argv)
+        return parse_flags(_GIVEN, flags.FLAGS)
+    except ConfigError as error:
+        from tba_jax.run.preflight import command_problems
+
+        raise UserError(listed(command_problems(argv) or error.args)) from error
+
+
+def _check(config: Config) -> None:
+    """Raises UserError with all problems, also of data, model and reward, for an invalid config."""
+    try:
+        validate(config)
+    except ConfigError as error:
+        from tba_jax.run.preflight import problems
+
+        raise UserError(listed(problems(config))) from error
 
 
 def _exit(code: int) -> None:

@@ -23,7 +23,7 @@ import math
 import os
 import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, Self, TypeVar
 
@@ -43,7 +43,37 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; the message says field, value, rule and remedy."""
+    """A configuration that cannot run; each message says field, value, rule and remedy."""
+
+    def __str__(self) -> str:
+        return listed(self.args)
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Return problems as one text: the only one, or a list with one line for each."""
+    if len(problems) == 1:
+        return str(problems[0])
+    return "\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)])
+
+
+def check_all(*checks: Callable[[], None]) -> None:
+    """Call every check, and raise what all of them found.
+
+    Raises:
+        ConfigError: every message. A plain ValueError is raised only by itself: after other
+            problems it follows from one of them.
+    """
+    found: dict[str, None] = {}
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found |= dict.fromkeys(error.args)
+        except ValueError:
+            if not found:
+                raise
+    if found:
+        raise ConfigError(*found)
 
 
 def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:

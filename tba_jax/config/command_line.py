@@ -61,6 +61,32 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
         raise ConfigError(message) from error
 
 
+def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
+    """Return what a refused command says apart from its mistakes.
+
+    Args:
+        argv: program name and arguments.
+
+    Returns:
+        The config of the settings that can be read, None where `--config` itself cannot; and what
+        is wrong with the others.
+    """
+    names = [a for a in argv if a.startswith("--config=")]
+    given = [a for a in argv if a.startswith("--config.") and "=" in a]
+    try:
+        override(None, names)
+    except ConfigError as error:
+        return None, [*error.args]
+    kept, problems = [], []
+    for argument in given:
+        try:
+            override(None, [*names, argument])
+            kept.append(argument)
+        except ConfigError as error:
+            problems += error.args
+    return override(None, [*names, *kept]), problems
+
+
 def override(config: Config | None, arguments: Sequence[str]) -> Config:
     """A config with `--config.FIELD=VALUE` arguments applied.
 
@@ -94,19 +120,23 @@ def _check_fields(arguments: Sequence[str]) -> None:
 
     Own settings of objectives pass: `ObjectiveSettings.check` refuses those of another objective.
     """
+    problems = []
     for argument in arguments:
         field = argument.removeprefix("--config.").split("=")[0]
         if not argument.startswith("--config.") or field in SETTINGS:
             continue
         if field in RETIRED:
-            raise ConfigError(f"config.{field} exists no more: {RETIRED[field].advice}")
+            problems.append(f"config.{field} exists no more: {RETIRED[field].advice}")
+            continue
         if field.startswith("objective."):
             continue
         near = [_USUAL[field]] if field in _USUAL else []
         near = near or difflib.get_close_matches(field, SETTINGS, n=3, cutoff=0.5)
         near = near or [f for f in SETTINGS if f.endswith(field.split(".")[-1])][:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "main's --dry_run lists them all"
-        raise ConfigError(f"config has no field {field!r}; {hint}")
+        problems.append(f"config has no field {field!r}; {hint}")
+    if problems:
+        raise ConfigError(*problems)
 
 
 def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:

@@ -4,13 +4,17 @@
 It reads a config and touches no device and no file of the run.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from tba_jax.config.method_rules import check_method
 from tba_jax.config.resolved import ownership_of, transport_of, writes_versions
-from tba_jax.config.schema import SETTINGS, Config, get_field
+from tba_jax.config.schema import SETTINGS, Config, get_field, replace
 from tba_jax.devices.placement import MODES
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import KINDS, kind_of
-from tba_jax.settings import need
+from tba_jax.settings import ConfigError, Setting, check_all, need
 from tba_jax.tasks.registry import entry_of
 from tba_jax.train.objectives.registry import free_of_behavior
 
@@ -19,12 +23,40 @@ def validate(config: Config) -> None:
     """Check ranges, choices and combinations.
 
     Raises:
-        ConfigError: field, value, rule, remedy of the first violation.
+        ConfigError: field, value, rule and remedy of every violation.
     """
-    for name, setting in SETTINGS.items():
-        setting.check(get_field(config, name))
-    for section in config.sections().values():
-        section.check()
+    broken: dict[str, Any] = {}
+
+    def check(name: str, setting: Setting) -> None:
+        try:
+            setting.check(get_field(config, name))
+        except ConfigError:
+            broken[name] = setting.default
+            raise
+
+    def apply(rule: Callable[[Config], None], sound: Config) -> None:
+        try:
+            rule(sound)
+        except ConfigError as error:
+            # A setting out of its range is reported once.
+            lines = [line for line in error.args if not any(name in line for name in broken)]
+            if lines:
+                raise ConfigError(*lines) from error
+
+    def check_rules() -> None:
+        sound = replace(config, broken) if broken else config
+        check_all(*(partial(apply, rule, sound) for rule in _RULES))
+
+    check_all(*(partial(check, *item) for item in SETTINGS.items()), check_rules)
+
+
+def _sections(config: Config) -> None:
+    """Every section by itself."""
+    check_all(*(section.check for section in config.sections().values()))
+
+
+def _compilation_cache(config: Config) -> None:
+    """A place for compiled programs."""
     need(
         bool(config.compilation_cache),
         "compilation_cache",
@@ -32,18 +64,10 @@ def validate(config: Config) -> None:
         "must be auto, off or a folder",
         "Set --config.compilation_cache=auto for the default behaviour.",
     )
-    _groups(config)
-    _buffer(config)
-    _rows(config)
-    _packed_rows(config)
-    _rounding(config)
-    _average(config)
-    _cache(config)
-    _driver(config)
-    if MODES[config.placement].spans_hosts and MODES[config.placement].trainers_search:
-        _pod(config)
-    if MODES[config.placement].searches_elsewhere:
-        _fleet(config)
+
+
+def _transport(config: Config) -> None:
+    """The way of weights to other hosts."""
     need(
         MODES[config.placement].trainers_search or transport_of(config) == "checkpoint",
         "sync.transport",
@@ -52,10 +76,6 @@ def validate(config: Config) -> None:
         "directory",
         "Set --config.sync.transport=auto.",
     )
-    if config.task.start_path:
-        _start_data(config)
-    check_method(config)
-    _task(config)
 
 
 def _groups(config: Config) -> None:
@@ -191,6 +211,8 @@ def _strict_bound(config: Config) -> None:
 
 def _pod(config: Config) -> None:
     """Runs of several hosts."""
+    if not (MODES[config.placement].spans_hosts and MODES[config.placement].trainers_search):
+        return
     need(
         transport_of(config) == "memory",
         "sync.transport",
@@ -202,6 +224,8 @@ def _pod(config: Config) -> None:
 
 def _fleet(config: Config) -> None:
     """Searchers on machines of their own."""
+    if not MODES[config.placement].searches_elsewhere:
+        return
     need(
         config.driver == "async",
         "driver",
@@ -234,6 +258,8 @@ def _fleet(config: Config) -> None:
 
 def _start_data(config: Config) -> None:
     """Responses that the replay buffer is given before the first step."""
+    if not config.task.start_path:
+        return
     need(
         not config.objective.built.needs_behavior,
         "task.start_path",
@@ -261,9 +287,8 @@ def _start_data(config: Config) -> None:
 
 
 def _task(config: Config) -> None:
-    """What the task needs; something rewards, and what is summed has its weights."""
+    """What the task needs."""
     name, entry = config.task.name, entry_of(config.task.name)
-    _reward_weights(config)
     need(
         not entry.has_one_prompt or ownership_of(config) == "any",
         "search.ownership",
@@ -271,6 +296,11 @@ def _task(config: Config) -> None:
         f"task {name} has a single prompt, which every searcher must draw",
         "Set --config.search.ownership=auto.",
     )
+
+
+def _reward(config: Config) -> None:
+    """Something rewards."""
+    name, entry = config.task.name, entry_of(config.task.name)
     kind_of(config, config.task.reward, entry.task.reward, name).check(config)
 
 
@@ -390,3 +420,25 @@ def _packed_rows(config: Config) -> None:
         "rows of several responses know no least length",
         "Set --config.batch.packed_length=0.",
     )
+
+
+_RULES: tuple[Callable[[Config], None], ...] = (
+    _sections,
+    _compilation_cache,
+    _groups,
+    _buffer,
+    _rows,
+    _packed_rows,
+    _rounding,
+    _average,
+    _cache,
+    _driver,
+    _pod,
+    _fleet,
+    _transport,
+    _start_data,
+    check_method,
+    _task,
+    _reward_weights,
+    _reward,
+)

@@ -69,16 +69,17 @@ class Description:
         )
 
 
-def describe(path_or_hub_id: str | os.PathLike[str]) -> Description:
+def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Description:
     """What is known of a model before its weights are read.
 
     Args:
         path_or_hub_id: a folder with config.json, a hub id, or embedded:NAME.
+        with_weights: of a hub id, weights are fetched, too.
 
     Raises:
         ValueError: no such model, or a setting that is not implemented.
     """
-    folder = folders.resolve(path_or_hub_id)
+    folder = folders.resolve(path_or_hub_id, with_weights=with_weights)
     hf_config = folders.load_config(folder)
     return Description(folder, hf_config, config_json.transformer_config(hf_config))
 

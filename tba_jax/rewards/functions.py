@@ -171,6 +171,27 @@ def load_error(functions: Sequence[str], columns: Collection[str] | None) -> Loa
     return None
 
 
+def trial_error(functions: Sequence[str], call: Sequence[Any]) -> LoadError | None:
+    """Why one of the functions fails on one row; None when none does.
+
+    Args:
+        functions: their names; they can be loaded.
+        call: prompts, completions and keywords of `score_chunk`.
+    """
+    for function in functions:
+        outcome = score_chunk(function, *call)
+        if outcome.unusable:
+            return LoadError(f"reward function {function!r} {outcome.unusable}", "")
+        if outcome.traceback:
+            *_, reason = outcome.traceback.rstrip().splitlines()
+            return LoadError(
+                f"reward function {function!r} fails on the first row, with its answer as the "
+                f"completion: {reason}",
+                outcome.traceback.rstrip(),
+            )
+    return None
+
+
 def score_chunk(
     function: str,
     prompts: Sequence[Any],

@@ -10,7 +10,7 @@ source, unless its models cannot be used.
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from tba_jax.rewards.config import (
     DEFAULT_MAX_WORKERS,
@@ -60,7 +60,7 @@ class Use(NamedTuple):
         functions: text functions as `task.reward` names them, for the kind that runs them; or the
             name of a kind.
         weights: one for each function, and for a reward model beside them; empty: 1 for each.
-        columns: of the data, for them.
+        row: prompt text and columns of one row of the data, on which functions are tried.
         tokenizer: of the responses.
         sites: of the searchers, where models lie.
         is_part: another source is added to this one, and scores what no function applies to.
@@ -68,7 +68,7 @@ class Use(NamedTuple):
 
     functions: str
     weights: Sequence[float]
-    columns: Sequence[str]
+    row: tuple[str, Mapping[str, Any]]
     tokenizer: "Tokenizer"
     sites: "Sequence[Site]"
     is_part: bool = False
@@ -160,7 +160,7 @@ def _make_functions(settings: Sections, use: Use) -> "RewardSource":
         max_failure_rate=settings.reward.max_failure_rate,
         max_memory_bytes=int(settings.reward.max_memory_gib * 2**30),
         weights=use.weights,
-        columns=tuple(use.columns),
+        row=use.row,
         is_part=use.is_part,
     )
 

@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, NamedTuple
@@ -31,12 +31,14 @@ from pebble import ProcessExpired, ProcessPool
 
 from tba_jax.rewards import containment, output
 from tba_jax.rewards.functions import (
+    LoadError,
     Outcome,
     load_error,
     part_names,
     preload,
     score_chunk,
     split_functions,
+    trial_error,
     weighted_sum,
 )
 from tba_jax.rewards.source import ScoreResult
@@ -203,8 +205,8 @@ class RewardPool:
             directory.
         num_workers: processes; each can run every function.
         weights: one per function; empty: 1 for each.
-        columns: names of the data's columns, for `check` to compare with what functions need;
-            None: not known.
+        row: prompt text and columns of one row of the data, on which `check` tries the functions
+            with the row's answer as the completion; None: there is none.
         timeout_s: seconds an item may take. The deadline is looked at every 0.1 s, and a process
             stuck in C code needs another 3 s to be killed. A process that ends itself with status
             0 in the middle of an item looks like one that hangs.
@@ -222,7 +224,7 @@ class RewardPool:
         max_failure_rate: float,
         max_memory_bytes: int = 0,
         weights: Sequence[float] = (),
-        columns: Collection[str] | None = None,
+        row: tuple[str, Mapping[str, Any]] | None = None,
         is_part: bool = False,
     ) -> None:
         self.function = function
@@ -250,6 +252,8 @@ class RewardPool:
         self._output = output.Output(self._groups.folder)
         self._max_memory_bytes = max_memory_bytes
         self._pool = self._new_pool()
+        self._row = row
+        columns = None if row is None else tuple(row[1])
         self._warm_up = self._pool.schedule(load_error, args=(self._functions, columns))
 
     def _new_pool(self) -> ProcessPool:
@@ -267,10 +271,11 @@ class RewardPool:
         )
 
     def check(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until the processes can run the function.
+        """Wait until the processes can run the function; try it on the row.
 
         Raises:
-            ValueError: a function cannot be imported, or needs a column that the data lacks.
+            ValueError: a function cannot be imported, needs a column that the data lacks, or fails
+                on the row.
             RewardFailure: its import takes longer than `timeout_s`, or the process died while it
                 was starting.
             RuntimeError: the pool was closed.
@@ -291,9 +296,33 @@ class RewardPool:
                 f"the process for reward function {self.function} died while it was starting; see "
                 'standard error (a script that starts one needs `if __name__ == "__main__":`)'
             ) from None
+        error = error or self._trial_error()
         if error is not None:
             raise ValueError("\n".join(filter(None, error)))
         self._ready = True
+
+    def _trial_error(self) -> LoadError | None:
+        """Why a function fails on the row; a deadline that it misses is no failure yet."""
+        if self._row is None:
+            return None
+        prompt, columns = self._row
+        answer = columns.get("answer", columns.get("reference_answer"))
+        completion = answer if isinstance(answer, str) else ""
+        listed = {name: [value] for name, value in columns.items()}
+        ids = [np.zeros(1, np.int32)]
+        call = _Call(self._functions, [prompt], [completion], listed, ids).arguments(range(1))
+        limit_s = self._timeout_s * len(self._functions)
+        future = self._pool.schedule(trial_error, args=(self._functions, call), timeout=limit_s)
+        try:
+            return future.result()
+        except futures.TimeoutError:
+            return None
+        except (BrokenProcessPool, ProcessExpired):
+            return LoadError(
+                f"reward function {self.function}: its process died on the first row; see "
+                "standard error",
+                "",
+            )
 
     def score(
         self,

@@ -25,6 +25,7 @@ from tba_jax.run.logs import open_logs
 from tba_jax.run.modeling import make_publication_program
 from tba_jax.run.other_searchers import with_searchers
 from tba_jax.run.peers import Follower, Link
+from tba_jax.run.preflight import all_problems
 from tba_jax.run.run import COMPILED_S, Run, forget_after
 from tba_jax.run.searching import (
     Search,
@@ -68,14 +69,17 @@ def build(
         ValueError: model folder, data or reward function are not usable; says which and why.
         UserError, CheckpointError: as `open_start`.
     """
-    shared = open_shared(
-        config, workdir, cluster=cluster, clock=clock, note=progress.note, confirm=confirm
-    )
+    with all_problems(config):
+        shared = open_shared(
+            config, workdir, cluster=cluster, clock=clock, note=progress.note, confirm=confirm
+        )
     step = make_step_program(shared)
     publish = make_publication_program(config, shared.model.config, shared.sites.publication.mesh)
     ahead = compile_ahead(shared, step, publish)
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
+        with all_problems(config):  # before weights are read, while programs are compiled
+            shared.rewards.check()
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
         search = _build_search(

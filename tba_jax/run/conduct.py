@@ -24,7 +24,7 @@ from tba_jax.run.async_search import drive_async
 from tba_jax.run.build import build
 from tba_jax.run.clock import RunClock
 from tba_jax.run.closing import write_report_json
-from tba_jax.run.errors import UserError, WorkdirLost
+from tba_jax.run.errors import WorkdirLost
 from tba_jax.run.follow import follow
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Link
@@ -185,7 +185,6 @@ def replaying(schedule: Schedule) -> Drive:
 
 def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> None:
     """From where the run is to its last step, the end of the schedule, or an interruption."""
-    _check_reward(run)
     config, begun = run.config, run.trainer.step_index
     if begun:
         resume_display(run.logs.progress, run.shared.workdir)
@@ -230,11 +229,3 @@ def _evaluate_at_the_end(run: Run) -> None:
     if run.evaluated.before is None:
         evaluations.evaluate_start_model(run)
     evaluations.evaluate_last(run)
-
-
-def _check_reward(run: Run) -> None:
-    """Refuse a reward function that cannot be used while nothing has been computed yet."""
-    try:
-        run.shared.rewards.check()
-    except RuntimeError as error:
-        raise UserError(str(error)) from error

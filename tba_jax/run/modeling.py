@@ -35,13 +35,17 @@ def model_path(config: Config) -> str:
     return config.model.path or str(START_MODEL)
 
 
-def describe_model(config: Config) -> models.Description:
+def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
     """The model that a run starts from, with attention as the config asks for it.
+
+    Args:
+        config: of the run.
+        with_weights: as in `models.describe`.
 
     Raises:
         ValueError: as `models.describe`.
     """
-    found = models.describe(model_path(config))
+    found = models.describe(model_path(config), with_weights=with_weights)
     architecture = dataclasses.replace(found.config, attention=config.model.attention)
     return dataclasses.replace(found, config=architecture)
 
@@ -214,6 +218,26 @@ class SpecialIds(Protocol):
         ...
 
 
+def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
+    """Return the tokens that prompt and response may take.
+
+    Raises:
+        ValueError: the model has fewer positions.
+    """
+    longest = config.task.max_prompt_tokens + max(
+        config.search.max_new_tokens, config.eval.max_new_tokens
+    )
+    if longest > model_config.max_positions:
+        half = model_config.max_positions // 2
+        raise ValueError(
+            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
+            f"was made for {model_config.max_positions}; lower both, for example "
+            f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half} "
+            f"--config.eval.max_new_tokens={half}"
+        )
+    return longest
+
+
 def make_decoder(
     config: Config,
     model_config: TransformerConfig,
@@ -229,20 +253,9 @@ def make_decoder(
         site: the searcher's; one device serves weights on any one device.
 
     Raises:
-        ValueError: the model has fewer positions than prompt and response may take, or no token of
-            an id in search.stop_ids.
+        ValueError: as `longest_sequence`; or the model has no token of an id in search.stop_ids.
     """
-    longest = config.task.max_prompt_tokens + max(
-        config.search.max_new_tokens, config.eval.max_new_tokens
-    )
-    if longest > model_config.max_positions:
-        half = model_config.max_positions // 2
-        raise ValueError(
-            f"prompt and response may take {longest} tokens, the model at {model_path(config)} "
-            f"was made for {model_config.max_positions}; lower both, for example "
-            f"--config.task.max_prompt_tokens={half} --config.search.max_new_tokens={half} "
-            f"--config.eval.max_new_tokens={half}"
-        )
+    longest = longest_sequence(config, model_config)
     ids = end_ids(config, tokenizer.eos_ids)
     if max(ids, default=0) >= model_config.vocab_size:
         raise ValueError(

@@ -7,8 +7,8 @@ of sources (`rewards.kinds` does), who asks them or what for. Invariant: a confi
 judge cannot be used is refused here, before anything is decoded.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -105,7 +105,13 @@ def _use(
     functions: str,
     weights: Sequence[float] = (),
 ) -> Use:
-    return Use(functions, weights, tuple(task.eval_problem(0)[1]), policy_tokenizer, sites)
+    return Use(functions, weights, first_row(task), policy_tokenizer, sites)
+
+
+def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
+    """Prompt text and columns of the first held-out row; a chat is the column `prompt`."""
+    prompt, columns = task.eval_problem(0)
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
 def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tba_jax.rewards.kinds import KINDS
-from tba_jax.settings import Section, field, need
+from tba_jax.settings import Section, check_all, field, need
 from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
 
 
@@ -61,9 +61,15 @@ class TaskSettings(Section):
     )
 
     def check(self) -> None:
-        self._check_name()
-        self._check_files()
-        self._check_columns()
+        check_all(
+            self._check_name,
+            self._check_files,
+            self._check_start,
+            self._check_columns,
+            self._check_reward,
+        )
+
+    def _check_reward(self) -> None:
         functions = [f.strip().rpartition(":") for f in self.reward.split(",")]
         functions = functions if self.reward and self.reward not in KINDS else []
         need(
@@ -137,6 +143,8 @@ class TaskSettings(Section):
             f"task {self.name} has no data of its own",
             "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
         )
+
+    def _check_start(self) -> None:
         start = self.start_path
         need(
             not start or (os.path.isfile(start) and start.endswith((".jsonl", ".parquet"))),

@@ -21,6 +21,7 @@ from tba_jax.tasks.rows import Placed, has_split, open_rows
 
 # TRL does not pass these columns to reward functions either: they are its own arguments.
 DROPPED_COLUMNS = ("completion", "completion_ids")
+_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
 RESERVED_COLUMNS = ("prompts", "completions")
 
 
@@ -182,7 +183,7 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
         columns = ", ".join(sorted(map(str, row)))
         raise ValueError(
             f"{where}: no column 'prompt'; got {columns}. Name it, for example "
-            f'--config.task.columns="prompt={min(map(str, row), default="question")}"'
+            f'--config.task.columns="prompt={_likely_prompt(row)}"'
         )
     for name in RESERVED_COLUMNS:
         if name in row:
@@ -207,6 +208,11 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             f"{where}: want text or a list of chat messages under 'prompt'; got {prompt!r:.80}"
         )
     return prompt, columns
+
+
+def _likely_prompt(row: Mapping[str, Any]) -> str:
+    """Return the column that most data sets of this form have their prompts in."""
+    return next((name for name in _PROMPT_COLUMNS if name in row), min(row, default="question"))
 
 
 def _check_messages(messages: list[Any], where: str) -> None:

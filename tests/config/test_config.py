@@ -311,7 +311,7 @@ def test_no_field_is_dead():
 def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
     with pytest.raises(ConfigError, match=message) as info:
         validate(make_config(changes))
-    assert "\n" not in str(info.value)
+    assert not any("\n" in line for line in info.value.args)
 
 
 @pytest.mark.parametrize(
@@ -401,7 +401,8 @@ def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_pl
     )
     done = run_main(*arguments, f"--config.task.data_path={tmp_path}")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {tmp_path}/train.jsonl cannot be read")
+    assert f"- {tmp_path}/train.jsonl cannot be read" in done.stderr
+    assert "- model path '/no/such/model' is not a folder" in done.stderr
     # Nothing was computed, so another config is no obstacle.
     (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
     (tmp_path / "test.jsonl").write_text('{"question": "1+2?", "answer": "#### 3"}\n')
@@ -413,14 +414,14 @@ def test_data_is_read_before_the_model_and_a_failed_start_can_be_corrected_in_pl
 
 def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
     done = run_main(
-        f"--config={ROOT / 'configs' / 'math.py'}:gsm8k",
+        f"--config={ROOT / 'configs' / 'math.py'}",
         "--config.objective.beta=0.02",
         "--dry_run",
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
-    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 20)
+    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 16)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -171,7 +171,7 @@ def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, messa
         num_workers=1,
         timeout_s=5.0,
         max_failure_rate=1.0,
-        columns=None if columns is None else (*columns, "answer"),
+        row=None if columns is None else ("", dict.fromkeys((*columns, "answer"), "")),
     )
     with pytest.raises(ValueError, match=message):
         pool.check()

@@ -145,7 +145,7 @@ def test_a_learned_reward_is_one_record(tokenizer, monkeypatch):
     found = []
 
     def make(settings, use):
-        found.append((settings.reward.batch_size, use.columns, use.sites))
+        found.append((settings.reward.batch_size, tuple(use.row[1]), use.sites))
         return "source"
 
     def check(settings):

@@ -163,7 +163,7 @@ def test_columns_can_have_other_names(tmp_path):
     task = get_task("custom", path, 1, columns="prompt=question, solution=answer")
     prompt, columns = task.train_problem(0)
     assert prompt.startswith("q") and columns == {"solution": prompt[1:], "hint": "h"}
-    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=answer"'):
+    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=question"'):
         get_task("custom", path, 1).train_size()
     with pytest.raises(ValueError, match="no column 'text', which task.columns names; got answer"):
         get_task("custom", path, 1, columns="prompt=text").train_size()

@@ -25,10 +25,14 @@ def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return read_json(path)
 
 
-def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
+def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
     """The folder of a model: the path itself, or a snapshot of the hub repository.
 
     `embedded:NAME` is the model of that name that comes with the package.
+
+    Args:
+        path_or_hub_id: which.
+        with_weights: a snapshot has weights, too.
 
     Raises:
         ValueError: neither a folder nor a repository that can be fetched or is cached.
@@ -52,7 +56,11 @@ def resolve(path_or_hub_id: str | os.PathLike[str]) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+                name,
+                allow_patterns=[
+                    *("*.json", "*.txt", "*.model", "*.jinja"),
+                    *(["*.safetensors"] if with_weights else []),
+                ],
             )
         )
     except (OSError, HFValidationError) as error:

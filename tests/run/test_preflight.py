@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A command with several mistakes lists all of them at once, before weights are read."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tba_jax.config.command_line import override
+from tba_jax.run.preflight import command_problems, problems
+
+REWARDS = """
+def score(completions, answer, **kwargs):
+    return [float(a in c) for a, c in zip(answer, completions)]
+
+def wants_target(completions, target):
+    return [0.0 for _ in completions]
+
+def raises(completions, **kwargs):
+    return [undefined for _ in completions]
+
+def too_short(completions, **kwargs):
+    return []
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("custom")
+    rows = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(40)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "bad.jsonl").write_text('{"question": "1"}\n{"question": }\n')
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def command(folder, **fields):
+    """A custom command on the start model, with some settings changed or left out (None)."""
+    settings = {
+        "task.data_path": f"{folder}/train.jsonl",
+        "task.columns": "prompt=question",
+        "task.reward": f"{folder}/rewards.py:score",
+    }
+    settings |= {name.replace("__", "."): value for name, value in fields.items()}
+    given = (f"--config.{n}={v}" for n, v in settings.items() if v is not None)
+    return ["main", "--config=custom", *(text.replace("{}", str(folder)) for text in given)]
+
+
+BROKEN = {
+    "misspelt fields": (
+        {"optimizer__lr": 1e-4, "batch_size": 8, "seed": "x"},
+        ["did you mean optimizer.learning_rate", "did you mean batch.num_prompts", "config.seed=x"],
+    ),
+    "no data, no reward": (
+        {"task__data_path": None, "task__reward": None},
+        ["task.data_path = '': task custom has no data", "task.reward = '': task custom has no"],
+    ),
+    "a missing file, a missing model": (
+        {"task__data_path": "{}/trian.jsonl", "model__path": "{}/model"},
+        ["trian.jsonl': there is no such folder or file", "/model' is not a folder"],
+    ),
+    "a misspelt function, a missing model": (
+        {"task__reward": "{}/rewards.py:scroe", "model__path": "{}/model"},
+        ["there is no 'scroe' in", "/model' is not a folder"],
+    ),
+    "a missing reward file, a wrong column": (
+        {"task__reward": "{}/reward.py:score", "task__columns": "prompt=query"},
+        ["no file", "no column 'query', which task.columns names; got answer, question"],
+    ),
+    "a damaged row, a value out of range": (
+        {"task__data_path": "{}/bad.jsonl", "batch__num_prompts": 0},
+        ["bad.jsonl, line 2", "batch.num_prompts = 0: must be at least 1"],
+    ),
+    "a function without its column, groups that cannot be": (
+        {"task__reward": "{}/rewards.py:wants_target", "objective__group_size": 16},
+        ["needs the argument 'target'", "samples_per_prompt = 8: a group needs K"],
+    ),
+    "a function that raises, a text for a number": (
+        {"task__reward": "{}/rewards.py:raises", "num_steps": "many"},
+        ["name 'undefined' is not defined", "config.num_steps=many: invalid literal"],
+    ),
+    "two functions that fail, a weight too many": (
+        {
+            "task__reward": "{}/rewards.py:too_short,{}/rewards.py:nothing",
+            "task__reward_weights": (1.0, 1.0, 1.0),
+        },
+        ["returned 0 rewards for 1", "there is no 'nothing' in", "names 2 functions"],
+    ),
+    "lengths above the context, no device for searchers, a schedule that cannot be read": (
+        {
+            "task__max_prompt_tokens": 5000,
+            "task__num_eval_prompts": 8,
+            "placement": "split",
+            "mesh__data": 64,
+            "optimizer__learning_rate": "linear(1)",
+        },
+        ["was made for", "sees", "linear takes START, FINAL, STEPS"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_all_problems_of_a_command_are_listed(folder, name):
+    fields, expected = BROKEN[name]
+    found = command_problems(command(folder, **fields))
+    missing = [text for text in expected if not any(text in line for line in found)]
+    assert not missing and len(found) == len(expected), found
+
+
+def test_a_sound_command_has_no_problems(folder):
+    assert problems(override(None, command(folder)[1:])) == []
+
+
+def test_the_command_prints_them_and_ends_before_weights_are_read(folder, tmp_path):
+    fields = {"task__reward": "{}/rewards.py:scroe", "optimizer__lr": 1e-4, "num_steps": 0}
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *command(folder, **fields)[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2
+    first, *lines = done.stderr.rstrip().splitlines()
+    assert first == "error: 3 problems:" and len(lines) == 3
+    assert all(line.startswith("- ") for line in lines)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_misspelt_reward_ends_a_run_before_the_model_is_loaded(folder, tmp_path):
+    fields = {"task__reward": "{}/rewards.py:scroe", "task__max_prompt_tokens": 32}
+    done = subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", *command(folder, **fields)[1:]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and "there is no 'scroe'" in done.stderr
+    assert "loading the model" not in done.stdout
