@@ -388,11 +388,47 @@ def timeline(run: Run, theme: Theme) -> "Figure | None":
     whole.set_yticks(range(len(names)), names, color=theme.muted, fontsize=8)
     whole.set_xlim(first, last)
     whole.axvspan(*zoom, facecolor="none", edgecolor=theme.ink, linewidth=1.0)
+    _searcher_changes(whole, run, theme)
     whole.set_title(f"the {part}", loc="left", fontsize=10, color=theme.muted)
     for axes in (near, whole):
         time_axis(axes)
     whole.set_xlabel("time since start (min:s)")
     return figure
+
+
+def searcher_changes(run: Run) -> Mapping[str, np.ndarray]:
+    """Return the times of the steps after which more searchers of a fleet had left or joined.
+
+    Searchers that join before the first step are left out.
+    """
+    found = {}
+    for what, name in (("searcher lost", "searchers_lost"), ("searcher joined", "joins")):
+        times, counts = run.metrics.column("time_s", f"fleet/{name}")
+        found[what] = times[1:][np.diff(counts) > 0]
+    return found
+
+
+def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
+    """Mark on the upper edge when searchers of a fleet left and joined."""
+    looks = {"searcher lost": ("v", theme.second), "searcher joined": ("^", theme.main)}
+    is_marked = False
+    for what, times in searcher_changes(run).items():
+        if len(times):
+            marker, color = looks[what]
+            height = np.full(len(times), 1.0)
+            place = axes.get_xaxis_transform()
+            marks = {"linestyle": "none", "marker": marker, "color": color, "clip_on": False}
+            axes.plot(times, height, transform=place, label=what, **marks)
+            is_marked = True
+    if is_marked:
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            ncols=2,
+            frameon=False,
+            fontsize=9,
+            labelcolor=theme.ink,
+        )
 
 
 def _utilisation(axes: "Axes", lane: Lane, window: tuple[float, float], row: int, theme: Theme):

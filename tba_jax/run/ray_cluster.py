@@ -28,7 +28,7 @@ from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.identity import run_id_of
 from tba_jax.run.lock import Hold
-from tba_jax.run.ray_machines import Machines
+from tba_jax.run.ray_machines import Machines, refuses_connections
 from tba_jax.run.workdir import Outcome, claim, finished_before
 
 _LOOK_S = 0.2  # between two looks at everything
@@ -105,12 +105,17 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except Exception as error:  # Ray raises it as such where a node does not start in time
         first = (str(error).strip().splitlines() or [""])[0]
-        raise UserError(
-            f"config.fleet.address = {address!r}: no Ray cluster there ({first:.200}); start one "
-            "with `ray start --head`, or give local"
-        ) from error
+        why = (
+            f"no Ray cluster there ({first:.200}); start one with `ray start --head`, or give local"
+        )
+        if address == "local":
+            why = (
+                f"Ray did not start on this machine ({first:.200}). Its logs are in "
+                "/tmp/ray/session_latest/logs; if the machine was busy, run the same command again"
+            )
+        raise UserError(f"config.fleet.address = {address!r}: {why}") from error
     finally:
         signal.signal(signal.SIGHUP, hangup)
     try:
@@ -202,7 +207,13 @@ class _Fleet:
         self._step = self._newest_step()
         self._is_interrupted = False
         self._stop = StopFlag()
-        self._machines = Machines(ray.nodes, ray.get_runtime_context().get_node_id())
+        context, is_local = ray.get_runtime_context(), config.fleet.address == "local"
+        self._machines = Machines(
+            ray.nodes,
+            context.get_node_id(),
+            # The GCS of another cluster may restart within Ray's own deadline.
+            is_refused=lambda: is_local and refuses_connections(context.gcs_address),
+        )
         self._machines.start(self._stop)
         self._make_trainer()
         each = config.num_searchers

@@ -5,6 +5,7 @@ Ray reports late, or not at all, on which machine a process died. Its list of ma
 within seconds. Invariant: each machine that joins or leaves is reported in one line, once.
 """
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,8 @@ from tba_jax.remote.searcher_table import BoundedClock
 
 # Ray ends a process without an exception when the GCS has been away for 60 s.
 GCS_TIMEOUT_S = 30.0
+# A GCS of this machine that does not answer for this long and refuses connections has ended.
+REFUSED_S = 6.0
 _PERIOD_S = 2.0
 
 
@@ -25,6 +28,7 @@ class Machines:
         list_nodes: `ray.nodes`.
         own: Ray's ID of the node that this process belongs to.
         clock: seconds.
+        is_refused: whether the GCS has ended: it refuses connections and will not be restarted.
     """
 
     def __init__(
@@ -32,9 +36,11 @@ class Machines:
         list_nodes: Callable[[], Sequence[Mapping[str, Any]]],
         own: str,
         clock: Callable[[], float] = time.monotonic,
+        is_refused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._list_nodes = list_nodes
         self._own = own
+        self._is_refused = is_refused
         self._time = BoundedClock(clock, max_jump_s=GCS_TIMEOUT_S / 4)
         self._lock = threading.Lock()
         self._alive: dict[str, str] | None = None  # name by node ID, of the newest list
@@ -69,11 +75,22 @@ class Machines:
         """Return why this process cannot use the cluster any more; "" while it can."""
         with self._lock:
             silent_s = self._time() - self._answered_s
-            if silent_s > GCS_TIMEOUT_S:
-                return f"Ray's control service (GCS) has not answered for {silent_s:.0f} s"
-            if self._alive is not None and self._own not in self._alive:
-                return "the Ray node of the driver (its raylet process) is dead"
-            return ""
+            is_dead = self._alive is not None and self._own not in self._alive
+        if silent_s > GCS_TIMEOUT_S or (silent_s > REFUSED_S and self._is_refused()):
+            return f"Ray's control service (GCS) has not answered for {silent_s:.0f} s"
+        return "the Ray node of the driver (its raylet process) is dead" if is_dead else ""
+
+
+def refuses_connections(address: str) -> bool:
+    """Return whether no process listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=0.5).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass  # a host that is away for a moment refuses nothing
+    return False
 
 
 def machine_name(hostname: str, node: str) -> str:

@@ -301,6 +301,22 @@ def test_tickets_that_overlap_are_graded_in_a_lane_of_their_own():
     }
 
 
+def test_the_timeline_marks_when_searchers_of_a_fleet_left_and_joined(tmp_path):
+    fake_workdir(tmp_path, num_steps=8)
+    log = tmp_path / "metrics.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    times = {line["step"]: line["time_s"] for line in lines}
+    for line in lines:
+        step = line["step"]
+        line["fleet/searchers_lost"], line["fleet/joins"] = int(step >= 3), 2 + (step >= 5)
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = report.load_run(tmp_path)
+    changes = plots.searcher_changes(run)
+    assert changes["searcher lost"] == [times[3]] and changes["searcher joined"] == [times[5]]
+    legend = plots.timeline(run, plots.LIGHT).axes[1].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["searcher lost", "searcher joined"]
+
+
 def test_timeline_lanes_lay_phases_end_to_end():
     lanes = lanes_as_lists(SCHEDULE)
     assert list(lanes) == ["searcher 0", "searcher 1", "trainer"]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Machines that join and leave a cluster, and a cluster that stopped working."""
 
+import socket
 import threading
 
 import pytest
 
 from tba_jax.devices.worker import StopFlag
-from tba_jax.run.ray_machines import GCS_TIMEOUT_S, Machines
+from tba_jax.run.ray_machines import GCS_TIMEOUT_S, REFUSED_S, Machines, refuses_connections
 
 
 def node(number, is_alive=True):
@@ -54,6 +55,24 @@ def test_a_control_service_that_does_not_answer_has_a_deadline(was_stopped):
     )
     cluster.machines.poll()
     assert cluster.machines.failure() == ""
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_control_service_that_ended_has_a_short_deadline(is_refused):
+    now = [0.0]
+    machines = Machines(list, "", lambda: now[0], lambda: is_refused)
+    while now[0] <= REFUSED_S:
+        assert machines.failure() == ""
+        now[0] += 1.0
+    assert bool(machines.failure()) == is_refused
+
+
+def test_a_port_that_nobody_listens_at_refuses_connections():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not refuses_connections(address)
+    assert refuses_connections(address)
+    assert not refuses_connections("no-such-host.invalid:1")
 
 
 def test_a_call_that_never_returns_does_not_block_the_driver():

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
+from tba_jax.config.schema import make_config
+from tba_jax.run.errors import UserError
+from tba_jax.run.ray_cluster import _ray
+
+ray = pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 ROOT = Path(__file__).parents[2]
 START = """
 import os, types
@@ -41,3 +45,19 @@ def test_ray_listens_on_loopback_or_the_run_says_that_it_does_not(before):
         assert (is_reachable, notes) == ("False", "[]")
     # Without a network Ray is on loopback whatever it read.
     assert ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in notes) == (is_reachable == "True")
+
+
+@pytest.mark.parametrize(
+    ("address", "advice"),
+    [("local", "Its logs are in /tmp/ray/session_latest"), ("auto", "start one with `ray start")],
+)
+def test_a_cluster_that_does_not_start_in_time_is_one_line(address, advice, monkeypatch):
+    def init(**options):
+        raise Exception("The current node timed out during startup.\nThis could happen because")
+
+    monkeypatch.setattr(ray, "init", init)
+    config = make_config({"placement": "fleet", "fleet.address": address})
+    with pytest.raises(UserError, match=advice) as error, _ray(config, None):
+        pass
+    text = str(error.value)
+    assert "(The current node timed out during startup.)" in text and "\n" not in text
