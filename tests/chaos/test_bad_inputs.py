@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad inputs and bad storage: each command ends within a minute, with one line and no traceback."""
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from red_team_models import write_llama
+from safetensors.numpy import load_file, save_file
+
+from tests.integration import commands
+from tests.integration.commands import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+DEADLINE_S = 120  # a command that takes longer waits for something that never comes
+REWARD = """
+import sys
+
+def score(prompts, completions, **columns):
+    {statement}
+    return [1.0] * len(completions)
+"""
+
+
+def write_inputs(folder):
+    """Write a model, data and a reward; return the arguments of a run on them."""
+    write_llama(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "a{i % 10}"}}\n' for i in range(40)))
+    write_reward(folder, "pass")
+    return [
+        "--config=custom",
+        f"--config.model.path={folder}/model",
+        f"--config.task.data_path={folder}/rows.jsonl",
+        f"--config.task.reward={folder}/score.py:score",
+        "--config.num_steps=2",
+    ]
+
+
+def write_reward(folder, statement):
+    (folder / "score.py").write_text(REWARD.format(statement=statement))
+
+
+def change(path, **values):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_token_ids(folder, **values):
+    path = folder / "model" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["model"]["vocab"].update(values)
+    path.write_text(json.dumps(tokenizer))
+
+
+def cast_weights_to_int32(folder):
+    path = folder / "model" / "model.safetensors"
+    save_file({name: x.astype(np.int32) for name, x in load_file(path).items()}, path)
+
+
+def replace_by_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it
+
+
+def command(module, *arguments, folder, cache, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", f"tba_jax.{module}", *arguments],
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **kwargs},
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(cache),
+        cwd=folder,
+    )
+
+
+def check_one_line(done, text):
+    """Check that a command failed with one line, which has this text and wants no bug report."""
+    assert done.returncode in (1, 2), (done.returncode, done.stdout, done.stderr)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and text in line, line
+    assert "bug report" not in line and len(line) < 2000, line
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda f: replace_by_a_pipe(f / "rows.jsonl"), "rows.jsonl cannot be read (not a regular"),
+        (cast_weights_to_int32, "(I32)"),
+        (lambda f: change(f / "model/config.json", eos_token_id=["a"]), "eos_token_id = ['a']"),
+        (lambda f: change_token_ids(f, a=-3), "-3"),
+        (lambda f: change_token_ids(f, a=9, b=9), "9"),
+        (lambda f: (f / "score.py").write_text("import os\nos._exit(1)"), "died while it was st"),
+    ],
+)
+def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
+    arguments = write_inputs(tmp_path)
+    spoil(tmp_path)
+    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
+    check_one_line(done, text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--config.objective.beta=1e-300"], "objective.beta = 1e-300"),
+        (["--config.reward.num_workers=100000"], "reward.num_workers = 100000"),
+        (["--config.placement=fleet", "--config.fleet.max_searchers=100000"], "in [1, 4096]"),
+        (["--replay_schedule={pipe}"], "no schedule log"),
+        (["--config={pipe}"], "no config file"),
+        (["--config.task.start_path={pipe}"], "there is no such .jsonl"),
+        (["--config.model.path={pipe}"], "pipe.jsonl"),
+        (["--workdir={pipe}"], "pipe.jsonl"),
+    ],
+)
+def test_an_unusable_argument_is_one_line(arguments, text, tmp_path, cache):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    given = [f"--workdir={tmp_path}/run", *write_inputs(tmp_path)]
+    given += [each.format(pipe=tmp_path / "pipe.jsonl") for each in arguments]
+    check_one_line(command("main", *given, folder=tmp_path, cache=cache), text)
+
+
+def test_a_reward_that_clears_its_modules_trains(tmp_path, cache):
+    arguments = write_inputs(tmp_path)
+    write_reward(tmp_path, "sys.modules.clear()")
+    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_a_reward_that_clears_its_modules_and_fails_shows_its_own_traceback_alone(tmp_path, cache):
+    arguments = write_inputs(tmp_path)
+    write_reward(tmp_path, "raise KeyError(sys.modules.clear())")
+    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
+    assert done.returncode in (1, 2) and done.stderr.startswith("error: ")
+    assert "raise KeyError(sys.modules.clear())" in done.stderr and len(done.stderr) < 2000
+
+
+def test_a_reward_that_floods_its_output_is_cut_and_counted(tmp_path, cache):
+    arguments = write_inputs(tmp_path)
+    write_reward(tmp_path, "[print('x' * 2**20) for _ in range(20)]")
+    done = command("main", f"--workdir={tmp_path}/run", *arguments, folder=tmp_path, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert "bytes of their output were dropped" in done.stdout
+    assert len(done.stdout) < 16 * 2**20  # 128 KiB in 10 s
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, cache):
+    """The work directory of a run that ended."""
+    workdir = tmp_path_factory.mktemp("finished") / "run"
+    done = commands.run(workdir, "driver=sync", cache=cache)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def test_a_report_on_a_disk_that_is_full_is_one_line(finished, cache):
+    page = (finished / "report.html").read_bytes()
+
+    def limit_sizes():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+
+    done = command("report", ".", folder=finished, cache=cache, preexec_fn=limit_sizes)
+    check_one_line(done, "cannot be used: File too large. Make room")
+    assert (finished / "report.html").read_bytes() == page
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
+@pytest.mark.parametrize("module", ["report", "main"])
+def test_a_read_only_run_is_one_line(module, finished, cache):
+    unfinished = finished.with_name(f"unfinished-{module}")
+    shutil.copytree(finished, unfinished)
+    shutil.rmtree(unfinished / "checkpoints" / "8")
+    (unfinished / "report.json").unlink()
+    mount = f"mount --bind {unfinished} {unfinished} && "
+    mount += f"mount -o remount,bind,ro {unfinished} && exec "
+    argv = [sys.executable, "-m", "tba_jax.report", str(unfinished)]
+    if module == "main":
+        argv = commands.command(unfinished, "driver=sync")
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount + '"$@"', "sh", *argv],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        env=environment(cache),
+    )
+    check_one_line(done, "Read-only file system")
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_report_whose_output_cannot_be_written(is_full, finished, cache):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") if is_full else os.fdopen(writer, "w") as output:
+        done = command("report", ".", folder=finished, cache=cache, stdout=output)
+    if is_full:
+        check_one_line(done, "standard output or a file cannot be used: No space left on device")
+    else:
+        assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_log_with_other_names_of_metrics_is_one_line(finished, tmp_path, cache):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished, workdir)
+    log = workdir / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"eval/', '"evaluation/'))
+    done = command("report", str(workdir), folder=tmp_path, cache=cache)
+    check_one_line(done, "metrics.jsonl, line 1")
