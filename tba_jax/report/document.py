@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTML that every page of the package is made of: the document, sections, tables, escaped text.
 
-Invariant: a page in a file fetches nothing and runs no script, and every text in a page is escaped,
-because model outputs may hold anything.
+Invariant: a page in a file fetches nothing, a page runs no script but its own, and every text in a
+page is escaped, because model outputs may hold anything.
 """
 
+import base64
+import hashlib
 import html
-import secrets
 from collections.abc import Iterable
 from typing import Any
 
 from tba_jax.report.words import plain, shown
 
 
-def document(title: str, name: str, body: str, style: str = "", script: str = "") -> str:
+def document(
+    title: str, name: str, body: str, style: str = "", script: str = "", *, fetches: bool = False
+) -> str:
     """A whole page as HTML text.
 
     Args:
@@ -21,14 +24,14 @@ def document(title: str, name: str, body: str, style: str = "", script: str = ""
         name: of the run or of the command.
         body: HTML of the page.
         style: CSS rules of this page alone.
-        script: of a page that a server updates: the only script that may run, and it may fetch from
-            its server alone.
+        script: the only script that may run; "" for none.
+        fetches: the script may fetch from the page's own server, else from nowhere.
     """
-    policy, code = "", ""
+    policy, code = "; connect-src 'self'" if fetches else "", ""
     if script:
-        nonce = secrets.token_urlsafe(16)
-        policy = f"; script-src 'nonce-{nonce}'; connect-src 'self'"
-        code = f'<script nonce="{nonce}">{script}</script>'
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        policy += f"; script-src 'sha256-{digest}'"
+        code = f"<script>{script}</script>"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '

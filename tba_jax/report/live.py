@@ -18,6 +18,7 @@ from typing import Any
 
 import uvicorn
 
+from tba_jax.report import sample_browser
 from tba_jax.report.build import draw_pictures
 from tba_jax.report.document import document, escaped
 from tba_jax.report.files import Run, assemble
@@ -197,9 +198,15 @@ async function follow() {
     if (answer.status === 200) {
       const told = await answer.json();
       const main = document.querySelector('main');
-      const open = [...main.querySelectorAll('details')].map(item => item.open);
+      const folded = () => [...main.querySelectorAll('details')].filter(
+        item => !item.closest('#browser'));
+      const open = folded().map(item => item.open);
+      const browser = main.querySelector('#browser'), focus = document.activeElement;
       version = told.version; document.title = told.title; main.innerHTML = told.body;
-      main.querySelectorAll('details').forEach((item, i) => { item.open = !!open[i]; });
+      folded().forEach((item, i) => { item.open = !!open[i]; });
+      if (browser) main.querySelector('#browser')?.replaceWith(browser);
+      focus.focus();
+      browse();
     }
   } catch (error) {
     document.getElementById('live').textContent = 'The server of this page has stopped.';
@@ -289,7 +296,10 @@ class LiveServer:
             await asyncio.to_thread(self._page.update)
         page = self._page
         if name == "":
-            whole = document(page.title or "live", "live", page.body, script=_SCRIPT % page.version)
+            script = sample_browser.SCRIPT + _SCRIPT % page.version
+            whole = document(
+                page.title or "live", "live", page.body, sample_browser.STYLE, script, fetches=True
+            )
             return 200, b"text/html", whole.encode()
         if scope["query_string"] == str(page.version).encode():
             return 204, b"application/json", b""

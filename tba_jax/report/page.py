@@ -2,19 +2,22 @@
 """The page of a run's report as HTML text.
 
 It takes what a run left behind (`Run`) and its pictures as PNG bytes, leaves out what is missing
-and says so. It owns one invariant: the page fetches nothing and runs no script, and every text in
-it is escaped, because model outputs may hold anything.
+and says so. It owns one invariant: the page fetches nothing, and every text in it is escaped,
+because model outputs may hold anything.
 """
 
 import base64
 from collections.abc import Mapping
 from typing import Any
 
+from tba_jax.report import sample_browser
 from tba_jax.report.document import details, document, escaped, pairs, section
 from tba_jax.report.figures import FIGURES, HEALTHY, LEARNED, WORKED
 from tba_jax.report.files import Facts, Run, flat
 from tba_jax.report.words import duration, held_out, percent, plain
 from tba_jax.report.writers import format_count, format_metric, is_share, metric_label
+
+_FILE_BYTES, _LIVE_BYTES = 6 * 2**20, 2**20  # of responses in a page
 
 
 def headline(run: Run) -> str:
@@ -345,7 +348,8 @@ def _fleet(run: Run) -> str:
 
 def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
     """The page as HTML text."""
-    return document(headline(run), run_name(run), render_body(run, pictures))
+    body = render_body(run, pictures)
+    return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
 
 
 def run_name(run: Run) -> str:
@@ -373,6 +377,9 @@ def render_body(
         _tiles(run),
         _learning(run, pictures),
         _samples(run),
+        sample_browser.browser(
+            run.workdir / "samples.jsonl", _LIVE_BYTES if is_live else _FILE_BYTES
+        ),
         _asynchrony(run, pictures),
         section(HEALTHY, health) if health else "",
         _ledger(run),

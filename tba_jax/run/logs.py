@@ -28,6 +28,7 @@ class Logs:
         progress: the display.
         schedule: the order in which things were done.
         own: metrics.jsonl; None in processes other than 0.
+        samples: samples.jsonl; None in processes other than 0.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class Logs:
         progress: Display,
         schedule: JsonlWriter,
         own: JsonlWriter | None,
+        samples: JsonlWriter | None,
     ) -> None:
         self.metrics = metrics
         self.progress = progress
         self.schedule = schedule
+        self.samples = samples
         self._own = own
         self._saved: dict[str, int] = {}
 
@@ -56,14 +59,15 @@ class Logs:
 
         Args:
             step: of the checkpoint that was restored, 0 without one.
-            is_kept_metric, is_kept_event: of metrics.jsonl and of the schedule log.
+            is_kept_metric: of metrics.jsonl and samples.jsonl.
+            is_kept_event: of the schedule log.
         """
         lost = [found for file in self._files() if (found := self._lost(file)) is not None]
         for file in self._files():
             start = self._saved.get(file.path.name, 0)
             if any(one.path == file.path for one in lost):
                 start = 0  # what there is may be of any time
-            file.keep(is_kept_metric if file is self._own else is_kept_event, start)
+            file.keep(is_kept_event if file is self.schedule else is_kept_metric, start)
         for path, then, now in lost:
             self.progress.note(
                 f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
@@ -84,13 +88,15 @@ class Logs:
         return [file.path.name for file in self._files() if file.is_replaced()]
 
     def _files(self) -> list[JsonlWriter]:
-        return [self.schedule, *([] if self._own is None else [self._own])]
+        return [file for file in (self.schedule, self._own, self.samples) if file is not None]
 
     def close(self) -> None:
         """Complete the files."""
         self.progress.close()
         self.metrics.close()
         self.schedule.close()
+        if self.samples is not None:
+            self.samples.close()
 
 
 class _Lost(NamedTuple):
@@ -112,15 +118,16 @@ def open_logs(
 
     Args:
         workdir: of the run.
-        cluster: its processes; only process 0 writes metrics.jsonl.
+        cluster: its processes; only process 0 writes metrics.jsonl and samples.jsonl.
         progress: the display.
         extra: more metric sinks.
         confirm: raises where this process no longer holds the work directory.
     """
     own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
+    samples = JsonlWriter(workdir / "samples.jsonl", confirm) if cluster.is_primary else None
     sinks = [*([own] if own else []), progress, *extra]
     schedule = JsonlWriter(workdir / schedule_name(cluster.process_id), confirm)
-    return Logs(MultiWriter(sinks), progress, schedule, own)
+    return Logs(MultiWriter(sinks), progress, schedule, own, samples)
 
 
 def schedule_name(process_id: int) -> str:

@@ -131,6 +131,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     """
     step = run.trainer.step_index
     run.clock.note_step()
+    run.samples.add_step(step, run.trainer.shown)
     config = run.config
     is_logged = step % config.log.period == 0 or step == config.num_steps
     if is_logged:

@@ -22,7 +22,8 @@ from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CHECKPOINT_ENTRIES, ITEMS_FILE, Facts, read_facts
 from tba_jax.storage import digests, sealed
 
-_FILES = ("metrics.jsonl", "versions.json", "report.json", "report.html", "prompts.json")
+_LOGS = ("metrics.jsonl", "samples.jsonl")
+_FILES = (*_LOGS, "versions.json", "report.json", "report.html", "prompts.json")
 # Folders whose entries a run names itself, and those of TensorBoard and W&B.
 _OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
 _FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
@@ -34,7 +35,7 @@ _BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
 _REMAINDERS = (".unfinished", ".new", ".kept")
 # How a file begins that a run wrote. Damage behind that is named by whoever reads the file.
 _BEGINNINGS = {
-    "metrics.jsonl": b'{"',
+    **dict.fromkeys(_LOGS, b'{"'),
     "versions.json": b"{\n",
     "report.json": b"{\n",
     "prompts.json": b"{\n",

@@ -6,6 +6,7 @@ Drivers, the main command and replays work on a Run; `build` makes one. Its inva
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +23,7 @@ from tba_jax.run.host_state import HostState
 from tba_jax.run.lock import Hold
 from tba_jax.run.logs import Logs
 from tba_jax.run.peers import Link, Owner
+from tba_jax.run.samples import Samples
 from tba_jax.run.searching import Search
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
@@ -94,6 +96,11 @@ class Run:
     def config(self) -> Config:
         """The config."""
         return self.shared.config
+
+    @functools.cached_property
+    def samples(self) -> Samples:
+        """Writes some of the responses."""
+        return Samples(self.logs.samples, self.shared.tokenizer, self.config)
 
     @property
     def is_fleet(self) -> bool:
@@ -183,6 +190,7 @@ class Run:
             {"time_s": end, **{f"eval/{k}": v for k, v in values.items()}, "eval/version": step},
         )
         shown = self.config.eval.num_report_samples
+        self.samples.add_evaluation(step, evaluation, self.evaluator.prompts, shown)
         texts, rewards = evaluation.texts[:shown], evaluation.rewards[:shown]
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
 
@@ -211,7 +219,8 @@ def forget_after(run: Run, step: int) -> None:
     last_eval_step = run.evaluated.last_eval_step
 
     def is_kept_metric(record: Mapping[str, Any]) -> bool:
-        return record["step"] <= (last_eval_step if "eval/n" in record else step)
+        is_evaluation = "eval/n" in record or record.get("of") == "eval"
+        return record["step"] <= (last_eval_step if is_evaluation else step)
 
     # Rounds of searchers that other hosts have now stay: this log is where they were done.
     searchers = {searcher.index: searcher for searcher in run.search.searchers}

@@ -75,6 +75,7 @@ def make_step_settings(
         remat=config.model.remat,
         epochs=objective.epochs,
         minibatches=objective.minibatches,
+        shows_tokens=True,
         rounding_seed=config.seed if config.optimizer.rounding == "stochastic" else None,
     )
 

@@ -99,6 +99,10 @@ class Rows(NamedTuple):
         """Sum over each response."""
         return _sums(values, self.tokens, self.responses.weight.shape)
 
+    def of_first_prompt(self, values: Float[Array, "n *r t"]) -> Float[Array, "k t"]:
+        """Values of the tokens of each response to the first prompt of the batch."""
+        return _by_response(values, tokens=self.tokens, length=self.responses.length[:1])[0]
+
     def is_here(self, tokens: Tokens) -> Bool[Array, "p k"]:
         """Which responses lie in some rows."""
         shape = self.responses.weight.shape

@@ -37,7 +37,7 @@ from tba_jax.train.off_policy import STRATA_KEY, stratified
 from tba_jax.train.rows import Rows, Tokens, make_rows, whole
 from tba_jax.train.schedules import value_at
 from tba_jax.train.state import StepShardings, TrainState, trainable
-from tba_jax.train.step_metrics import batch_metrics, measured, padding_share
+from tba_jax.train.step_metrics import SHOWN_KEY, batch_metrics, measured, padding_share
 from tba_jax.train.step_settings import StepSettings
 from tba_jax.train.target import tempered_target
 from tba_jax.train.updating import Done, schedule_step, stepped, update
@@ -69,8 +69,8 @@ def make_train_step(
 
     Returns:
         (state, batch) -> (state, metrics), with adapters (state, batch, base): metrics are float32
-        scalars, but for the strata under `STRATA_KEY`; the base is neither changed nor donated. It
-        raises ValueError for a batch whose rows the micro-batches do not divide.
+        scalars, but for the strata under `STRATA_KEY` and `SHOWN_KEY`; the base is neither
+        changed nor donated. ValueError: the micro-batches do not divide the rows of a batch.
     """
     compute = None if shardings is None else shardings.compute
 
@@ -84,9 +84,8 @@ def make_train_step(
         cut = cut_rows(rows, size, is_whole=settings.is_whole)
         beta = value_at(settings.target.beta, state.step)
         temperatures = settings.target.temperatures(state.step)
-        rows = _with_reference(rows, state, cut)
-        reference_logprob = rows.responses.reference_logprob
-        rows = _towards(rows, temperatures)
+        raw = _with_reference(rows, state, cut)
+        rows = _towards(raw, temperatures)
         trained, score, apart = _scored_how(rows, state, settings.objective)
         log_z, pull_log_z = None, None
         if state.log_z_head is not None and score is rows.score:
@@ -117,14 +116,22 @@ def make_train_step(
             "lr": schedule(schedule_step(state)),
             "beta": beta,
             **temperatures,
-            **batch_metrics(batch, rows, done.policy, reference_logprob),
+            **batch_metrics(batch, rows, done.policy, raw.responses.reference_logprob),
             "padding_share": padding_share(batch, cut),
             **{name: getattr(new_state, name) for name in _SKIPPED},
         }
-        named = {f"train/{name}": value for name, value in metrics.items()}
-        return new_state, {**named, STRATA_KEY: stratified(measured(rows, done.policy, beta))}
+        shown = _shown(raw, done.policy) if settings.shows_tokens else {}
+        strata = {STRATA_KEY: stratified(measured(rows, done.policy, beta))}
+        return new_state, {f"train/{name}": x for name, x in metrics.items()} | strata | shown
 
     return _jitted(train_step, shardings)
+
+
+def _shown(rows: Rows, policy: Array) -> dict[str, Any]:
+    """Log-probs of the first prompt's responses, token by token, [k t] each."""
+    of_batch = {"policy": policy, "reference": rows.tokens.reference}
+    known = {name: x for name, x in of_batch.items() if x is not None}
+    return {SHOWN_KEY: {name: rows.of_first_prompt(x) for name, x in known.items()}}
 
 
 class _How(NamedTuple):

@@ -13,6 +13,9 @@ from tba_jax.train.micro_batches import Cut
 from tba_jax.train.off_policy import Measured, largest_gap, off_policy_stats
 from tba_jax.train.rows import Rows, num_valid_tokens
 
+# Of the log-probs of the first prompt's responses among the metrics of a step.
+SHOWN_KEY = "shown"
+
 
 def batch_metrics(
     batch: Batch | PackedBatch,

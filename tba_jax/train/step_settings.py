@@ -32,6 +32,7 @@ class StepSettings:
         minibatches: updates of a pass, each by so large a part of the batch.
         rounding_seed: of the stochastic rounding of what is stored in bfloat16; None: what is
             stored there is computed there, to the nearest.
+        shows_tokens: a step also returns log-probs of the tokens of one prompt's responses.
     """
 
     objective: Objective
@@ -48,6 +49,7 @@ class StepSettings:
     epochs: int = 1
     minibatches: int = 1
     rounding_seed: int | None = None
+    shows_tokens: bool = False
 
     @property
     def num_updates(self) -> int:

@@ -12,7 +12,7 @@ alias of its state.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,12 +26,27 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.train.off_policy import STRATA_KEY, named_strata
 from tba_jax.train.state import TrainState
+from tba_jax.train.step_metrics import SHOWN_KEY
 from tba_jax.train.step_plan import Batches, StepPlan
 from tba_jax.weights.transport import Transport
 
 
 class NonFiniteError(RuntimeError):
     """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
+
+
+class Shown(NamedTuple):
+    """One prompt of a batch, with log-probs of every token of its responses before the update.
+
+    Attributes:
+        draw: the prompt and n responses.
+        policy: float32 [k t], k at least n.
+        reference: the same; None where the trainer does not score it.
+    """
+
+    draw: Draw
+    policy: np.ndarray
+    reference: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -87,6 +102,7 @@ class Trainer:
         num_merged_groups: groups of the rounds merged by this process.
         version: newest published.
         strata: of the last step, by name as in the metrics.
+        shown: the first prompt of the last batch; None where this process did not draw it.
     """
 
     def __init__(
@@ -111,6 +127,7 @@ class Trainer:
         self.num_merged_groups = 0
         self.version = self.step_index
         self.strata: dict[str, float] = {}
+        self.shown: Shown | None = None
         self.plan = StepPlan(wait=True, stop=False, sync=False, save=False)
         self._train_step = train_step
         self._buffer = buffer
@@ -220,6 +237,8 @@ class Trainer:
         # One transfer for all of it; it is also what waits for the step.
         found = jax.device_get(metrics)
         self.strata = named_strata(found.pop(STRATA_KEY)) if STRATA_KEY in found else {}
+        shown = found.pop(SHOWN_KEY, None)
+        self.shown = Shown(draws[0], **shown) if shown and draws else None
         values = {k: float(v) for k, v in found.items()}
         end = self._clock()
         in_a_row = int(values.pop("train/skipped_in_a_row"))

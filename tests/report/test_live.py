@@ -152,7 +152,8 @@ def test_a_port_that_cannot_be_used_is_one_line(tmp_path, capsys):
     assert "--live=99999: cannot listen" in capsys.readouterr().err
 
 
-def test_a_report_in_a_file_has_no_script(tmp_path):
+def test_a_report_in_a_file_has_one_script_that_may_fetch_nothing(tmp_path):
     fake_workdir(tmp_path, num_steps=4)
     text = render(load_run(tmp_path), {})
-    assert "<script" not in text and "script-src" not in text
+    assert text.count("<script") == 1 and "script-src 'sha256-" in text
+    assert "connect-src" not in text

@@ -38,6 +38,7 @@ def saved(tmp_path):
             state = logs.state()
         logs.metrics.write(step, {})
         logs.schedule.append({"event": "step", "step": step})
+        logs.samples.append({"step": step})
     logs.close()
     return state
 
@@ -49,6 +50,8 @@ def resume(folder, state):
         logs.restore(state)
     logs.cut_back(3, lambda r: r["step"] <= 3, lambda e: e["step"] <= 3)
     logs.close()
+    samples = read_jsonl(folder / "samples.jsonl")
+    assert [r["step"] for r in samples] == [0, 1, 2, 3]
     files = (read_jsonl(folder / name) for name in ("metrics.jsonl", "schedule.jsonl"))
     return display.notes, *([r["step"] for r in records] for records in files)
 

@@ -33,6 +33,7 @@ from tba_jax.train.objectives.rloo import Rloo
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
+from tba_jax.train.step_metrics import SHOWN_KEY
 from tba_jax.train.target import Target
 from tba_jax.train.updating import moved_reference
 
@@ -237,10 +238,13 @@ def test_packed_step_equals_the_padded_one(objective, micro_batch_rows):
     rows = make_batch(row_length=18, **cut)
     assert (rows.slots[-1] == 0).all()
     scoring = replace(SCORING, mask_eos=True, eos_ids=(3, 7))
-    settings = replace(SETTINGS, objective=named(objective), scoring=scoring)
+    settings = replace(SETTINGS, objective=named(objective), scoring=scoring, shows_tokens=True)
     expected, expected_metrics = run_step(make_batch(), settings)
     got, metrics = run_step(rows, replace(settings, **cut))
     assert_close_states(got, expected)
+    shown, wanted = (x.pop(SHOWN_KEY)["policy"] for x in (metrics, expected_metrics))
+    assert np.count_nonzero(wanted) == make_batch().response_lengths[0].sum()
+    np.testing.assert_allclose(shown[:, : wanted.shape[1]], wanted, atol=1e-5)
     assert_close_metrics_of_layouts(metrics, expected_metrics)
 
 

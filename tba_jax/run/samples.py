@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""samples.jsonl: some responses of the whole run, for the sample browser of the report."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tba_jax.config.schema import Config
+from tba_jax.evaluation.evaluator import Evaluation
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.report.jsonl import JsonlWriter
+from tba_jax.train.trainer import Shown
+
+MOST_STEPS = 200  # training steps of which responses are written, and as many evaluations
+MOST_RESPONSES = 8
+_HEAD, _TAIL = 768, 256  # tokens of a long response that are kept
+
+
+class TokenTexts:
+    """Texts of single tokens, kept for the next use.
+
+    Args:
+        tokenizer: of the tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers drop the space before the first token, so one token goes before.
+        self._before = tokenizer.encode("a", add_bos=False)[-1:].tolist()
+        self._before_text = tokenizer.decode(self._before, skip_special=False)
+        self._known: dict[int, str] = {}
+
+    def __call__(self, ids: list[int]) -> list[str]:
+        """Return a text for each token; a character of several tokens belongs to the first."""
+        texts = [self._one(i) for i in ids]
+        for is_part, run in itertools.groupby(range(len(ids)), lambda i: "\ufffd" in texts[i]):
+            places = list(run)
+            if is_part:
+                whole = [ids[i] for i in places]
+                texts[places[0]] = self._decode(whole)
+                texts[places[0] + 1 : places[-1] + 1] = [""] * (len(places) - 1)
+        return texts
+
+    def _one(self, token: int) -> str:
+        if token not in self._known:
+            self._known[token] = self._decode([token])
+        return self._known[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode([*self._before, *ids], skip_special=False)
+        return text.removeprefix(self._before_text)
+
+
+class Samples:
+    """Writes responses at even distances over the run.
+
+    Args:
+        log: samples.jsonl; None where another process writes it.
+        tokenizer: of the policy.
+        config: of the run.
+    """
+
+    def __init__(self, log: JsonlWriter | None, tokenizer: Tokenizer, config: Config) -> None:
+        self._log, self._texts = log, TokenTexts(tokenizer)
+        self._step_period = -(-config.num_steps // MOST_STEPS)
+        self._num_steps, self._newest_eval = config.num_steps, -1
+
+    def add_step(self, step: int, shown: Shown | None) -> None:
+        """Write the responses to one prompt of a batch, if it is time.
+
+        Args:
+            step: number of the update, from 1.
+            shown: one prompt of the batch; None where this process has no batch.
+        """
+        if self._log is None or shown is None or (step - 1) % self._step_period:
+            return
+        draw = shown.draw
+        for k, y in enumerate(draw.trajectories[:MOST_RESPONSES]):
+            n = len(y.response_tokens)
+            kept = np.arange(n) if n <= _HEAD + _TAIL else np.r_[0:_HEAD, n - _TAIL : n]
+            tokens = self._texts(y.response_tokens[kept].tolist())
+            if len(kept) < n:
+                tokens[_HEAD] = f"\n[… {n - len(kept):,} tokens …]\n{tokens[_HEAD]}"
+            policy = shown.policy[k, :n]
+            record = {
+                "reward": y.reward,
+                "parts": y.reward_parts,
+                "version": y.version_min,
+                "staleness": step - 1 - y.version_min if y.version_min >= 0 else None,
+                "searcher": y.searcher,
+                "finish": y.finish_reason,
+                "is_fresh": draw.is_fresh,
+                "length": n,
+                "tokens": tokens,
+                "behavior": _hundredths(policy - y.behavior_token_logprobs, kept),
+            }
+            total = y.reference_logprob
+            if shown.reference is not None:
+                total = float(shown.reference[k, :n].sum())
+                record["reference"] = _hundredths(policy - shown.reference[k, :n], kept)
+            record["reference_sum"] = float(policy.sum()) - total
+            if y.is_action is not None:
+                record["is_action"] = y.is_action[kept].astype(int).tolist()
+            self._write(step, "train", draw.prompt, record)
+
+    def add_evaluation(
+        self, step: int, evaluation: Evaluation, prompts: list[Prompt], most: int
+    ) -> None:
+        """Write the responses to the first held-out prompts, if it is time."""
+        period, newest = self._step_period, self._newest_eval
+        is_due = step // period != newest // period or step == self._num_steps
+        if self._log is None or not is_due:
+            return
+        self._newest_eval = step
+        if len(prompts) == 1:  # several of its responses are shown
+            prompts = prompts * len(evaluation.texts)
+        shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
+        for prompt, text, reward in itertools.islice(shown, min(most, MOST_RESPONSES)):
+            self._write(step, "eval", prompt, {"reward": reward, "version": step, "tokens": [text]})
+
+    def _write(self, step: int, of: str, prompt: Prompt, record: Mapping[str, Any]) -> None:
+        assert self._log is not None
+        answer = str(prompt.columns.get("answer", ""))[-500:]
+        facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
+        text = prompt.text if len(prompt.text) < 4000 else f"[…] {prompt.text[-4000:]}"
+        self._log.append({**facts, "prompt": text, "answer": answer, **record})
+
+
+def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
+    """Log ratios as whole hundredths, which take little room."""
+    return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()

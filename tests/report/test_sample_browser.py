@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sample browser of a page, read back from Chromium."""
+
+import json
+
+import pytest
+from browser import in_browser
+from fake_workdir import fake_workdir
+from hostile import HOSTILE
+
+from tba_jax.report.document import escaped
+from tba_jax.report.files import load_run
+from tba_jax.report.page import render
+from tba_jax.report.sample_browser import read_samples, wrong_sample
+from tba_jax.report.words import shown
+from tba_jax.storage import sealed
+
+
+def line(step, number, **facts):
+    """A response of a training step."""
+    return {
+        "step": step,
+        "of": "train",
+        "prompt_id": step % 3,
+        "prompt": f"prompt {step % 3}",
+        "answer": "7",
+        "reward": step / 100,
+        "parts": {"format": 0.25},
+        "version": max(step - 3, 0),
+        "staleness": min(step, 3),
+        "searcher": number,
+        "finish": ("eos", "length")[number],
+        "length": 2 + number,
+        "tokens": ["one ", f"word{step}"],
+        "behavior": [30, -200],
+        **facts,
+    }
+
+
+def page_of(folder, records, name="run"):
+    workdir = folder / name
+    fake_workdir(workdir, num_steps=4)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (workdir / "samples.jsonl").write_text(text)
+    page = folder / "page.html"
+    page.write_text(render(load_run(workdir), {}), encoding="utf-8", errors="strict")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("samples")
+    held_out = {"of": "eval", "prompt": "held out", "tokens": ["x"]}
+    records = [{"step": 0, "prompt_id": 0, **held_out}]
+    records += [line(step, number) for step in range(1, 41) for number in (0, 1)]
+    return page_of(folder, records)
+
+
+HANDS = """
+    const set = (name, value) => { const x = document.querySelector(`#browser [name="${name}"]`);
+      x.value = value; x.dispatchEvent(new Event('input', {bubbles: true})); };
+    const found = () => document.querySelector('#browser .found').textContent;
+    const first = () => document.querySelector('#browser .rows summary').innerText;
+    const click = selector => document.querySelector('#browser ' + selector).click();
+"""
+
+
+def test_responses_are_filtered_searched_and_ordered(page, tmp_path):
+    script = """
+        const told = [found()];
+        const ask = (name, value) => { set(name, value); told.push(found()); set(name, ''); };
+        ask('text', 'WORD7'); ask('step_min', '31'); ask('reward_max', '0.1');
+        ask('staleness_max', '1'); ask('length_min', '3'); ask('searcher', '1');
+        ask('finish', 'length'); ask('from', 'eval');
+        set('order', '-reward');
+        return [told, first().includes('step 40'), document.querySelectorAll('.rows > *').length];
+    """
+    told, is_best, rows = in_browser(page, tmp_path, script=HANDS + script)
+    counts = [int(text.split()[0]) for text in told]
+    assert counts == [81, 2, 20, 20, 2, 40, 40, 40, 1] and is_best and rows == 20
+
+
+def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, tmp_path):
+    script = """
+        set('from', 'train'); set('order', '-step'); set('colour', 'behavior');
+        click('summary');
+        const pieces = [...document.querySelectorAll('.response span')];
+        const colours = pieces.map(x => [x.textContent, x.style.background, x.title]);
+        const said = document.querySelector('.detail p').innerText;
+        set('colour', 'reference');
+        const none = document.querySelector('.response + small').innerText;
+        click('.prompt_filter');
+        return [colours, said, none, found()];
+    """
+    colours, said, none, count = in_browser(page, tmp_path, script=HANDS + script)
+    assert colours == [
+        ["one ", "rgba(0, 114, 178, 0.1)", "0.30"],
+        ["word40", "rgba(230, 120, 0, 0.7)", "-2.00"],
+    ]
+    assert "reward 0.400 · format 0.250" in said and "staleness 3" in said
+    assert "Not known token by token" in none
+    assert count == "28 of 81 responses · one prompt"
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    path = "<img src=x onerror=document.title=`hacked`>"
+    records = [
+        line(i, 0, prompt=text, answer=text, tokens=[text, "end"], parts={text: 1.0})
+        for i, text in enumerate(HOSTILE)
+    ]
+    page = page_of(tmp_path, records, path)
+    config = tmp_path / path / "config.json"
+    told = sealed.read(config)
+    told["config"] |= {"name": HOSTILE[0], "task": {text: text for text in HOSTILE[:20]}}
+    sealed.write(config, told)
+    page.write_text(render(load_run(config.parent), {}), encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<script") == 1 and "<img src=x" not in text and escaped(path) in text
+    script = """
+        const seen = [];
+        set('order', 'step'); click('.more');
+        for (const item of [...document.querySelectorAll('.rows summary')].keys()) {
+          document.querySelectorAll('.rows summary')[item].click();
+          const [prompt, response] = document.querySelectorAll('.rows details[open] pre');
+          seen.push([prompt.textContent, response.firstChild.textContent]);
+          document.querySelectorAll('.rows summary')[item].click();
+        }
+        const made = document.querySelectorAll(
+          '#browser img, #browser script, #browser style, iframe, svg, link, base, plaintext, a');
+        return [seen, made.length, document.title.includes('hacked'), document.scripts.length];
+    """
+    seen, made, title_hacked, scripts = in_browser(page, tmp_path, script=HANDS + script)
+    assert seen == [[shown(text), shown(text)] for text in HOSTILE]
+    assert made == 0 and scripts == 2  # the page's, and that of this test
+    assert not title_hacked or "hacked" in HOSTILE[0]
+
+
+def test_a_long_log_is_thinned_by_whole_steps(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    assert read_samples(path, 100) == []
+    records = [line(step, number) for step in range(100) for number in (0, 1)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = read_samples(path, path.stat().st_size // 4 + 1)
+    assert [r["step"] for r in found[:4]] == [0, 0, 4, 4] and len(found) == 50
+
+
+@pytest.mark.parametrize(
+    "facts", [{"of": "x"}, {"tokens": [1]}, {"reward": "1"}, {"parts": {"a": "b"}}, {"version": ""}]
+)
+def test_a_damaged_line_is_named(tmp_path, facts):
+    assert not wrong_sample(line(1, 0)) and wrong_sample(line(1, 0, **facts))
+    path = tmp_path / "samples.jsonl"
+    path.write_text(json.dumps(line(1, 0, **facts)) + "\n")
+    with pytest.raises(ValueError, match=r"samples.jsonl, line 1: .* Remove that line"):
+        read_samples(path, 1000)
