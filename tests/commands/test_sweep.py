@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax.commands import sweep
+from tba_jax.commands.sweep import parse_grid, points
+from tba_jax.settings import ConfigError
+
+ROOT = Path(__file__).parents[2]
+# Stands for the main command: a run takes 0.5 s, and says when it begins and when it ends.
+FAKE_MAIN = """
+import json, sys, time
+from pathlib import Path
+sys.path[:0] = [{tests!r}]
+from fake_workdir import fake_workdir
+given = dict(argument.split("=", 1) for argument in sys.argv[1:])
+workdir = Path(given["--workdir"])
+events = workdir.parent.parent / "events"
+events.open("a").write(f"begin {{workdir.name}}\\n")
+if given.get("--config.sync_period") == "3":
+    sys.exit("error: three does not work")
+time.sleep({seconds})
+fake_workdir(workdir, num_steps=20)
+report = workdir / "report.json"
+told = json.loads(report.read_text())
+told["eval"]["after"]["step"] = int(given["--config.num_steps"])
+from tba_jax.storage import sealed
+sealed.write(report, told)
+(workdir / "report.html").write_text("<html>")
+events.open("a").write(f"end {{workdir.name}}\\n")
+"""
+ARGUMENTS = ["--config=math", "--config.num_steps=20"]
+
+
+@pytest.fixture
+def fake_main(tmp_path, monkeypatch):
+    script = tmp_path / "fake_main.py"
+    script.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=0.0))
+    monkeypatch.setattr(sweep, "MAIN", (sys.executable, str(script)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return script
+
+
+def events(folder):
+    return (folder / "events").read_text().splitlines()
+
+
+def test_a_grid_has_values_with_commas_in_brackets():
+    grid = parse_grid(
+        "optimizer.learning_rate=1e-5, linear(5e-4, 0, warmup=5);objective.preset=tba"
+    )
+    assert grid == {
+        "optimizer.learning_rate": ["1e-5", "linear(5e-4, 0, warmup=5)"],
+        "objective.preset": ["tba"],
+    }
+    for wrong in ("seed", "seed=", "a=1,,2", "a=1;a=2"):
+        with pytest.raises(ConfigError, match="wanted each field once as FIELD=VALUE,VALUE"):
+            parse_grid(wrong)
+
+
+def test_seeds_vary_slowest_and_bad_points_are_known_before_the_first_run():
+    grid = parse_grid("objective.preset=tba,grpo;optimizer.learning_rate=1e-5,-1")
+    found = points(ARGUMENTS, grid, [3, 4])
+    names = [point.name for point in found]
+    assert names[:2] == ["preset=tba-learning_rate=1e-5-seed3", "preset=tba-learning_rate=-1-seed3"]
+    assert len(names) == 8 and names[4].endswith("seed4")
+    assert [isinstance(x, ConfigError) for x in found.values()] == [False, True] * 4
+    with pytest.raises(ConfigError, match="did you mean optimizer.learning_rate"):
+        points(ARGUMENTS, {"lr": ["1"]}, [0])
+
+
+def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(fake_main, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = [*ARGUMENTS, "--grid=sync_period=0,3,1", "--seeds=2", f"--out={out}"]
+    assert sweep.main(arguments) == 1
+    told = capsys.readouterr()
+    assert "sync_period=0-seed0: failed, " in told.out
+    assert "sync_period=3-seed1: failed, exit status 1: error: three does not work" in told.out
+    assert "4 of 6 runs failed" in told.err and (out / "compare.html").is_file()
+    assert [x for x in events(tmp_path) if x.startswith("end")] == [
+        "end sync_period=1-seed0",
+        "end sync_period=1-seed1",
+    ]
+    assert sweep.main(arguments) == 1  # finished runs are not started again
+    assert sum(x == "begin sync_period=1-seed0" for x in events(tmp_path)) == 1
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_twice_makes_each_of_eight_runs_once(fake_main, tmp_path):
+    fake_main.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=0.5))
+    arguments = [*ARGUMENTS, "--grid=sync_period=1,2;num_searchers=1,2", "--seeds=2"]
+    code = (
+        "from tba_jax.commands import sweep; import sys;"
+        f"sweep.MAIN = (sys.executable, {str(fake_main)!r});"
+        f"sys.exit(sweep.main({[*arguments, f'--out={tmp_path}/out']!r}))"
+    )
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    for kill in (signal.SIGKILL, signal.SIGTERM):
+        begun = len(events(tmp_path)) if (tmp_path / "events").exists() else 0
+        process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+        end = time.monotonic() + 120
+        while time.monotonic() < end and (
+            not (tmp_path / "events").exists() or len(events(tmp_path)) < begun + 4
+        ):
+            time.sleep(0.02)
+        process.send_signal(kill)
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == (-kill if kill == signal.SIGKILL else 130)
+        assert kill == signal.SIGKILL or "the same command continues" in said
+        left = len(events(tmp_path))
+        time.sleep(0.7)
+        assert len(events(tmp_path)) == left  # no run went on alone
+    subprocess.run(command, env=env, check=True, timeout=240)
+    ends = [x for x in events(tmp_path) if x.startswith("end")]
+    assert len(ends) == len(set(ends)) == 8
+    assert (tmp_path / "out" / "compare.html").is_file()
