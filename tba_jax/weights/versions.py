@@ -17,6 +17,8 @@ from etils import epath
 
 from tba_jax.storage import digests, orbax_operations, saves, sealed
 
+_READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
+
 
 class PublicationError(RuntimeError):
     """Weights could not be written or read; the message says which and what to do."""
@@ -164,11 +166,15 @@ class Versions:
                 args = ocp.args.StandardRestore(abstract)
                 with orbax_operations.operation():
                     return reader.restore(self.path(version), args=args)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-            first = (str(error).strip().splitlines() or [""])[0]
+        except Exception as error:
+            # Orbax raises Exception itself for an array, caused by what TensorStore found.
+            is_array = type(error) is Exception
+            if not is_array and not isinstance(error, _READ_ERRORS):
+                raise
+            cause = (error.__cause__ if is_array else None) or error
             raise PublicationError(
                 f"published weights {self.path(version)} cannot be read: "
-                f"{type(error).__name__}: {first:.300}"
+                f"{type(cause).__name__}: {brief(cause)}"
             ) from error
 
     def newest_intact(self, note: Callable[[str], None], wanted: int | None = None) -> int:

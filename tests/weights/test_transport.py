@@ -238,6 +238,22 @@ def test_a_reader_elsewhere_is_told_of_damage_and_gets_the_version_before(tmp_pa
         versions.newest_intact(notes.append)
 
 
+@pytest.mark.parametrize("is_deleted", [True, False])
+def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(is_deleted, tmp_path):
+    params = {f"w{i}": jnp.arange(20000.0) for i in range(9)}
+    transport = checkpoints(tmp_path)
+    deliver(transport, 3, params)
+    transport.close()
+    for file in (tmp_path / "weights" / "3").glob("*/d/*"):
+        file.unlink() if is_deleted else file.write_bytes(bytes(file.stat().st_size))
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    with pytest.raises(PublicationError, match="weights/3 cannot be read") as error:
+        Versions(tmp_path).read(3, abstract)
+    assert "\n" not in str(error.value)
+
+
 def test_what_kills_have_left_and_steps_that_are_made_again_are_dropped(tmp_path):
     transport = checkpoints(tmp_path)
     for version in (3, 5):
