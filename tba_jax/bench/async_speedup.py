@@ -65,7 +65,6 @@ _BALANCED = {
     "search.prompts_per_round": 4,
     "search.samples_per_prompt": 24,  # of which 16 are trained on
     "batch.num_prompts": 4,
-    "batch.share_prompts": True,
     "model.remat": "none",
 }
 _WIDER = {

@@ -6,7 +6,7 @@
 
 A step draws responses to a batch of prompts, scores them under the reference, and trains on them
 once, in one thread. Ours is the main command's synchronous driver, read from its schedule log, with
-`batch.share_prompts` off and on. TRL
+`batch.share_prompts` on, the default, and off. TRL
 gets the same checkpoint, prompts, reward, optimiser and KL coefficient, without gradient
 checkpointing, and micro-batches of its own. Responses are drawn, not given, so that the sides share
 shapes and not texts; their mean length is told, as few end before the limit. Every side runs in a
@@ -31,7 +31,10 @@ _SHAPES = ("39m", "1.5b", "tiny")
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
 _PACKAGES = {"trl": rl_step_trl.PACKAGES}
 # Fields of the config in which the forms of our own step differ.
-_OURS: dict[str, dict[str, Any]] = {"tba_jax": {}, "share_prompts": {"batch.share_prompts": True}}
+_OURS: dict[str, dict[str, Any]] = {
+    "tba_jax": {},
+    "separate_prompts": {"batch.share_prompts": False},
+}
 _PARTS = ("step_s", "decode_s", "reference_s", "train_s", "rest_s")
 
 

@@ -29,8 +29,7 @@ PRESETS = {
             "long_prompts": "skip",
             "num_eval_prompts": 64,
         },
-        # A prompt is computed once for all of its responses.
-        "batch": {"num_prompts": 8, "share_prompts": True},
+        "batch": {"num_prompts": 8},
         "objective": {"group_size": 8, "beta": 0.05},
         "optimizer": {"learning_rate": "linear(1e-5, 0, warmup=10)"},
         "search": {

@@ -42,8 +42,14 @@ PRESETS = {
         # take turns on it (60 steps in 47 s instead of 25 s).
         "num_cpu_devices": 2,
         "task": {"name": "arithmetic", "max_prompt_tokens": 12, "num_eval_prompts": 512},
-        # One train program for any number of distinct responses, of which there are 40 to 60.
-        "batch": {"num_prompts": 16, "num_length_buckets": 1, "micro_batch_rows": 64},
+        # One train program for any number of distinct responses, of which there are 40 to 60, to
+        # prompts of twelve tokens.
+        "batch": {
+            "num_prompts": 16,
+            "num_length_buckets": 1,
+            "micro_batch_rows": 64,
+            "share_prompts": False,
+        },
         # Five in six responses are repeats, nearly all of them hasty answers.
         "objective": {"group_size": 16, "beta": 0.05, "weights": "equal"},
         "optimizer": {"learning_rate": "linear(2e-4, 0, warmup=5)"},
@@ -83,12 +89,7 @@ PRESETS = {
         # Prompts and responses are far shorter than their limits, so most of a padded row would be
         # padding; eight rows at a time bound the attention scores (1 GiB of a layer, 32 heads).
         # A question is computed once for the answers that fit behind it.
-        "batch": {
-            "num_prompts": 7,
-            "packed_length": 1024,
-            "micro_batch_rows": 8,
-            "share_prompts": True,
-        },
+        "batch": {"num_prompts": 7, "packed_length": 1024, "micro_batch_rows": 8},
         "objective": {
             "group_size": 20,
             "beta": "linear(0.014, 0.004, 500)",
@@ -126,7 +127,7 @@ PRESETS = {
             "rollout_dtype": "bfloat16",
         },
         # One group per trainer device at a time, a row with its prompt once.
-        "batch": {"num_prompts": 32, "micro_batch_rows": 64, "share_prompts": True},
+        "batch": {"num_prompts": 32, "micro_batch_rows": 64},
         "objective": {"group_size": 16, "beta": 0.005},
         "optimizer": {
             "learning_rate": 1e-6,

@@ -43,7 +43,7 @@ _PAPER = {
     "placement": "split",
     "task": {"name": "redteam", "max_prompt_tokens": 8, "num_eval_prompts": 1},
     "lora": {"rank": 32, "alpha": 16.0},
-    "batch": {"num_prompts": 8, "num_length_buckets": 1},
+    "batch": {"num_prompts": 8, "num_length_buckets": 1, "share_prompts": False},
     "objective": {
         "group_size": 16,
         "beta": 0.05,
@@ -108,7 +108,7 @@ PRESETS = {
         "num_cpu_devices": 2,
         "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
         "model": {"path": "embedded:attacker_model"},
-        "batch": {"num_prompts": 4, "num_length_buckets": 1, "logprob_chunk_tokens": 8192},
+        "batch": {"num_prompts": 4, "num_length_buckets": 1, "share_prompts": False},
         # At 0.5 all-failure groups pull back to the reference as hard as rare successes push.
         "objective": {"group_size": 16, "beta": 0.2},
         "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},

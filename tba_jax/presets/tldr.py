@@ -38,7 +38,7 @@ def _pythia(size: str) -> dict:
         # float32 as in the paper, except for the judge, which is 16 times as large.
         "model": {"path": f"mnoukhov/pythia{size}-sft-tldr"},
         # Posts are four times as long as summaries, and each is computed once for twenty.
-        "batch": {"num_prompts": 8, "share_prompts": True},
+        "batch": {"num_prompts": 8},
         "objective": {
             "group_size": 20,
             # Towards 0.05 in 128 steps, cut at their update 32, counted from 1, where it jumps.
@@ -83,7 +83,7 @@ PRESETS = {
         "num_cpu_devices": 2,
         "task": {"name": "tldr_toy", "max_prompt_tokens": 26, "num_eval_prompts": 512},
         "model": {"path": "embedded:tldr_toy_policy"},
-        "batch": {"num_prompts": 8, "num_length_buckets": 1},
+        "batch": {"num_prompts": 8, "num_length_buckets": 1, "share_prompts": False},
         "objective": {
             "group_size": 16,
             "beta": "linear(1, 0.1, 60, jump=15)",

@@ -28,9 +28,10 @@ class BatchSettings(Section):
         at_least=0,
     )
     share_prompts: bool = field(
-        False,
+        True,
         "compute a prompt once for its responses, in training and for the reference, where they "
-        "fit a micro-batch; gains where prompts are not far shorter than responses",
+        "fit a micro-batch; False: a program less to compile, where prompts are far shorter than "
+        "responses",
     )
     packed_length: int = field(
         0, "tokens of rows that hold several responses; 0: one response a row", at_least=0

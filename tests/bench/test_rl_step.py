@@ -76,7 +76,7 @@ def test_figures_of_a_small_load(capsys):
     assert all(part > 0 for part in parts)
     # Few of them end before the limit: with probability of about 1/128 at each token.
     assert 4 < result["mean_response_tokens"] <= 6
-    assert result["forms"]["share_prompts"]["step_s"] > 0
+    assert result["forms"]["separate_prompts"]["step_s"] > 0
     assert result["remat"] == "dots"
     assert result["peers"] == {} and len(result["step_s_of_repeats"]) == 1
 
