@@ -93,7 +93,7 @@ class Session:
         self._requests: collections.deque[_Request] = collections.deque()
         self._waiting: _Waiting | None = None
         self._occupants: list[_Occupant | None] = [None] * num_slots
-        self._num_submitted = 0
+        self._num_submitted = self._num_queued = 0  # prompts; samples without a slot
         self._started: float | None = None
         n = num_slots
         self._slots = programs.Slots(
@@ -120,11 +120,11 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Free slots that nothing in the queue will take; negative where more is queued."""
-        queued = sum(len(request.keys) for request in self._requests)
-        if self._waiting is not None:
-            queued += len(self._waiting.samples)
-        return self.num_slots - int(self._slots.is_live.sum()) - queued
+        """Free slots that nothing in the queue will take; negative where more is queued.
+
+        Other threads may read it while this one decodes.
+        """
+        return self.num_slots - int(self._slots.is_live.sum()) - self._num_queued
 
     def submit(
         self,
@@ -177,6 +177,7 @@ class Session:
             _Request(index, prompt.astype(np.int32), np.asarray(keys), settings, temperatures)
         )
         self._num_submitted += 1
+        self._num_queued += len(keys)
         if self._started is None:
             self._started = time.perf_counter()
         return index
@@ -238,6 +239,7 @@ class Session:
             admitted[-1][1].append(slot)
             admitted[-1][2].append(row)
             self._occupy(slot, request, sample, self._waiting.version)
+            self._num_queued -= 1
         if self._waiting is not None and not self._waiting.samples:
             self._waiting = None
         self._fit_cache(

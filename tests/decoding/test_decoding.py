@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine against plain teacher-forced scoring, and its promises about slots and programs."""
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -350,6 +354,27 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     np.testing.assert_array_equal(tokens[:2, :, :8], plain.tokens[:2, :, :8])
     assert (tokens[:2, :, 8:] != plain.tokens[:2, :, 8:]).any()
     np.testing.assert_array_equal(tokens[2:], swapped.tokens[2:])
+
+
+def test_room_is_read_by_other_threads(params, decoder):
+    """The client of a searcher asks while the searcher submits."""
+    session = decoder.session(params, num_slots=4, is_fed=True)
+    keys, settings = row_keys(KEY, 2), SamplingSettings(6)
+    before, stop = sys.getswitchinterval(), threading.Event()
+
+    def read():
+        while not stop.is_set():
+            assert session.room <= 4
+
+    with ThreadPoolExecutor() as pool:
+        sys.setswitchinterval(1e-5)
+        reader = pool.submit(read)
+        for _ in range(2000):
+            session.submit(PROMPTS[0], keys, settings)
+        stop.set()
+        sys.setswitchinterval(before)
+        reader.result()
+    assert session.room == 4 - 2 * 2000
 
 
 def test_a_fed_session_keeps_its_slots_and_prefills_what_came(params, decoder):
