@@ -45,7 +45,7 @@ class Batch(NamedTuple):
         versions: int32 [p k], `version_min` of each trajectory; -1 where it was drawn at another
             temperature than the policy's, so that no version's log-probs are its behaviour's.
         weights: float32 [p k], how often each response was drawn; those of a prompt sum to K.
-        is_action: bool [n c t], as in `Trajectory`; None: every response token is an action.
+        is_sampled: bool [n c t], as in `Trajectory`; None: every response token is sampled.
         prompts: int32 [q x], the prompts alone, left-padded to a bucket, and empty rows behind them
             as far as devices divide them; None unless a learned log Z reads them.
         token_advantages: float32 [n c t], as in `Trajectory`, 0 at padding; None unless the
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
     reference_logprob: HostOrDeviceArray
     versions: HostOrDeviceArray
     weights: HostOrDeviceArray
-    is_action: HostOrDeviceArray | None = None
+    is_sampled: HostOrDeviceArray | None = None
     prompts: HostOrDeviceArray | None = None
     soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None
@@ -83,7 +83,7 @@ class PackedBatch(NamedTuple):
         behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
         prompt_lengths, response_lengths, rewards, reference_logprob, versions, weights: [p k], as
             in `Batch`.
-        is_action: bool [n s], False at prompts and padding; None: every response token is one.
+        is_sampled: bool [n s], False at prompts and padding; None: every response token is one.
         token_advantages: float32 [n s], 0 at prompts and padding; None as in `Batch`.
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,
@@ -100,7 +100,7 @@ class PackedBatch(NamedTuple):
     reference_logprob: HostOrDeviceArray
     versions: HostOrDeviceArray
     weights: HostOrDeviceArray
-    is_action: HostOrDeviceArray | None = None
+    is_sampled: HostOrDeviceArray | None = None
     prompts: HostOrDeviceArray | None = None
     soft_values: HostOrDeviceArray | None = None
     token_advantages: HostOrDeviceArray | None = None

@@ -161,7 +161,7 @@ class Packing:
                 slots,
                 rows.positions,
                 rows.behavior,
-                is_action=rows.is_action,
+                is_sampled=rows.is_sampled,
                 token_advantages=rows.advantages,
                 contexts=rows.contexts if self.shares_prompts else None,
                 **of_slots,
@@ -174,7 +174,7 @@ class Packing:
             rows.tokens,
             of_responses(slots).max(axis=2),
             of_responses(rows.behavior),
-            is_action=None if rows.is_action is None else of_responses(rows.is_action),
+            is_sampled=None if rows.is_sampled is None else of_responses(rows.is_sampled),
             token_advantages=None if rows.advantages is None else of_responses(rows.advantages),
             **of_slots,
         )
@@ -303,7 +303,7 @@ class _Rows:
     slots: np.ndarray
     positions: np.ndarray
     behavior: np.ndarray
-    is_action: np.ndarray | None
+    is_sampled: np.ndarray | None
     advantages: np.ndarray | None
 
     @classmethod
@@ -320,7 +320,7 @@ class _Rows:
         Without a token that an environment wrote no mask is carried.
         """
         sequences = list(sequences)
-        has_environment = any(x.response.is_action is not None for x in sequences)
+        has_environment = any(x.response.is_sampled is not None for x in sequences)
         rows = cls(
             np.full(shape, pad_id, np.int32),
             np.zeros(shape, np.int32),
@@ -345,8 +345,8 @@ class _Rows:
                         "objective reads: it was drawn for another; begin in another --workdir"
                     )
                 rows.advantages[row, of_response] = y.token_advantages
-            if rows.is_action is not None:
-                rows.is_action[row, of_response] = True if y.is_action is None else y.is_action
+            if rows.is_sampled is not None:
+                rows.is_sampled[row, of_response] = True if y.is_sampled is None else y.is_sampled
         return rows
 
     @property

@@ -97,19 +97,19 @@ def pack_tokens(y: Trajectory) -> bytes:
 
 
 def pack_extras(y: Trajectory) -> bytes:
-    """Behavior log-probs (float32), values of the reward parts (float64), advantages, actions.
+    """Behavior log-probs (float32), values of the reward parts (float64), advantages, is_sampled.
 
-    Advantages are float32; none where there are none. Actions are a bit for each token, in whole
-    words of 4 bytes; none where every token is one.
+    Advantages are float32; none where there are none. `is_sampled` is a bit for each token, in
+    whole words of 4 bytes; none where every token is sampled.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
     packed = logprobs + struct.pack(f"<{len(parts)}d", *parts)
     if y.token_advantages is not None:
         packed += np.ascontiguousarray(y.token_advantages, "<f4").tobytes()
-    if y.is_action is None:
+    if y.is_sampled is None:
         return packed
-    bits = np.packbits(y.is_action).tobytes()
+    bits = np.packbits(y.is_sampled).tobytes()
     return packed + bits + bytes(-len(bits) % 4)
 
 
@@ -146,10 +146,10 @@ def unpack(
             first = extra_start + end // 4
             advantages = all_extras[first : first + count]
             end += len(token_bytes)
-        is_action = None
+        is_sampled = None
         if len(extra_bytes) > end:
             bits = np.frombuffer(extra_bytes, np.uint8, offset=end)
-            is_action = np.unpackbits(bits, count=count).astype(bool)
+            is_sampled = np.unpackbits(bits, count=count).astype(bool)
         out.append(
             Trajectory(
                 prompt_id=prompt_id,
@@ -164,7 +164,7 @@ def unpack(
                 round=round_,
                 sampling_temperature=temperature,
                 finish_reason=finish_reason,
-                is_action=is_action,
+                is_sampled=is_sampled,
                 token_advantages=advantages,
             )
         )

@@ -193,14 +193,14 @@ def check_commit(commit: RoundCommit) -> None:
                     f"{where}, prompt {y.prompt_id}: {len(y.token_advantages)} advantages of "
                     f"{len(y.response_tokens)} response tokens, wanted a finite number for each"
                 )
-            if y.is_action is not None and (
-                len(y.is_action) != len(y.response_tokens) or not y.is_action.any()
+            if y.is_sampled is not None and (
+                len(y.is_sampled) != len(y.response_tokens) or not y.is_sampled.any()
             ):
                 raise ValueError(
-                    f"{where}, prompt {y.prompt_id}: {int(y.is_action.sum())} actions among "
-                    f"{len(y.is_action)} marks of {len(y.response_tokens)} response tokens, wanted "
-                    "a mark for each token and one action; leave out responses that the policy "
-                    "had no part in"
+                    f"{where}, prompt {y.prompt_id}: {int(y.is_sampled.sum())} sampled tokens "
+                    f"among {len(y.is_sampled)} marks of {len(y.response_tokens)} response tokens, "
+                    "wanted a mark for each token and one sampled token; leave out responses that "
+                    "the policy had no part in"
                 )
 
 

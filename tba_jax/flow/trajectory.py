@@ -43,7 +43,7 @@ class Trajectory:
         reward_parts: what each of several rewards gave, by name, before weights; nan for one that
             does not apply (empty when there is only one).
         behavior_token_logprobs: float32 [t], log-probs of the distribution actually sampled from;
-            0 where is_action is False.
+            0 where is_sampled is False.
         reference_logprob: log pi_ref(y|x) summed over the response (float32 arithmetic), or nan
             where the trainer scores the reference itself.
         version_min: oldest policy version that drew a token of this response.
@@ -52,8 +52,8 @@ class Trajectory:
         round: that searcher's round number.
         sampling_temperature: temperature the searcher drew with.
         finish_reason: "eos" or "length".
-        is_action: bool [t], True where the policy sampled the token and False where an environment
-            wrote it; None: every token is an action.
+        is_sampled: bool [t], True where the policy sampled the token and False where an environment
+            wrote it; None: every token is sampled.
         token_advantages: float32 [t], by drawing on from states of the response; None: none were.
     """
 
@@ -69,13 +69,13 @@ class Trajectory:
     round: int
     sampling_temperature: float
     finish_reason: FinishReason
-    is_action: np.ndarray | None = None
+    is_sampled: np.ndarray | None = None
     token_advantages: np.ndarray | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays it holds."""
-        own = (self.is_action, self.token_advantages)
+        own = (self.is_sampled, self.token_advantages)
         more = sum(x.nbytes for x in own if x is not None)
         return self.response_tokens.nbytes + self.behavior_token_logprobs.nbytes + more
 

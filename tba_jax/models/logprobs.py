@@ -28,22 +28,22 @@ def response_mask(
     response_tokens: Int[Array, "p k t"],
     response_lengths: Int[Array, "p k"],
     scoring: Scoring,
-    is_action: Bool[Array, "p k t"] | None = None,
+    is_sampled: Bool[Array, "p k t"] | None = None,
 ) -> Bool[Array, "p k t"]:
-    """Which positions count in log pi(y|x): all actions of the response, EOS included.
+    """Which positions count in log pi(y|x): all sampled tokens of the response, EOS included.
 
     Args:
         response_tokens: right-padded responses.
         response_lengths: tokens, EOS included.
         scoring: whether EOS counts.
-        is_action: what the policy sampled; None: every token of a response.
+        is_sampled: True where the policy sampled the token; None: every token of a response.
     """
     t = response_tokens.shape[-1]
     mask = jnp.arange(t)[None, None] < response_lengths[..., None]
     if scoring.mask_eos:
         is_eos = jnp.isin(response_tokens, jnp.array(scoring.eos_ids, jnp.int32))
         mask = mask & ~is_eos
-    return mask if is_action is None else mask & is_action
+    return mask if is_sampled is None else mask & is_sampled
 
 
 def token_logprobs(

@@ -71,7 +71,7 @@ class TrajectoryStore:
 
     Args:
         unites: whether responses of one merge with the same tokens, versions, reward, sampling
-            temperature and actions are one row.
+            temperature and sampled tokens are one row.
 
     Attributes:
         rows: structured table with FIELDS; rows of free slots have id -1.
@@ -275,9 +275,9 @@ class TrajectoryStore:
         and leave-one-out means need each with its own.
         """
         settings = self._settings[row[SETTINGS]]
-        actions = extras[len(tokens) + 8 * len(settings.part_names) :]
+        is_sampled = extras[len(tokens) + 8 * len(settings.part_names) :]
         values = (row[PROMPT_ID], row[REWARD], row[VERSION], row[VERSION_MAX])
-        return (*values, settings.sampling_temperature, tokens, actions)
+        return (*values, settings.sampling_temperature, tokens, is_sampled)
 
     def snapshot(self, prompt_ids: Sequence[int]) -> Snapshot:
         """Everything as flat arrays and JSON-compatible metadata, prompts in the given order.

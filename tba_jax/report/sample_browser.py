@@ -17,7 +17,7 @@ from tba_jax.report.words import shown
 
 _TEXTS = ("prompt", "answer", "finish")
 _NUMBERS = ("reward", "version", "staleness", "searcher", "length", "reference_sum")
-_NUMBER_LISTS = ("behavior", "reference", "is_action")
+_NUMBER_LISTS = ("behavior", "reference", "is_sampled")
 
 
 def wrong_sample(record: Mapping[str, Any]) -> str:
@@ -117,7 +117,7 @@ function build(root) {
     choice('order', [['step', 'step'], ['-step', 'newest step'], ['-reward', 'highest reward'],
       ['reward', 'lowest reward'], ['-length', 'longest'], ['-staleness', 'stalest']]),
     choice('colour', [['', 'none'], ['behavior', 'log π − log behavior'],
-      ['reference', 'log π − log reference'], ['is_action', 'sampled by the policy']])),
+      ['reference', 'log π − log reference'], ['is_sampled', 'sampled by the policy']])),
     make('p', {className: 'found', role: 'status'}), make('div', {className: 'rows'}),
     make('button', {className: 'more', textContent: 'show more', type: 'button'}));
   root.oninput = () => { view.more = 20; draw(); };
@@ -167,15 +167,16 @@ function coloured(row) {
   row.tokens.forEach((token, i) => {
     const piece = make('span', {textContent: token});
     if (values) {
-      const size = name === 'is_action' ? 1 - values[i] : Math.min(Math.abs(values[i]) / 200, 1);
-      const tone = name === 'is_action' ? '128,128,128' : values[i] > 0 ? '0,114,178' : '230,120,0';
+      const isMark = name === 'is_sampled';
+      const size = isMark ? 1 - values[i] : Math.min(Math.abs(values[i]) / 200, 1);
+      const tone = isMark ? '128,128,128' : values[i] > 0 ? '0,114,178' : '230,120,0';
       piece.style.background = `rgba(${tone},${(size * .7).toFixed(2)})`;
-      piece.title = name === 'is_action' ? '' : (values[i] / 100).toFixed(2);
+      piece.title = isMark ? '' : (values[i] / 100).toFixed(2);
     }
     body.append(piece);
   });
   if (name && !values && row.of === 'train') {
-    const none = name === 'is_action' ? 'The policy sampled every token.'
+    const none = name === 'is_sampled' ? 'The policy sampled every token.'
       : 'Not known token by token: the reference is scored by searchers, as a sum.';
     return make('div', {}, body, make('small', {textContent: none}));
   }

@@ -102,8 +102,8 @@ class Samples:
                 total = float(shown.reference[k, :n].sum())
                 record["reference"] = _hundredths(policy - shown.reference[k, :n], kept)
             record["reference_sum"] = float(policy.sum()) - total
-            if y.is_action is not None:
-                record["is_action"] = y.is_action[kept].astype(int).tolist()
+            if y.is_sampled is not None:
+                record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
             self._write(step, "train", draw.prompt, record)
 
     def add_evaluation(

@@ -29,7 +29,7 @@ class ReferenceScorer(Protocol):
         prompt_lengths: np.ndarray,
         response_lengths: np.ndarray,
         response_bucket: int,
-        is_action: np.ndarray | None = None,
+        is_sampled: np.ndarray | None = None,
     ) -> jax.Array:
         """[b s], [b], [b c], t, [b c t] -> [b c], dispatched without waiting."""
         ...
@@ -120,7 +120,7 @@ def dispatch_reference(
 
 def _key(y: Transcript) -> tuple[bytes, bytes]:
     """Equal for responses to a prompt that have the same log-prob."""
-    return y.tokens.tobytes(), b"" if y.is_action is None else y.is_action.tobytes()
+    return y.tokens.tobytes(), b"" if y.is_sampled is None else y.is_sampled.tobytes()
 
 
 def _by_bucket(
@@ -133,7 +133,7 @@ def _by_bucket(
         distinct.setdefault(_key(y), y)
     for y in distinct.values():
         lengths = padding.lengths(len(prompt), len(y.tokens))
-        found.setdefault((*lengths, y.is_action is None), []).append(y)
+        found.setdefault((*lengths, y.is_sampled is None), []).append(y)
     return found
 
 
@@ -153,15 +153,15 @@ def _dispatch(
     s, t, is_single_turn, c = bucket
     rows = [*rows, *[rows[0]] * (num_rows - len(rows))]
     responses = np.full((num_rows, c, t), pad_id, np.int32)
-    is_action = np.zeros(responses.shape, bool)
+    is_sampled = np.zeros(responses.shape, bool)
     lengths = np.zeros((num_rows, c), np.int32)
     for i, (_, transcripts) in enumerate(rows):
         for j, y in enumerate(transcripts):
             lengths[i, j] = n = len(y.tokens)
             responses[i, j, :n] = y.tokens
-            is_action[i, j, :n] = True if y.is_action is None else y.is_action
+            is_sampled[i, j, :n] = True if y.is_sampled is None else y.is_sampled
     padded = Padding((s,), (t,), pad_id).rows([x for x, _ in rows], responses, lengths)
-    return reference(*padded, None if is_single_turn else is_action)
+    return reference(*padded, None if is_single_turn else is_sampled)
 
 
 def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
@@ -235,7 +235,7 @@ def _assemble(
                 round=round,
                 sampling_temperature=y.temperature,
                 finish_reason="eos" if y.has_eos else "length",
-                is_action=y.is_action,
+                is_sampled=y.is_sampled,
                 token_advantages=None if advantages is None else advantages[j],
             )
         )

@@ -39,7 +39,7 @@ class Reference:
         prompt_lengths: np.ndarray,
         response_lengths: np.ndarray,
         response_bucket: int,
-        is_action: np.ndarray | None = None,
+        is_sampled: np.ndarray | None = None,
     ) -> Array:
         """Summed log pi_ref, float32 [b c], of padded responses; dispatched without waiting.
 
@@ -48,14 +48,14 @@ class Reference:
             prompt_lengths: int32 [b].
             response_lengths: int32 [b c].
             response_bucket: padded length of the responses, t.
-            is_action: bool [b c t], which of their tokens count; None: all.
+            is_sampled: bool [b c t], which of their tokens count; None: all.
         """
         return self._program(
             self.params,
             tokens,
             prompt_lengths,
             response_lengths,
-            is_action,
+            is_sampled,
             response_bucket=response_bucket,
         )
 
@@ -85,7 +85,7 @@ def _score(
     tokens: Array,
     prompt_lengths: Array,
     response_lengths: Array,
-    is_action: Array | None = None,
+    is_sampled: Array | None = None,
     *,
     response_bucket: int,
     config: TransformerConfig,
@@ -104,5 +104,5 @@ def _score(
     )
     b, c = response_lengths.shape
     responses = tokens[:, -c * response_bucket :].reshape(b, c, response_bucket)
-    mask = response_mask(responses, response_lengths, scoring, is_action)
+    mask = response_mask(responses, response_lengths, scoring, is_sampled)
     return jnp.sum(token_values * mask, axis=-1)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts: prompts and a sampler become transcripts, who wrote each token included.
 
-Today a response is one turn of the policy, so every token of it is an action. An environment that
+Today a response is one turn of the policy, so every token of it is sampled. An environment that
 answers will call the sampler again, and mark what it wrote itself. This module knows neither
 rewards nor references. Invariant: a transcript has the log-prob of the distribution that each of
-its actions was drawn from.
+its sampled tokens was drawn from.
 """
 
 import dataclasses
@@ -33,8 +33,8 @@ class Transcript(NamedTuple):
 
     Attributes:
         tokens: int32 [t], end-of-sequence included.
-        token_logprobs: float32 [t], of the distribution sampled from; 0 where is_action is False.
-        is_action: bool [t], sampled by the policy; None: every token was.
+        token_logprobs: float32 [t], of the distribution sampled from; 0 where is_sampled is False.
+        is_sampled: bool [t], sampled by the policy; None: every token was.
         has_eos: False where the length limit cut it.
         version_min, version_max: span of the versions that read its prompt or drew it.
         temperature: it was drawn at.
@@ -42,7 +42,7 @@ class Transcript(NamedTuple):
 
     tokens: np.ndarray
     token_logprobs: np.ndarray
-    is_action: np.ndarray | None
+    is_sampled: np.ndarray | None
     has_eos: bool
     version_min: int
     version_max: int
@@ -84,7 +84,7 @@ def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
         return Transcript(
             tokens=np.array(decoded.tokens[i, j, :length], np.int32),
             token_logprobs=np.array(decoded.token_logprobs[i, j, :length], np.float32),
-            is_action=None,
+            is_sampled=None,
             has_eos=bool(decoded.has_eos[i, j]),
             version_min=int(decoded.version_min[i, j]),
             version_max=int(decoded.version_max[i, j]),
@@ -104,7 +104,7 @@ def transcript_of(response: Response, temperature: float) -> Transcript:
     return Transcript(
         tokens=response.tokens.astype(np.int32),
         token_logprobs=response.token_logprobs.astype(np.float32),
-        is_action=None,
+        is_sampled=None,
         has_eos=response.has_eos,
         version_min=response.version_min,
         version_max=response.version_max,

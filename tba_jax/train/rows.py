@@ -255,7 +255,7 @@ def _unscored(params: Any, inputs: Any) -> Array:
 
 def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> tuple[Rows, Score]:
     c, t = batch.behavior_token_logprobs.shape[1:]
-    slots, is_action = batch.slots, batch.is_action
+    slots, is_sampled = batch.slots, batch.is_sampled
     response_lengths = _of_rows(batch.response_lengths, slots)
     is_current = (slots > 0) & (_of_rows(batch.versions, slots) == step)
     responses = batch.tokens[:, -c * t :].reshape(-1, c, t)
@@ -263,20 +263,20 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
 
     def score(params: Any, inputs: Any, readout: Readout | None) -> Array:
         found = row_token_logprobs(params, *inputs[:3], **options, readout=readout)
-        return found if is_action is None else _only(inputs[3], found)
+        return found if is_sampled is None else _only(inputs[3], found)
 
     rows = Rows(
         inputs=(
             batch.tokens,
             _of_rows(batch.prompt_lengths, slots[:, 0]),
             response_lengths,
-            *(() if is_action is None else (is_action,)),
+            *(() if is_sampled is None else (is_sampled,)),
         ),
         score=_unscored,
         score_values=_unscored,
         tokens=Tokens(
             slots[..., None],
-            response_mask(responses, response_lengths, scoring, is_action),
+            response_mask(responses, response_lengths, scoring, is_sampled),
             batch.behavior_token_logprobs,
             advantages=batch.token_advantages,
         ),
@@ -297,7 +297,7 @@ def _packed_rows(
 ) -> tuple[Rows, Score]:
     prompt_lengths = _of_rows(batch.prompt_lengths, batch.slots)
     is_response = (batch.slots > 0) & (batch.positions >= prompt_lengths)
-    is_scored = is_response if batch.is_action is None else is_response & batch.is_action
+    is_scored = is_response if batch.is_sampled is None else is_response & batch.is_sampled
     counted = is_scored
     if scoring.mask_eos:
         counted = counted & ~jnp.isin(batch.tokens, jnp.array(scoring.eos_ids, jnp.int32))

@@ -223,7 +223,7 @@ def test_a_packed_batch_places_every_value():
         [0] * 8,
     ]
     padded = pack(two_draws())
-    of_responses = set(batch._fields) & set(padded._fields) - {"tokens", "slots", "is_action"}
+    of_responses = set(batch._fields) & set(padded._fields) - {"tokens", "slots", "is_sampled"}
     optional = {"prompts", "soft_values", "token_advantages"}
     for name in of_responses - {"behavior_token_logprobs"} - optional:
         np.testing.assert_array_equal(getattr(batch, name), getattr(padded, name))
@@ -271,18 +271,18 @@ def test_packed_responses_follow_one_prompt():
 def test_marks_of_an_environment_lie_where_its_tokens_do():
     draws = two_draws()
     # Where the policy wrote everything no mask is carried: the compiled step is the same.
-    assert pack(draws).is_action is None
-    assert pack(draws, row_length=8).is_action is None
+    assert pack(draws).is_sampled is None
+    assert pack(draws, row_length=8).is_sampled is None
     first, last = draws[1].trajectories
-    last = dataclasses.replace(last, is_action=np.array([True, False, True]))
+    last = dataclasses.replace(last, is_sampled=np.array([True, False, True]))
     draws[1] = draws[1]._replace(trajectories=(first, last))
-    assert pack(draws).is_action[:, 0].astype(int).tolist() == [
+    assert pack(draws).is_sampled[:, 0].astype(int).tolist() == [
         [1, 1, 0, 0],
         [1, 0, 0, 0],
         [1, 0, 0, 0],
         [1, 0, 1, 0],
     ]
-    assert pack(draws, row_length=8).is_action[:3].astype(int).tolist() == [
+    assert pack(draws, row_length=8).is_sampled[:3].astype(int).tolist() == [
         [0, 0, 0, 1, 1, 0, 0, 1],
         [0, 0, 1, 0, 1, 0, 0, 0],
         [0, 0, 0, 1, 0, 0, 0, 0],

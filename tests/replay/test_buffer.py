@@ -68,8 +68,8 @@ def test_responses_of_another_merge_version_reward_or_temperature_are_rows_of_th
         dataclasses.replace(y, version_min=-1),
         dataclasses.replace(y, version_max=7),
         dataclasses.replace(y, sampling_temperature=1.5),
-        dataclasses.replace(y, is_action=np.array([True, False])),
-        dataclasses.replace(y, is_action=np.array([False, True])),
+        dataclasses.replace(y, is_sampled=np.array([True, False])),
+        dataclasses.replace(y, is_sampled=np.array([False, True])),
     ]
     commit = make_commit({1: [[0]]})
     # Another searcher's or round's is the same response.

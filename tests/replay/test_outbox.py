@@ -80,12 +80,12 @@ def test_rounds_that_end_out_of_order_are_each_committed_once():
             "2 response tokens and 1 log-probs, wanted equal counts",
         ),
         (
-            dataclasses.replace(make_trajectory(1, [5, 6]), is_action=np.zeros(2, bool)),
-            "0 actions among 2 marks of 2 response tokens, wanted a mark for each token",
+            dataclasses.replace(make_trajectory(1, [5, 6]), is_sampled=np.zeros(2, bool)),
+            "0 sampled tokens among 2 marks of 2 response tokens, wanted a mark for each token",
         ),
         (
-            dataclasses.replace(make_trajectory(1, [5, 6]), is_action=np.ones(1, bool)),
-            "1 actions among 1 marks of 2 response tokens, wanted a mark for each token",
+            dataclasses.replace(make_trajectory(1, [5, 6]), is_sampled=np.ones(1, bool)),
+            "1 sampled tokens among 1 marks of 2 response tokens, wanted a mark for each token",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def _varied_commits():
     z = make_trajectory(4, [150_000], searcher=2)
     marks = np.arange(37) % 3 > 0
     w = make_trajectory(4, range(37), searcher=2, parts=parts)
-    w = dataclasses.replace(w, is_action=marks)
+    w = dataclasses.replace(w, is_sampled=marks)
     prompt = dataclasses.replace(first.groups[0].prompt, prompt_id=4, columns={"x": [1, None]})
     second = dataclasses.replace(
         first, round=1, groups=(Group(prompt, (w, y, z), {}),), generated=3
@@ -154,7 +154,7 @@ def test_packing_is_exact_through_json():
 def test_only_marks_of_an_environment_are_stored_a_bit_each(num_tokens, num_bytes):
     y = make_trajectory(1, range(num_tokens))
     assert len(pack_extras(y)) == 4 * num_tokens
-    marked = dataclasses.replace(y, is_action=np.ones(num_tokens, bool))
+    marked = dataclasses.replace(y, is_sampled=np.ones(num_tokens, bool))
     assert len(pack_extras(marked)) == 4 * num_tokens + num_bytes
 
 

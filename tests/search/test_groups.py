@@ -61,7 +61,7 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
     assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
     assert (y.reference_logprob, y.behavior_token_logprobs.tolist()) == (-0.5, [-1.0])
     assert (y.version_min, y.version_max, y.searcher, y.round) == (3, 4, 1, 9)
-    assert (y.sampling_temperature, y.finish_reason, y.is_action) == (1.0, "eos", None)
+    assert (y.sampling_temperature, y.finish_reason, y.is_sampled) == (1.0, "eos", None)
     assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
     assert second.rejected == {}
     metrics = measure(rollouts, grades, num_drawn_tokens=4)
@@ -88,8 +88,8 @@ def test_one_finished_group_is_treated_like_a_whole_round():
 def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buckets():
     seen = []
 
-    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
-        seen.append((tokens, prompt_lengths, response_lengths, response_bucket, is_action))
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
+        seen.append((tokens, prompt_lengths, response_lengths, response_bucket, is_sampled))
         return -tokens.sum(axis=-1, keepdims=True)
 
     padding = Padding((4,), (2, 4), 0)
@@ -110,7 +110,7 @@ def test_the_reference_scores_each_distinct_response_once_in_rows_of_its_own_buc
 def test_a_prompt_is_scored_once_for_several_responses():
     seen = []
 
-    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
         seen.append((tokens, prompt_lengths, response_lengths))
         return (
             -tokens[:, -response_lengths.shape[1] * 2 :].reshape(*response_lengths.shape, 2).sum(-1)
@@ -139,8 +139,8 @@ def test_a_prompt_is_scored_once_for_several_responses():
 def test_what_an_environment_wrote_is_marked_and_scored_apart():
     seen = []
 
-    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_action):
-        seen.append((response_bucket, is_action))
+    def reference(tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
+        seen.append((response_bucket, is_sampled))
         return np.zeros(response_lengths.shape)
 
     marks = np.array([True, False, True])
@@ -150,10 +150,10 @@ def test_what_an_environment_wrote_is_marked_and_scored_apart():
     single = rollout(PROMPTS, draw)[1]
     turns = Rollout(PROMPTS[1], (*single.transcripts, answered))
     dispatch_reference(reference, [turns], 2, Padding((4,), (2, 4), 0))
-    (t, none), (longer, is_action) = seen
+    (t, none), (longer, is_sampled) = seen
     assert (t, none, longer) == (2, None, 4)
-    assert is_action.astype(int).tolist() == [[[1, 0, 1, 0]], [[1, 0, 1, 0]]]
+    assert is_sampled.astype(int).tolist() == [[[1, 0, 1, 0]], [[1, 0, 1, 0]]]
     grades = grade_rollouts(make_grader(), [turns])
     (group,) = assemble_groups([turns], grades, None, searcher=0, numbers=[0])
-    assert [y.is_action is marks for y in group.trajectories] == [False, True]
+    assert [y.is_sampled is marks for y in group.trajectories] == [False, True]
     assert np.isnan([y.reference_logprob for y in group.trajectories]).all()

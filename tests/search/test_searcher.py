@@ -40,7 +40,7 @@ class LengthReference:
     def __init__(self):
         self.shapes = []
 
-    def __call__(self, tokens, prompt_lengths, response_lengths, response_bucket, is_action):
+    def __call__(self, tokens, prompt_lengths, response_lengths, response_bucket, is_sampled):
         self.shapes.append(tokens.shape)
         return jnp.asarray(-prompt_lengths[:, None] - response_lengths / 10)
 

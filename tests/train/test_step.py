@@ -219,9 +219,9 @@ def test_tokens_of_an_environment_are_in_no_sum():
 
 
 def marked_by_hand(y):
-    is_action = ~np.isin(y.response_tokens, (3, 7))
-    behavior = np.where(is_action, y.behavior_token_logprobs, np.float32(0.0))
-    return replace(y, is_action=is_action, behavior_token_logprobs=behavior)
+    is_sampled = ~np.isin(y.response_tokens, (3, 7))
+    behavior = np.where(is_sampled, y.behavior_token_logprobs, np.float32(0.0))
+    return replace(y, is_sampled=is_sampled, behavior_token_logprobs=behavior)
 
 
 def assert_close_metrics_of_layouts(got, expected):

@@ -86,7 +86,7 @@ def test_a_batch_is_exact_after_its_transfer(kind):
         name: rng.standard_normal((3, i + 1)).astype("float32" if i % 2 else "int32")
         for i, name in enumerate(kind._fields)
     }
-    arrays["is_action"], arrays["prompts"] = rng.random((3, 2)) < 0.5, None
+    arrays["is_sampled"], arrays["prompts"] = rng.random((3, 2)) < 0.5, None
     sent = Decision(StepPlan(False, False, True, False), kind(**arrays))
     back = unpack_decision(pack_decision(sent))
     assert back.plan == sent.plan and type(back.batch) is kind and back.batch.prompts is None
