@@ -41,7 +41,7 @@ def make_trajectory(prompt_id, tokens, *, reward=0.0, version=0, round=0, search
 
 def make_report(round, **changes):
     """Of half a second in which four tokens were drawn."""
-    metrics = RoundMetrics(4, 0.25, 2.0, 1.0, 0.5, {})._replace(**changes)
+    metrics = RoundMetrics(4, 0.25, 2.0, 1.0, 0.5, 0.0, 0.0, {})._replace(**changes)
     return RoundReport(metrics, PhaseTimes(float(round), round + 0.5, 0.25, 0.125, 0.125))
 
 

@@ -189,7 +189,7 @@ def make_commits(
             )
             for sample in range(SAMPLES)
         )
-        metrics = RoundMetrics(SAMPLES * num_tokens, 0.5, float(num_tokens), 1.0, 0.0, {})
+        metrics = RoundMetrics(SAMPLES * num_tokens, 0.5, float(num_tokens), 1.0, 0.0, 1.0, 0.0, {})
         report = RoundReport(metrics, PhaseTimes(0.0, 1.0, 1.0, 0.0, 0.0))
         commits.append(
             RoundCommit(slot, ticket, 0, (Group(prompt, responses, {}),), {}, SAMPLES, report)

@@ -143,7 +143,7 @@ def _round(
         prompt = Prompt(prompt_id, f"prompt {prompt_id}", np.arange(24, dtype=np.int32), {})
         groups.append(Group(prompt, tuple(trajectories), {}))
     generated = sum(len(g.trajectories) for g in groups)
-    metrics = RoundMetrics(0, 0.0, 0.0, 0.0, 0.0, {})
+    metrics = RoundMetrics(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, {})
     report = RoundReport(metrics, PhaseTimes(0.0, 0.0, 0.0, 0.0, 0.0))
     return RoundCommit(number % 4, number, number, tuple(groups), {}, generated, report)
 

@@ -56,6 +56,8 @@ class RoundMetrics(NamedTuple):
         response_length_mean: tokens, end-of-sequence included.
         unique_fraction: share of different responses among those to one prompt.
         kind_share: share of the task's first response kind.
+        cut_share: share of the responses that the length limit cut.
+        equal_rewards_share: share of the groups whose responses all have the same reward.
         reward_parts: mean of each of several rewards, by the name of its metric.
     """
 
@@ -64,6 +66,8 @@ class RoundMetrics(NamedTuple):
     response_length_mean: float
     unique_fraction: float
     kind_share: float
+    cut_share: float
+    equal_rewards_share: float
     reward_parts: Mapping[str, float]
 
 
@@ -112,6 +116,8 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
         "search/response_length_mean": mean_known([m.response_length_mean for m in metrics]),
         "search/kind_share": mean_known([m.kind_share for m in metrics]),
         "search/unique_fraction": mean_known([m.unique_fraction for m in metrics]),
+        "search/cut_share": mean_known([m.cut_share for m in metrics]),
+        "search/equal_rewards_share": mean_known([m.equal_rewards_share for m in metrics]),
     }
     for name in metrics[0].reward_parts:
         out[f"search/{name}"] = mean_known([m.reward_parts[name] for m in metrics])

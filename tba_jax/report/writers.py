@@ -22,6 +22,7 @@ import numpy as np
 from tba_jax.report.jsonl import jsonable
 
 SPARK = "▁▂▃▄▅▆▇█"
+_SHOWN_SHARE = 0.05  # shares below it are left out of a line
 
 
 class MetricWriter(Protocol):
@@ -203,7 +204,7 @@ class ProgressDisplay:
         self._title = title
         self._kind = kind
         self._metric = metric
-        self._label = metric_label(metric)
+        self._label = f"held-out {metric_label(metric)}"
         self._console = console if console is not None else Console(highlight=False)
         self._plain_period_s = plain_period_s
         self._clock = clock
@@ -311,17 +312,36 @@ class ProgressDisplay:
         length = "search/response_length_mean"
         if length not in self._last:
             length = "eval/response_length_mean"
+        cut = self._last.get("search/cut_share", 0.0)
         fields = {
             self._label: self._headline(),
-            "reward": f"{self._rewards[-1]:.3f}" if self._rewards else "",
+            "reward": f"{self._rewards[-1]:.3f}{self._parts()}" if self._rewards else "",
             self._kind: self._field(share, "{:.0%}".format) if self._kind else "",
-            "length": self._field(length, "{:.1f}".format),
+            "length": self._field(length, "{:.1f}".format)
+            + (f" ({cut:.0%} cut)" if cut >= _SHOWN_SHARE else ""),
+            "equal rewards": self._shown_share("search/equal_rewards_share"),
+            "KL": self._field("train/kl_reference", "{:.3g}".format),
             "staleness": stale,
             "decoded": self._field("search/tokens_per_s", lambda x: format_count(x) + " tok/s"),
             "trained": self._field("train/tokens_per_s", lambda x: format_count(x) + " tok/s"),
             "searchers": self._searchers(),
         }
         return {label: text for label, text in fields.items() if text}
+
+    def _parts(self) -> str:
+        """The means of several rewards, by their names, in brackets."""
+        prefix = "search/reward_part_"
+        parts = [
+            f"{name.removeprefix(prefix)} {value:.3f}"
+            for name, value in self._last.items()
+            if name.startswith(prefix)
+        ]
+        return f" ({', '.join(parts)})" if parts else ""
+
+    def _shown_share(self, name: str) -> str:
+        """A share that is worth a word."""
+        share = self._last.get(name, 0.0)
+        return f"{share:.0%}" if share >= _SHOWN_SHARE else ""
 
     def _searchers(self) -> str:
         """Of a fleet: how many are there."""
@@ -381,6 +401,6 @@ class ProgressDisplay:
             body = Table.grid(expand=True)
             body.add_row(head)
             body.add_row(line(self._label, "reward"))
-            body.add_row(line(self._kind, "length", "staleness"))
+            body.add_row(line(self._kind, "length", "equal rewards", "KL", "staleness"))
             body.add_row(line("decoded", "trained", "searchers"))
             return Panel(body, title=Text(f"tba_jax · {self._title}"), title_align="left")

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
+from tba_jax.run.advice import Times
 from tba_jax.run.errors import StarvedError
 from tba_jax.run.run import Run
 
@@ -133,6 +134,10 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     run.clock.note_step()
     run.samples.add_step(step, run.trainer.shown)
     config = run.config
+    idle = [searcher.idle_s for searcher in run.search.searchers]
+    times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
+    for line in run.advice.lines(run.config, step, {**values, **extra}, times):
+        run.logs.progress.note(line)
     is_logged = step % config.log.period == 0 or step == config.num_steps
     if is_logged:
         extra["search/skipped_prompts"] = run.search.num_skipped

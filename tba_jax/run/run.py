@@ -18,6 +18,7 @@ from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
+from tba_jax.run.advice import Advice
 from tba_jax.run.clock import RunClock
 from tba_jax.run.host_state import HostState
 from tba_jax.run.lock import Hold
@@ -76,6 +77,7 @@ class Run:
         hold: of the work directory; None where another process has it, or nobody needs it.
         sections: of the report, by key, beside those that every run has.
         link: to the other processes of the run; None: there are none.
+        advice: on what slows the run or keeps it from learning.
     """
 
     shared: Shared
@@ -91,6 +93,7 @@ class Run:
     hold: Hold | None = None
     sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     link: Link | None = None
+    advice: Advice = dataclasses.field(default_factory=Advice)
 
     @property
     def config(self) -> Config:

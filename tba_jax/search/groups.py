@@ -6,6 +6,7 @@ draws nothing and stores nothing. Invariant: every transcript is a trajectory of
 or is counted there as rejected, by its reason.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -245,11 +246,16 @@ def _assemble(
 def measure(rollouts: Sequence[Rollout], grades: Grades, num_drawn_tokens: int) -> RoundMetrics:
     """What the responses are like; `num_drawn_tokens` is 0 where they were given."""
     responses = [(i, y.tokens) for i, r in enumerate(rollouts) for y in r.transcripts]
+    are_cut = [not y.has_eos for r in rollouts for y in r.transcripts]
+    rewards = iter(grades.rewards)
+    groups = [set(itertools.islice(rewards, len(r.transcripts))) for r in rollouts]
     return RoundMetrics(
         tokens=num_drawn_tokens,
         reward_mean=mean_known([r for r in grades.rewards if r is not None]),
         response_length_mean=float(np.mean([len(tokens) for _, tokens in responses])),
         unique_fraction=len({(i, tokens.tobytes()) for i, tokens in responses}) / len(responses),
         kind_share=grades.kind_share,
+        cut_share=float(np.mean(are_cut)),
+        equal_rewards_share=float(np.mean([len(group) == 1 for group in groups if group])),
         reward_parts=part_means(grades.parts),
     )

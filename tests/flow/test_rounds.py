@@ -24,6 +24,8 @@ def test_a_report_comes_back_from_a_flat_record():
         "response_length_mean": 2.0,
         "unique_fraction": 1.0,
         "kind_share": 0.5,
+        "cut_share": 0.0,
+        "equal_rewards_share": 0.0,
         "reward_part_length": 0.5,
     }
     assert RoundReport.from_record(record) == report
@@ -48,6 +50,8 @@ def test_search_metrics_are_means_over_rounds_and_leave_out_what_is_nan():
         "search/reward_mean": 0.5,
         "search/response_length_mean": 2.0,
         "search/kind_share": 0.5,
+        "search/cut_share": 0.0,
+        "search/equal_rewards_share": 0.0,
         "search/unique_fraction": 1.0,
         "search/reward_part_a": 1.5,
     }

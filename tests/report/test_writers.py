@@ -143,11 +143,32 @@ def test_evaluations_notes_and_phases_are_printed_at_once():
     display.close()
     assert stream.getvalue().splitlines() == [
         "[0:00] compiling",
-        "[0:00] step 0/100  pass@1 41.0%",
-        "[0:00] step 1/100  pass@1 41.0%  worked 40%  decoded 8.1k tok/s",
-        "[0:00] step 2/100  pass@1 41.0% -> 52.3%  worked 40%  decoded 8.1k tok/s  left 0:00",
+        "[0:00] step 0/100  held-out pass@1 41.0%",
+        "[0:00] step 1/100  held-out pass@1 41.0%  worked 40%  decoded 8.1k tok/s",
+        "[0:00] step 2/100  held-out pass@1 41.0% -> 52.3%  worked 40%  decoded 8.1k tok/s  "
+        "left 0:00",
         "[0:00] saved [bold]x[/bold]",
     ]
+
+
+def test_a_line_says_what_keeps_a_run_from_learning():
+    display, stream = plain_display(FakeClock())
+    values = {
+        "search/reward_mean": 0.5,
+        "search/reward_part_right": 0.4,
+        "search/reward_part_brief": -0.1,
+        "search/response_length_mean": 9.0,
+        "search/cut_share": 0.25,
+        "search/equal_rewards_share": 0.75,
+        "train/kl_reference": 0.0123,
+    }
+    display.write(1, values)
+    display.write(2, {**values, "search/cut_share": 0.0, "search/equal_rewards_share": 0.0})
+    display.close()
+    first, second = stream.getvalue().splitlines()
+    reward = "reward 0.500 (right 0.400, brief -0.100)"
+    assert f"{reward}  length 9.0 (25% cut)  equal rewards 75%  KL 0.0123" in first
+    assert f"{reward}  length 9.0  KL 0.0123" in second
 
 
 def test_another_headline_is_labelled_and_formatted():
@@ -156,8 +177,8 @@ def test_another_headline_is_labelled_and_formatted():
     display.write(0, {"eval/win_rate": 0.5, "eval/pass_at_1": 0.1})
     display, other = plain_display(clock, metric="reward_mean")
     display.write(0, {"eval/reward_mean": -1.25})
-    assert stream.getvalue() == "[0:00] step 0/100  win rate 50.0%\n"
-    assert other.getvalue() == "[0:00] step 0/100  reward mean -1.250\n"
+    assert stream.getvalue() == "[0:00] step 0/100  held-out win rate 50.0%\n"
+    assert other.getvalue() == "[0:00] step 0/100  held-out reward mean -1.250\n"
 
 
 def test_resumed_display_remembers_where_it_started():
@@ -165,7 +186,7 @@ def test_resumed_display_remembers_where_it_started():
     display, stream = plain_display(clock)
     display.resume([{"step": 0, "eval/pass_at_1": 0.4, "time_s": 5.0}, {"step": 9, "time_s": 60.0}])
     display.write(10, {"eval/pass_at_1": 0.5})
-    assert stream.getvalue() == "[1:00] step 10/100  pass@1 40.0% -> 50.0%\n"
+    assert stream.getvalue() == "[1:00] step 10/100  held-out pass@1 40.0% -> 50.0%\n"
 
 
 TTY_SCRIPT = """
@@ -204,7 +225,7 @@ def test_terminal_gets_a_panel_and_is_given_back():
     final = text[text.rindex("╭") :]
     assert "tba_jax · math/[x]" in final
     assert "step 4/4" in final and "done" in final
-    assert "pass@1 41.0% → 87.5%" in final
+    assert "held-out pass@1 41.0% → 87.5%" in final
     assert "reward 0.500 ▁▃▆█" in final
     assert "staleness 1.5 (max 4)" in final and "decoded 8.1k tok/s" in final
     assert all(len(line) <= 80 for line in final.splitlines())

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run says about itself while it runs."""
+
+import pytest
+
+from tba_jax.config.schema import make_config
+from tba_jax.run.advice import Advice, Times, about_waiting
+
+CONFIG = make_config({"search.max_new_tokens": 256, "num_searchers": 2, "replay.pace": "trainer"})
+
+
+def said(shares):
+    """All sentences of a run whose steps have these (cut, equal) shares."""
+    advice, lines = Advice(), []
+    for step, (cut, equal) in enumerate(shares, 1):
+        values = {"search/cut_share": cut, "search/equal_rewards_share": equal}
+        lines += advice.lines(CONFIG, step, values, Times(step, 0.9 * step, 0.0))
+    return lines
+
+
+def test_a_sentence_is_said_once_and_names_the_setting():
+    (line,) = said([(0.3, 0.0)] * 10)
+    assert line.startswith("30% of responses are cut by search.max_new_tokens=256. Set ")
+    assert "--config.search.max_new_tokens=512" in line
+    (line,) = said([(0.0, 0.9)] * 10)
+    assert line.startswith("all responses have the same reward in 90% of the groups")
+    assert said([(0.15, 0.7)] * 10) == [] and said([(0.9, 0.9)] * 2) == []
+
+
+def test_a_policy_that_has_learned_may_give_equal_rewards():
+    lines = said([(0.0, 0.5)] * 60 + [(0.0, 1.0)] * 10)
+    assert [line for line in lines if "same reward" in line] == []
+
+
+def test_waiting_is_measured_once():
+    (line,) = said([(0.0, 0.0)] * 60)
+    assert line.startswith("the trainer waits 90% of the time")
+
+
+@pytest.mark.parametrize(
+    ("trainer_s", "searchers_s", "expected"),
+    [
+        (
+            5.0,
+            0.0,
+            "trainer waits 50% of the time: searching is slower. Set --config.num_searchers=4",
+        ),
+        (1.0, 6.0, "searchers wait 60% of the time: training is slower. Set --config.model.remat"),
+        (2.0, 2.0, ""),
+    ],
+)
+def test_the_slower_side_is_named(trainer_s, searchers_s, expected):
+    line = about_waiting(CONFIG, Times(10.0, trainer_s, searchers_s))
+    assert expected in line and bool(line) == bool(expected)
