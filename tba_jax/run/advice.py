@@ -16,7 +16,7 @@ _MAX_WAIT_SHARE = 0.3
 
 
 class Times(NamedTuple):
-    """Seconds since the run began: all, and those in which a side waited (of searchers the mean)."""
+    """Seconds since the run began: all, and those in which a side waited; searchers: their mean."""
 
     elapsed: float
     trainer: float
