@@ -80,7 +80,7 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     """
     import signal
 
-    from tba_jax.run.interruption import Interruption, surviving_closed_outputs
+    from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
     from tba_jax.run.session import train
 
     if MODES[config.placement].spans_hosts:
@@ -123,7 +123,7 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     Raises:
         ValueError: the folder holds no run.
     """
-    from tba_jax.run.mirroring import run_folder
+    from tba_jax.run.lock import run_folder
 
     return SavedRun(files.load_run(run_folder(workdir, "workdir", print)))
 
@@ -235,8 +235,8 @@ class SavedRun:
         Raises:
             ValueError, CheckpointError: there is no checkpoint that can be read.
         """
+        from tba_jax.commands.saved import load_policy
         from tba_jax.models.tokenizer import Tokenizer
-        from tba_jax.run.saved import load_policy
 
         step, config, params, _, folder = load_policy(str(self.workdir))
         return Policy(step, config, params, Tokenizer.load(folder))

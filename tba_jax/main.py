@@ -22,6 +22,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from tba_jax.commands.edge import guarded
+from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import OPEN, local_folder, parse_flags
 from tba_jax.config.methods import written_out
@@ -30,8 +31,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, freeze
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
-from tba_jax.run.interruption import Interruption, surviving_closed_outputs
-from tba_jax.run.joining import start_cluster
+from tba_jax.run.peers import start_cluster
 from tba_jax.run.session import train, train_in_bucket
 from tba_jax.run.workdir import Outcome, default_workdir
 from tba_jax.settings import ConfigError, listed

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba_jax.commands import sft
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
 
 NUM_ROWS = 20_000

@@ -34,7 +34,7 @@ from tba_jax.models.transformer import TransformerConfig, init_params
 from tba_jax.planning import layouts, roofline
 from tba_jax.planning.model_shapes import published_config
 from tba_jax.planning.programs import Planned, plan_programs
-from tba_jax.run.modeling import model_path
+from tba_jax.run.model_parts import model_path
 
 _SHAPE = TransformerConfig(
     vocab_size=4096,

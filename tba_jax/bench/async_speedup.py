@@ -41,7 +41,7 @@ from tba_jax.bench import processes, reporting
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 
 _POLL_S = 0.1
 # What a side has that the other has not.

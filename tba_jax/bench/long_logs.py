@@ -104,7 +104,7 @@ def measure(workdir: Path) -> dict[str, Any]:
 
 def _in_this_process(part: str, workdir: Path) -> dict[str, float]:
     from tba_jax.report import build, plots  # noqa: F401  # what every part has imported
-    from tba_jax.run import logs, schedule_replay  # noqa: F401
+    from tba_jax.run import run, schedule_replay  # noqa: F401
 
     start, cpu = time.perf_counter(), time.process_time()
     PARTS[part](workdir)
@@ -121,7 +121,7 @@ def _resume(workdir: Path) -> None:
     from tba_jax.flow.state import PartState
     from tba_jax.report.writers import ProgressDisplay
     from tba_jax.run.conduct import resume_display
-    from tba_jax.run.logs import open_logs
+    from tba_jax.run.run import open_logs
 
     saved = json.loads((workdir / "saved.json").read_text())
     progress = ProgressDisplay(saved["step"], title="long")

@@ -65,7 +65,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any
         ValueError: a target or a program that does not exist.
     """
     from tba_jax.models.hf import config_json
-    from tba_jax.run.modeling import model_path
+    from tba_jax.run.model_parts import model_path
 
     config = override(None, [f"--config={args.config}", *overrides])
     model, _ = published_config(model_path(config))

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tba_jax.bench import processes, reporting, time_to_accuracy_trl
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
 _PACKAGES = {"trl": time_to_accuracy_trl.PACKAGES}

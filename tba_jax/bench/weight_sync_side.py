@@ -30,11 +30,11 @@ from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import model as models
 from tba_jax.models import transformer
 from tba_jax.run.async_search import DELIVERY_S
-from tba_jax.run.compiling import first_batch
-from tba_jax.run.modeling import START_MODEL, make_publication_program
-from tba_jax.run.placing import Sites
-from tba_jax.run.searching import make_transport
-from tba_jax.run.training import (
+from tba_jax.run.build import first_batch
+from tba_jax.run.model_parts import START_MODEL, make_publication_program
+from tba_jax.run.search_parts import make_transport
+from tba_jax.run.shared import Sites
+from tba_jax.run.trainer_parts import (
     make_optimizer_from,
     make_packing,
     make_step_settings,

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.config.schema import ConfigError
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
-    from tba_jax.run.mirroring import run_folder
+    from tba_jax.run.lock import run_folder
     from tba_jax.tasks.registry import entry_of
 
     try:

@@ -10,7 +10,7 @@ from tba_jax.report.comparison import render_comparison
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import common_folder, group_runs
 from tba_jax.run.errors import UserError
-from tba_jax.run.mirroring import run_folder
+from tba_jax.run.lock import run_folder
 from tba_jax.storage.whole_files import write_whole
 
 

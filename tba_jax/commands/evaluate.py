@@ -26,7 +26,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     Args:
         config: of the run or of the command line.
         model_config: the architecture.
-        params: parameters on the devices of `placing.reading_mesh`, layers stacked.
+        params: parameters on the devices of `run.shared.reading_mesh`, layers stacked.
         folder: of the model, for its tokenizer.
 
     Raises:
@@ -39,10 +39,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site
     from tba_jax.evaluation.evaluator import Station
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.run.evaluating import make_evaluator, make_judging
-    from tba_jax.run.modeling import decoder_weights, make_decoder, start_weights
-    from tba_jax.run.placing import reading_mesh
-    from tba_jax.run.rewarding import make_gold, make_grader, make_rewards, make_task
+    from tba_jax.run.evaluations import make_evaluator, make_judging
+    from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
+    from tba_jax.run.shared import make_gold, make_grader, make_rewards, make_task, reading_mesh
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -104,12 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
+    from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
-    from tba_jax.run.mirroring import run_folder
-    from tba_jax.run.modeling import model_path
-    from tba_jax.run.saved import load_policy, load_run_config
+    from tba_jax.run.lock import run_folder
+    from tba_jax.run.model_parts import model_path
     from tba_jax.weights.versions import PublicationError
 
     try:
@@ -133,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             from tba_jax.models import model as models
             from tba_jax.models.shardings import param_shardings
-            from tba_jax.run.placing import reading_mesh
+            from tba_jax.run.shared import reading_mesh
 
             config = override(None, [f"--config={args.config}", *overrides])
             validate(config)

@@ -37,12 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--push", default="", help="model repository of the hub, OWNER/NAME")
     parser.add_argument("--public", action="store_true", help="a new repository is seen by all")
     args = parser.parse_args(argv)
+    from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import hf_weights
     from tba_jax.report.build import load_run
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
-    from tba_jax.run.mirroring import run_folder
-    from tba_jax.run.saved import load_policy
+    from tba_jax.run.lock import run_folder
     from tba_jax.weights.versions import PublicationError
 
     try:

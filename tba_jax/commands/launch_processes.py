@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from tba_jax.run.interruption import not_ignored, surviving_closed_outputs
+from tba_jax.commands.interruption import not_ignored, surviving_closed_outputs
 
 # JAX notices a dead process within config.pod.heartbeat_s (20 s) and ends the others.
 GRACE_S = 45.0

@@ -11,8 +11,8 @@ from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
-from tba_jax.run.mirroring import run_folder
-from tba_jax.run.ownership import check_for_report
+from tba_jax.run.lock import run_folder
+from tba_jax.run.workdir import check_for_report
 from tba_jax.storage.bucket import is_address
 
 

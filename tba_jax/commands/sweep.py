@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.commands import compare
+from tba_jax.commands.interruption import not_ignored
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
-from tba_jax.run.interruption import not_ignored
 from tba_jax.run.workdir import is_finished
 from tba_jax.settings import ConfigError
 

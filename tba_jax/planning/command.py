@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         validate(config)
         from tba_jax.planning.judges import judge_paths
         from tba_jax.planning.model_shapes import published_config
-        from tba_jax.run.modeling import model_path
+        from tba_jax.run.model_parts import model_path
 
         model, source = published_config(model_path(config))
         paths = judge_paths(config)

@@ -22,7 +22,7 @@ from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig, num_params
-from tba_jax.run import modeling
+from tba_jax.run import model_parts
 from tba_jax.train.state import HOST_MEMORY, TrainState
 
 
@@ -103,7 +103,7 @@ def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) 
         return lowering.abstract_weights(model_config, dtype, where, quantization)
 
     held = weights(config.search.quantization)
-    policy = modeling.policy_config(config, model_config)
+    policy = model_parts.policy_config(config, model_config)
     if policy.adapters is None:
         return 2 * shard_bytes(held)
     base = lora.adapted(weights("none"), policy), lora.unadapted(held, policy)

@@ -22,7 +22,7 @@ from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, fitting
-from tba_jax.run import placing
+from tba_jax.run.shared import place_run
 
 
 def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
@@ -44,7 +44,7 @@ def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
             "or plan for the trainer's hosts alone"
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
-    found = placing.place_run(config, devices, hosts[0])
+    found = place_run(config, devices, hosts[0])
     if not has_trainer_group(config):
         return found
     # Like those of the last host: libtpu refuses groups that hold the first chip of a slice.

@@ -35,7 +35,7 @@ from tba_jax.rewards.classifiers import classify_program, verdict_program
 from tba_jax.rewards.kinds import kind_of
 from tba_jax.rewards.reward_models import LENGTH_STEP, make_score_program
 from tba_jax.rewards.victim import make_victim_decoder
-from tba_jax.run import modeling
+from tba_jax.run import model_parts
 from tba_jax.tasks.registry import entry_of
 
 # Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
@@ -279,7 +279,7 @@ def _embedder(config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mes
 
 def _distance(config: Config, model_config: TransformerConfig, placement: Placement) -> Planned:
     sizes = sizes_of(config)
-    scoring = modeling.make_rollout_scoring(config, Ids().eos_ids)
+    scoring = model_parts.make_rollout_scoring(config, Ids().eos_ids)
     program = make_distance_program(model_config, scoring, Site(placement.searcher_meshes[0]))
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
     # A searcher's own reference serves where it has one.

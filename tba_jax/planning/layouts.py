@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which devices of a slice train and which search, where the config does not say it for this slice.
 
-`placing.place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
+`place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
 refuse; this module makes the decision and says it as config fields, so that a run given those
 fields is placed the same way. It weighs bytes by hand, without compiling. The invariant it owns:
 what it chooses, `main` accepts on such devices.
@@ -27,7 +27,7 @@ from tba_jax.devices.sharding import Placement
 from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, fitting, fleets
-from tba_jax.run import placing
+from tba_jax.run.shared import place_run
 
 
 class Choice(NamedTuple):
@@ -96,7 +96,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
             f"slice has {len(hosts)} hosts; set --config.placement=pod"
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
-    by_host = [placing.place_run(config, devices, process) for process in hosts]
+    by_host = [place_run(config, devices, process) for process in hosts]
     searching = [p for p in by_host if p.searcher_meshes]
     if not searching:
         raise PlacementError(

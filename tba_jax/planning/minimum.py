@@ -19,7 +19,7 @@ from tba_jax.flow.batch import PackedBatch
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 from tba_jax.planning import programs
 from tba_jax.planning.estimates import shard_bytes, state_bytes_by_kind
-from tba_jax.run import modeling, training
+from tba_jax.run import model_parts, trainer_parts
 
 
 class Minimum(NamedTuple):
@@ -88,7 +88,7 @@ def _of_trainer(
     flops = 3 * forward
     if config.reference.placement == "trainer":
         flops *= 4 / 3
-    state = training.abstract_state(config, model_config, placement.trainer_mesh)
+    state = trainer_parts.abstract_state(config, model_config, placement.trainer_mesh)
     held = state_bytes_by_kind(state)
     published = shard_bytes(
         programs.abstract_weights(config, model_config, placement, config.search.quantization)
@@ -107,7 +107,7 @@ def _of_searcher(
 ) -> dict[str, Minimum]:
     sizes, of = programs.sizes_of(config), _products(model_config)
     mesh = placement.searcher_meshes[0]
-    decoder = modeling.make_decoder(config, model_config, programs.Ids(), Site(mesh))
+    decoder = model_parts.make_decoder(config, model_config, programs.Ids(), Site(mesh))
     weights = programs.abstract_weights(config, model_config, placement, config.search.quantization)
     columns, steps = decoder.cache_lengths[-1], decoder.chunk_steps
     cache = lowering.cache_bytes(decoder, sizes.num_slots, columns)

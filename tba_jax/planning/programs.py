@@ -27,7 +27,7 @@ from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.planning.estimates import num_slots, shard_bytes, state_bytes_by_kind
-from tba_jax.run import modeling, training
+from tba_jax.run import model_parts, trainer_parts
 from tba_jax.search.reference import make_reference_program
 from tba_jax.train.step import make_train_step
 
@@ -138,7 +138,7 @@ def residents(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Bytes per device of each group: what is there all the time, and what a round adds."""
-    state = training.abstract_state(config, model_config, placement.trainer_mesh)
+    state = trainer_parts.abstract_state(config, model_config, placement.trainer_mesh)
     trainer = state_bytes_by_kind(state)
     if config.mesh.data > 1:
         # Each replica writes a part of the checkpoint, which Orbax cuts out on the device.
@@ -146,7 +146,7 @@ def residents(
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
-    policy, searcher = modeling.policy_config(config, model_config), {}
+    policy, searcher = model_parts.policy_config(config, model_config), {}
     if policy.adapters is not None:
         # Merged is what has adapters; the rest is shared with the base.
         searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
@@ -164,7 +164,7 @@ def residents(
         searcher["start model, for evaluation"] = shard_bytes(
             abstract_weights(config, model_config, placement)
         )
-    decoder = modeling.make_decoder(config, model_config, Ids(), Site(mesh))
+    decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     sizes = sizes_of(config)
     columns = decoder.cache_lengths[-1]
     slots = max(sizes.num_slots, config.eval.num_slots if config.eval.period else 0)
@@ -183,14 +183,14 @@ def _trainer_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.trainer_mesh
-    state = training.abstract_state(config, model_config, mesh)
-    optimizer, schedule = training.make_optimizer_from(config)
-    shardings = training.make_step_shardings(config, model_config, mesh)
+    state = trainer_parts.abstract_state(config, model_config, mesh)
+    optimizer, schedule = trainer_parts.make_optimizer_from(config)
+    shardings = trainer_parts.make_step_shardings(config, model_config, mesh)
     train_step = make_train_step(
-        modeling.policy_config(config, model_config),
+        model_parts.policy_config(config, model_config),
         optimizer,
         schedule,
-        training.make_step_settings(config, Ids().eos_ids, mesh),
+        trainer_parts.make_step_settings(config, Ids().eos_ids, mesh),
         shardings,
     )
     batch = abstract_batch(config, placement)
@@ -205,7 +205,7 @@ def _trainer_programs(
         if batch.slots.shape[1] > 1:
             words += f" of a prompt with {batch.slots.shape[1]} of them"
         lengths = config.batch.num_length_buckets**2
-    shapes = training.make_packing(config, 0, mesh).shapes
+    shapes = trainer_parts.make_packing(config, 0, mesh).shapes
     at_once = shapes[0].at_once
     return [
         Planned(
@@ -232,7 +232,7 @@ def _searcher_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
     sizes, mesh = sizes_of(config), placement.searcher_meshes[0]
-    decoder = modeling.make_decoder(config, model_config, Ids(), Site(mesh))
+    decoder = model_parts.make_decoder(config, model_config, Ids(), Site(mesh))
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
     columns = decoder.cache_lengths[-1]
     lowered = dict(
@@ -294,7 +294,7 @@ def _searcher_programs(
     ]
     if config.reference.placement == "searcher":
         found.append(_scoring(config, model_config, placement, sizes))
-    policy = modeling.policy_config(config, model_config)
+    policy = model_parts.policy_config(config, model_config)
     if policy.adapters is not None:
         found.append(_merge(config, policy, _base(config, model_config, placement, policy), mesh))
     return found
@@ -317,7 +317,7 @@ def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mes
     assert policy.adapters is not None
     adapters = _abstract(
         lora.abstract_adapters(policy),
-        modeling.adapter_shardings(policy, mesh),
+        model_parts.adapter_shardings(policy, mesh),
         config.model.rollout_dtype,
     )
     return Planned(
@@ -343,7 +343,7 @@ def _chunk(config: Config) -> str:
 def _scoring(
     config: Config, model_config: TransformerConfig, placement: Placement, sizes: Sizes
 ) -> Planned:
-    scoring = modeling.make_scoring(config, Ids().eos_ids)
+    scoring = model_parts.make_scoring(config, Ids().eos_ids)
     site = Site(placement.searcher_meshes[0])
     program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
@@ -368,7 +368,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
     """The largest batch as ShapeDtypeStructs."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
-    packing = training.make_packing(config, 0, placement.trainer_mesh)
+    packing = trainer_parts.make_packing(config, 0, placement.trainer_mesh)
     shape = packing.shapes[0]
     n, c = shape.buckets[-1], shape.responses
 
@@ -414,8 +414,10 @@ def _publication(
 ) -> tuple[Any, Any]:
     """(publish program, what it publishes)."""
     mesh = publication_mesh(config, placement)
-    program = modeling.make_publication_program(config, model_config, mesh)
-    return program, training.abstract_state(config, model_config, placement.trainer_mesh).params
+    program = model_parts.make_publication_program(config, model_config, mesh)
+    return program, trainer_parts.abstract_state(
+        config, model_config, placement.trainer_mesh
+    ).params
 
 
 def publication_mesh(config: Config, placement: Placement) -> Mesh:
@@ -445,13 +447,13 @@ def abstract_reference(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> Any:
     """The reference on the first searcher's devices, in the trainer's layout."""
-    shardings = modeling.reference_shardings(model_config, placement.searcher_meshes[0])
+    shardings = model_parts.reference_shardings(model_config, placement.searcher_meshes[0])
     return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
     """The base where adapters are trained, as the train step's last argument."""
-    base = training.make_step_shardings(config, model_config, placement.trainer_mesh).base
+    base = trainer_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()
     return (_abstract(abstract_params(model_config), base, config.model.param_dtype),)

@@ -9,7 +9,10 @@ Invariant: however the loop ends, the state is saved or the first failure is rai
 for a thread has a limit (tests/integration/test_async_loop.py).
 """
 
+import faulthandler
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,11 +23,10 @@ from tba_jax.replay.admission import Admission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
 from tba_jax.run import evaluations
 from tba_jax.run.loop import loop, starved
+from tba_jax.run.processes import serving
 from tba_jax.run.run import Run
+from tba_jax.run.search_parts import make_demand, make_searches
 from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
-from tba_jax.run.searching import make_demand, make_searches
-from tba_jax.run.serving import serving
-from tba_jax.run.watchdog import Watchdog
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.train.off_policy import spent_strata
 
@@ -33,6 +35,33 @@ _LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
 # Batches' worth of groups that are merged without a step before the run counts as starved: a policy
 # that repeats itself may bring little that is new for a while.
 _STARVED_BATCHES = 20
+
+
+class Watchdog:
+    """Ends the process loudly when no step, round or evaluation ends for `limit_s`."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._last = time.monotonic()
+
+    def kick(self) -> None:
+        """A sign of life."""
+        self._last = time.monotonic()
+
+    def step(self) -> bool:
+        """Look whether there was one; what a worker does."""
+        if time.monotonic() - self._last > self._limit_s:
+            print(
+                f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
+                "(config.log.watchdog_s); the "
+                "stacks of all threads follow. The newest checkpoint is intact: run the same "
+                "command again to continue from it",
+                file=sys.stderr,
+                flush=True,
+            )
+            faulthandler.dump_traceback(file=sys.stderr)
+            os._exit(3)  # a thread stuck in native code cannot be stopped in another way
+        return False
 
 
 class Searchers(NamedTuple):

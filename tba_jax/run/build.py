@@ -1,43 +1,324 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build: a validated config becomes the parts of a run, connected and not yet moving.
+"""Assembly of a run: its start (weights or checkpoint), programs compiled ahead, all parts.
 
-The chapters are `open_shared`, `open_start`, `build_searchers`, `build_evaluator`, `build_trainer`
-and `restore`; sections of the config end in them, as arguments of the parts. No thread is started
-except the reward processes' own and the one that compiles what the run will call.
+Invariants: a reference never shares buffers with what is trained, which the next step donates. What
+is compiled ahead is what will be called, or is not called at all; no result depends on it.
 """
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
+import json
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
+from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.site import Site
 from tba_jax.evaluation.service import EvaluationService
+from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.models import lora
+from tba_jax.models.transformer import abstract_params
 from tba_jax.report.relay import Display
-from tba_jax.run.clock import RunClock
-from tba_jax.run.compiling import PUBLICATION, compile_ahead
-from tba_jax.run.evaluating import build_evaluator
-from tba_jax.run.host_state import HostState
-from tba_jax.run.logs import open_logs
-from tba_jax.run.modeling import make_publication_program
-from tba_jax.run.other_searchers import with_searchers
+from tba_jax.run import identity
+from tba_jax.run.evaluations import build_evaluator
+from tba_jax.run.host_state import CheckpointError, HostState, RunClock, with_searchers
+from tba_jax.run.model_parts import make_publication_program
 from tba_jax.run.peers import Follower, Link
 from tba_jax.run.preflight import all_problems
-from tba_jax.run.run import COMPILED_S, Run, forget_after
-from tba_jax.run.searching import (
+from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
+from tba_jax.run.search_parts import (
     Search,
     build_searchers,
+    make_references,
     make_transport,
     make_version_writer,
     remote_searchers,
 )
 from tba_jax.run.shared import Shared, open_shared
-from tba_jax.run.start import Start, open_start
-from tba_jax.run.training import build_trainer, make_buffer, make_step_program, own_batches
+from tba_jax.run.trainer_parts import (
+    StepProgram,
+    abstract_state,
+    build_trainer,
+    make_buffer,
+    make_optimizer_from,
+    make_packing,
+    make_step_program,
+    make_step_shardings,
+    own_batches,
+    step_job,
+)
+from tba_jax.search import prompt_survey
+from tba_jax.search.prompts import load_grain
+from tba_jax.search.reference import Reference
+from tba_jax.storage import sealed
+from tba_jax.tasks.registry import entry_of
+from tba_jax.train.state import TrainState, make_init_state
 from tba_jax.train.step_plan import Batches, NoPeers, ReceivedBatches
+
+SHORT_TOKENS = 64
+"""Up to here a policy repeats most of its responses to a prompt, and distinct ones are trained."""
+PUBLICATION = "publication"
+"""What compiling the publish program is called."""
+_TAIL_BYTES = 2**16
+
+
+def check_prompts(
+    shared: Shared,
+    fingerprints: Mapping[str, str],
+    phase: Callable[[str], None],
+    note: Callable[[str], None],
+) -> None:
+    """Refuse prompts that the run would refuse later; say what it will leave out or lose.
+
+    Args:
+        shared: what it stands on; one process of the run looks.
+        fingerprints: of data and tokenizer.
+        phase: told what takes long.
+        note: told what was found.
+
+    Raises:
+        ValueError: prompts that are too long, or cannot be read.
+    """
+    task = shared.config.task
+    if entry_of(task.name).makes_problems or not shared.cluster.is_primary:
+        return
+    about = [task.name, task.chat, task.max_prompt_tokens, task.num_eval_prompts]
+    about += [fingerprints["data"], fingerprints["tokenizer"]]
+    name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+    path = shared.workdir / "prompts.json"
+    found: prompt_survey.Survey | None = None
+    # None there, or another's: it is made again.
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        facts = sealed.read(path)
+        found = prompt_survey.Survey.of(facts["survey"]) if facts.get("of") == name else None
+    if found is None:
+        phase(f"looking through {shared.task.train_size():,} prompts")
+        found = prompt_survey.survey(shared.task, shared.tokenizer, task.max_prompt_tokens)
+        sealed.write(path, {"of": name, "survey": dataclasses.asdict(found)})
+    lines = prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts)
+    for line in lines:
+        note(line)
+
+
+def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
+    """Begin to compile what the trainer calls first: the publish program, which the searchers wait
+    for, and the train step for the batches that are likely to come first.
+
+    Nothing, where that is not worth it or not safe: with one thread, which would wait for it
+    anyway; with several hosts, where compilers may exchange what they measure and all must then
+    compile in the same order; where prompts and responses have several padded lengths.
+    """
+    config = shared.config
+    is_alone = shared.cluster.num_processes == 1
+    has_one_length = config.batch.num_length_buckets == 1 or config.batch.packed_length
+    if config.driver != "async" or not is_alone or not has_one_length:
+        return Ahead({}).start()
+    load_grain()
+    batch = first_batch(
+        config, make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh)
+    )
+    jobs: dict[Hashable, Any] = {
+        PUBLICATION: functools.partial(_lower_publication, shared, publish),
+        step_job(batch): functools.partial(_lower_step, shared, step, batch),
+    }
+    return Ahead(jobs).start()
+
+
+def _lower_step(
+    shared: Shared, step: StepProgram, batch: Batch | PackedBatch
+) -> jax.stages.Lowered:
+    config, model = shared.config, shared.model.config
+    state = abstract_state(config, model, shared.sites.trainer.mesh)
+
+    def abstract(x: Any, sharding: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=sharding)
+
+    rows = jax.tree.map(abstract, batch, step.shardings.of_batch(batch))
+    frozen = ()
+    if step.shardings.base is not None:
+        dtype = jnp.dtype(config.model.param_dtype)
+        like = functools.partial(abstract, dtype=dtype)
+        frozen = (jax.tree.map(like, abstract_params(model), step.shardings.base),)
+    return step.program.lower(state, rows, *frozen)
+
+
+def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
+    config, model = shared.config, shared.model.config
+    return publish.lower(abstract_state(config, model, shared.sites.trainer.mesh).params)
+
+
+def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
+    """A batch of the shape that the first one probably has; its contents mean nothing.
+
+    Distinct responses take rows: a quarter of them where responses are short, else all.
+    """
+    prompts, size = packing.num_prompts, packing.group_size
+    is_short = config.search.max_new_tokens <= SHORT_TOKENS
+    distinct = max(1, size // 4) if is_short else size
+    tokens = np.zeros(config.task.max_prompt_tokens, np.int32)
+    length = config.search.max_new_tokens
+    response = Trajectory(
+        prompt_id=0,
+        response_tokens=np.zeros(length, np.int32),
+        reward=0.0,
+        reward_parts={},
+        behavior_token_logprobs=np.zeros(length, np.float32),
+        reference_logprob=0.0,
+        version_min=0,
+        version_max=0,
+        searcher=0,
+        round=0,
+        sampling_temperature=packing.policy_temperature,
+        finish_reason="length",
+        token_advantages=np.zeros(length, np.float32) if packing.has_advantages else None,
+    )
+    weights = (size - distinct + 1, *(1,) * (distinct - 1))
+    draw = Draw(
+        Prompt(0, "", tokens, {}), (response,) * distinct, weights, True, (0,) * distinct, 0
+    )
+    return packing.batch([draw] * prompts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a process of the run starts with.
+
+    Attributes:
+        state: the train state, initial or restored.
+        base: frozen parameters under adapters; None where all are trained.
+        references: a reference scorer for each set of searcher devices, where searchers score.
+        step: of the restored checkpoint; 0 for a new run.
+        host_state: of that checkpoint, as `Checkpoints.restore` gives it; None for a new run.
+    """
+
+    state: TrainState
+    base: Any
+    references: dict[Site, Reference]
+    step: int = 0
+    host_state: HostState | None = None
+
+
+def open_start(
+    shared: Shared,
+    phase: Callable[[str], None],
+    note: Callable[[str], None],
+    accepted: Collection[str] = (),
+) -> Start:
+    """Load the model, and restore the newest checkpoint of the work directory if there is one.
+
+    Args:
+        shared: what it stands on; all processes of the run call this.
+        phase: told what takes long.
+        note: told what was lost.
+        accepted: of `identity.KINDS`, what may have changed since the checkpoint was written.
+
+    Raises:
+        ValueError: weights or prompts are not usable. UserError: what the run was made of changed.
+        CheckpointError: no checkpoint is intact, the newest that is cannot be read, or it is
+            another run's.
+    """
+    config, sites, model = shared.config, shared.sites, shared.model
+    policy, mesh = shared.policy, sites.trainer.mesh
+    has_adapters = policy.adapters is not None
+    shardings = make_step_shardings(config, model.config, mesh)
+    facts = shared.facts  # what the run is made of now, not when it is first saved
+    check_prompts(shared, facts.fingerprints, phase, note)
+    newest = _newest_intact(shared, note)
+    if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
+        note(f"there is no checkpoint: the {made:,} steps that were made are made again")
+    references: dict[Site, Reference] = {}
+    params, base = None, None
+    scores_here = config.reference.placement == "searcher" and bool(sites.searchers)
+    if newest is None or has_adapters or scores_here:
+        phase("loading the model")
+        params = model.load_params(
+            param_dtype=jnp.dtype(config.model.param_dtype),
+            shardings=shardings.base if has_adapters else shardings.state.params,
+        )
+    if scores_here:
+        references = make_references(config, policy, shared.tokenizer.eos_ids, sites, params)
+    if has_adapters:
+        base = params
+        params = lora.init_adapters(policy, config.seed, shardings.state.params)
+    if newest is None:
+        optimizer, _ = make_optimizer_from(config)
+        return Start(make_init_state(optimizer, shardings)(params), base, references)
+    del params
+    phase("restoring the newest checkpoint")
+    target = abstract_state(config, model.config, mesh)
+    _, state, host_state = shared.checkpoints.restore(target, newest)
+    for line in identity.check(newest, host_state.facts, facts, accepted):
+        note(line)
+    state = state if isinstance(state, TrainState) else TrainState(*state)
+    if int(state.step) != newest:
+        raise CheckpointError(
+            f"checkpoint {newest} holds step {int(state.step)}: its folder was renamed. Give "
+            f"checkpoints/{newest} the name checkpoints/{int(state.step)} again"
+        )
+    return Start(state, base, references, newest, host_state)
+
+
+def steps_made(workdir: Path) -> int:
+    """The step that the last whole lines of metrics.jsonl tell of; 0 where they tell of none."""
+    path = workdir / "metrics.jsonl"
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return 0  # a log that cannot be read is the affair of who opens it
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            step = json.loads(line)["step"] if line.startswith(b'{"step"') else None
+            if isinstance(step, int):
+                return step
+    return 0
+
+
+def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
+    """Step of the newest checkpoint whose files are as they were written, None without any.
+
+    Damaged ones are put aside. All processes call this, and divide the reading.
+
+    Raises:
+        CheckpointError: the oldest is damaged too; in all processes.
+    """
+    checkpoints, cluster = shared.checkpoints, shared.cluster
+    while True:
+        # Read once: a host that looked a moment later might see another one.
+        step = cluster.broadcast_json(checkpoints.latest_step())
+        if step is None:
+            return None
+        share = (cluster.process_id, cluster.num_processes)
+        found = sum(cluster.gather_json(checkpoints.damage(step, share=share)), [])
+        if not found:
+            return step
+        answer: dict[str, str] = {}
+        if cluster.is_primary:
+            try:
+                answer = {"kept": str(checkpoints.put_aside(step, found))}
+            except CheckpointError as error:
+                answer = {"lost": str(error)}
+        answer = cluster.broadcast_json(answer)
+        if "lost" in answer:
+            raise CheckpointError(answer["lost"])
+        note(
+            f"checkpoint {step} is damaged ({found[0]}) and was put aside as {answer['kept']}; "
+            "the run continues from the one before it"
+        )
+        checkpoints.look_again()
 
 
 def build(

@@ -1,39 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run conducted in a claimed work directory: built, driven, evaluated at the end, reported.
 
-It prints nothing but progress; what an outcome means to a user is the command's to say.
+Prints nothing but progress. Also writes report.json, the closing figures, and saves what is in
+memory when the work directory is gone.
 """
 
+import os
+import platform
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 from rich.console import Console
 
+from tba_jax.config.command_line import versions
 from tba_jax.config.notes import notes
-from tba_jax.config.schema import Config, flatten
+from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache
-from tba_jax.report.jsonl import sample_jsonl
+from tba_jax.replay.config import ReplaySettings
+from tba_jax.replay.economy import Economy
+from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
 from tba_jax.run import evaluations
 from tba_jax.run.async_search import drive_async
 from tba_jax.run.build import build
-from tba_jax.run.clock import RunClock
-from tba_jax.run.closing import write_report_json
-from tba_jax.run.errors import WorkdirLost
-from tba_jax.run.follow import follow
+from tba_jax.run.checkpoint import CheckpointError, Checkpoints
+from tba_jax.run.errors import UserError, WorkdirLost
+from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Link
-from tba_jax.run.rescue import rescue
-from tba_jax.run.rewarding import make_task
+from tba_jax.run.processes import follow
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
+from tba_jax.run.shared import make_task
 from tba_jax.run.sync_search import drive_sync
-from tba_jax.run.workdir import Outcome
+from tba_jax.run.workdir import Outcome, begin_run
+from tba_jax.storage import sealed
 
 Drive = Callable[[Run, Callable[[], bool]], None]
 """Moves the parts of a run until its last step, or until the function says to stop."""
@@ -229,3 +237,175 @@ def _evaluate_at_the_end(run: Run) -> None:
     if run.evaluated.before is None:
         evaluations.evaluate_start_model(run)
     evaluations.evaluate_last(run)
+
+
+def write_report_json(run: Run) -> dict[str, Any]:
+    """WORKDIR/report.json: the figures that scripts may rely on; returns its contents."""
+    trainer, clock = run.trainer, run.clock
+    wall_s = clock()
+
+    decoded = sum(searcher.decoded_tokens for searcher in run.search.searchers)
+    counts = [outbox.counts for outbox in run.search.outboxes]
+    device = jax.local_devices()[0]
+    report = {
+        "name": run.config.name,
+        "seed": run.config.seed,
+        "driver": run.config.driver,
+        "eval": {
+            "before": _figures(run.evaluated.before),
+            "after": _figures(run.evaluated.after),
+        },
+        "steps": trainer.step_index,
+        "num_steps": run.config.num_steps,
+        "wall_s": wall_s,
+        "time_to_first_step_s": run.clock.time_to_first_step_s,
+        "tokens_per_s": {
+            "decoded": decoded / wall_s,
+            "trained": trainer.counters.trained_tokens / wall_s,
+        },
+        "idle_s": {
+            "trainer": trainer.counters.wait_s,
+            "searchers": [searcher.idle_s for searcher in run.search.searchers],
+        },
+        "staleness": staleness_summary(trainer.counters.staleness_counts),
+        "ledger": {
+            **run.buffer.ledger(),
+            "generated": sum(count.generated for count in counts),
+            "outbox": sum(count.pending for count in counts),
+            "lost": sum(count.lost for count in counts),
+        },
+        "economy": economy_summary(
+            run.buffer.economy, run.buffer.num_untouched_groups, run.config.replay
+        ),
+        "sync": {
+            "count": trainer.counters.num_syncs,
+            "mean_s": trainer.counters.sync_total_s / max(1, trainer.counters.num_syncs),
+            "max_s": trainer.counters.sync_max_s,
+        },
+        "skipped_prompts": {
+            "train": run.search.num_skipped,
+            "eval": run.evaluator.num_skipped,
+        },
+        "compiled_decode_programs": run.search.num_compiled,
+        "kinds": list(run.shared.task.response_kinds),
+        "samples": _samples(run),
+        "processes": jax.process_count(),
+        "hardware": f"{jax.device_count()} x {device.device_kind}, "
+        f"{os.cpu_count()} CPU cores, {platform.platform()}",
+        "versions": versions(),
+        "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
+    }
+    report |= {key: section() for key, section in run.sections.items()}
+    report = jsonable(report)
+    path = run.shared.workdir / "report.json"
+    try:
+        sealed.write(path, report)
+    except OSError as error:
+        raise LogError(
+            f"writing {path} failed: {error}. Make room or fix the storage, then run the same "
+            "command again"
+        ) from error
+    return report
+
+
+def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """An evaluation without its texts."""
+    if record is None:
+        return None
+    return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+
+
+def _samples(run: Run) -> list[dict[str, Any]]:
+    """The first few held-out prompts with a response from before and one from after."""
+    before, after = run.evaluated.before, run.evaluated.after
+    if before is None or after is None:
+        return []
+    prompts = run.evaluator.prompts
+    if len(prompts) == 1:  # several of its responses are shown
+        prompts = prompts * len(before["texts"])
+    shown = zip(
+        prompts, before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False
+    )
+    return [
+        {
+            "prompt": prompt.text,
+            "answer": prompt.columns.get("answer", ""),
+            "before": old,
+            "after": new,
+            "before_reward": old_reward,
+            "after_reward": new_reward,
+        }
+        for prompt, old, old_reward, new, new_reward in shown
+    ]
+
+
+def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
+    """What became of the searchers' work, with what to change about it.
+
+    Args:
+        economy: of the buffer.
+        waiting: groups of which nothing was drawn.
+        settings: of the buffer.
+    """
+    figures = economy.stats(waiting, settings.max_staleness)
+    return {
+        **{name.removeprefix("buffer/"): value for name, value in figures.items()},
+        "warnings": economy.warnings(waiting, settings),
+    }
+
+
+def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
+    """Mean, median, 95th percentile and maximum over all uses of trajectories; {} for none."""
+    if not counts:
+        return {}
+    values = np.array(sorted(counts))
+    weights = np.array([counts[v] for v in values.tolist()])
+    reached = np.cumsum(weights) / weights.sum()
+    return {
+        "mean": float((values * weights).sum() / weights.sum()),
+        "p50": int(values[np.searchsorted(reached, 0.5)]),
+        "p95": int(values[np.searchsorted(reached, 0.95)]),
+        "max": int(values[-1]),
+    }
+
+
+def rescue(run: Run) -> str:
+    """Write config.json and a checkpoint of a run that stands still, where its directory was.
+
+    Args:
+        run: aborted; between two steps.
+
+    Returns:
+        One or two sentences: what was saved, or where the last log lines are.
+    """
+    shared, step = run.shared, run.trainer.step_index
+    if shared.workdir.exists():
+        names = " and ".join(run.logs.replaced())
+        lines = "it drops the log lines of these steps"
+        if names:
+            lines = (
+                f"it has replaced {names} by copies, so that the last lines of this process are in "
+                "no log"
+            )
+        return (
+            f"This process ends at step {step}. The other process continues from the newest "
+            f"checkpoint and makes later steps again; {lines}"
+        )
+    if shared.cluster.num_processes > 1:
+        return "Run the same command in another work directory to begin again"
+    config = shared.config
+    try:
+        begin_run(shared.workdir, config, shared.facts.run_id)
+        checkpoints = Checkpoints(
+            str(shared.workdir / "checkpoints"),
+            keep=config.checkpoint.keep,
+            timeout_s=config.checkpoint.timeout_s,
+        )
+        checkpoints.save(step, run.trainer.state, run.host_state())
+        checkpoints.close()
+    except (UserError, CheckpointError) as error:
+        return f"Saving its state there again failed: {error}"
+    return (
+        f"Its state at step {step} was saved there again, and the same command continues; the "
+        "logs until then are lost"
+    )

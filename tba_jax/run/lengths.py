@@ -2,7 +2,7 @@
 """Lengths of prompts and responses that a config leaves to the data and the model."""
 
 from tba_jax.config.schema import Config, replace
-from tba_jax.run.modeling import describe_model
+from tba_jax.run.model_parts import describe_model
 from tba_jax.search.prompts import text_of
 from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.rows import has_split

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections between the processes of a run: the owner of the buffer, and everyone else.
+"""Processes of a run: how they join, and the connections between the buffer's owner and the rest.
 
 The first trainer process owns replay buffer, ledger, admission and evaluation queue. It runs a
 channel server, on which the other trainer processes request steps and searchers in other processes
@@ -7,16 +7,67 @@ request tickets. The address and the token are exchanged once, when the processe
 """
 
 import ipaddress
+import os
 import secrets
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.search_channel import search_handlers
 from tba_jax.remote.search_server import SearchServer
 from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
+from tba_jax.run.errors import UserError
 from tba_jax.train.step_plan import Decision, pack_decision, unpack_decision
+
+if TYPE_CHECKING:
+    from tba_jax.devices.cluster import Cluster
+
+
+def start_cluster(
+    config: Config,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> "Cluster":
+    """Settings that must precede the first use of a device; joins the other processes of a pod."""
+
+    from tba_jax.devices import cluster as clusters
+
+    if MODES[config.placement].spans_hosts:
+        address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
+        if address.num_processes != 1:
+            return clusters.start(
+                address,
+                num_cpu_devices=config.num_cpu_devices,
+                heartbeat_s=config.pod.heartbeat_s,
+                shutdown_s=int(config.log.watchdog_s),
+            )
+    if config.num_cpu_devices > 1:
+        _divide_cpu(config.num_cpu_devices)
+    return clusters.Cluster()
+
+
+def _divide_cpu(num_devices: int) -> None:
+    """Have the CPU backend show several devices, at least, where jax runs already.
+
+    Raises:
+        UserError: it runs on fewer.
+    """
+    import jax
+
+    try:
+        jax.config.update("jax_num_cpu_devices", num_devices)
+    except RuntimeError as error:  # too late: what uses jax in this process came first
+        found = jax.local_device_count()
+        if jax.default_backend() == "cpu" and found < num_devices:
+            raise UserError(
+                f"config.num_cpu_devices = {num_devices}: jax runs in this process already, with "
+                f"{found} CPU device(s). Restart it (the kernel of a notebook) and train before "
+                f"anything else uses jax, or give num_cpu_devices={found}"
+            ) from error
 
 
 class Owner:

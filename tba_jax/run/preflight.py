@@ -20,9 +20,9 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import KINDS, kind_of
 from tba_jax.rewards.pool import RewardFailure, RewardPool
 from tba_jax.run.errors import UserError
-from tba_jax.run.joining import start_cluster
-from tba_jax.run.modeling import describe_model, longest_sequence, policy_config
-from tba_jax.run.rewarding import first_row, make_task
+from tba_jax.run.model_parts import describe_model, longest_sequence, policy_config
+from tba_jax.run.peers import start_cluster
+from tba_jax.run.shared import first_row, make_task
 from tba_jax.search.prompts import text_of
 from tba_jax.settings import ConfigError, listed
 from tba_jax.tasks.registry import Task, entry_of

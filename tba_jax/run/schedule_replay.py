@@ -23,7 +23,7 @@ from tba_jax.report.lines import wrong_event
 from tba_jax.run.async_search import searches_of
 from tba_jax.run.loop import after_step
 from tba_jax.run.run import Run
-from tba_jax.run.searching import Search
+from tba_jax.run.search_parts import Search
 from tba_jax.search.continuous import ContinuousSearch, Finished, Ticket
 from tba_jax.weights.transport import Published
 

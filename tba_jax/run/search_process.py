@@ -50,17 +50,16 @@ from tba_jax.remote.messages import (
     SearcherStart,
     Trace,
 )
-from tba_jax.run.clock import RunClock
-from tba_jax.run.evaluating import build_evaluator, load_start_weights
-from tba_jax.run.placing import Sites
-from tba_jax.run.searching import (
+from tba_jax.run.evaluations import build_evaluator, load_start_weights
+from tba_jax.run.host_state import RunClock
+from tba_jax.run.search_parts import (
     Search,
     build_searchers,
     make_references,
     make_transport,
     swaps_in_flight,
 )
-from tba_jax.run.shared import Seat, Shared, open_shared
+from tba_jax.run.shared import Seat, Shared, Sites, open_shared
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.merging import MergingTransport

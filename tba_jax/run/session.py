@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from tba_jax.config.schema import Config
 from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError
-from tba_jax.run.joining import start_cluster
+from tba_jax.run.peers import start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_or_continue,
@@ -94,9 +94,8 @@ def train_in_bucket(
         StorageError: the store cannot be used, or refuses for too long.
         UserError, ValueError, RuntimeError, OSError: as `train`.
     """
-    from tba_jax.run.lock import Hold
-    from tba_jax.run.mirroring import BucketSlots, Mirroring, folder_of
-    from tba_jax.run.ownership import check_bucket
+    from tba_jax.run.lock import BucketSlots, Hold, Mirroring, folder_of
+    from tba_jax.run.workdir import check_bucket
     from tba_jax.storage.bucket import Bucket, StorageError
     from tba_jax.storage.mirror import Mirror
 

@@ -1,34 +1,278 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all parts of a run stand on: config, places, task, model, rewards, checkpoints.
+"""What all parts of a run stand on: config, placement, task, model, rewards, checkpoints.
 
 A process that only searches, or only evaluates, opens the same. It makes no searcher and no
-trainer, and reads no weights but those of rewards.
+trainer, and reads no weights but those of rewards. Invariant: a config whose devices, rewards or
+judge cannot be used is refused here, before anything is decoded.
 """
 
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
 
-from tba_jax.config.devices import validate_devices
+from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.resolved import has_trainer_group, transport_of, writes_versions
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
+from tba_jax.devices.sharding import MESH_AXES, Placement, place
+from tba_jax.devices.site import Site
+from tba_jax.devices.turns import turns_for
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
+from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.source import Elsewhere, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
-from tba_jax.run.clock import RunClock
-from tba_jax.run.host_state import Facts
+from tba_jax.run.host_state import Facts, RunClock
 from tba_jax.run.identity import code_name, fingerprints, run_id_of
-from tba_jax.run.modeling import describe_model, policy_config
-from tba_jax.run.placing import Sites, open_sites, place_run
-from tba_jax.run.rewarding import Rewards, make_task, open_rewards
-from tba_jax.tasks.registry import Task
+from tba_jax.run.model_parts import describe_model, policy_config
+from tba_jax.search.rollout import Sampler
+from tba_jax.search.vine import Vine
+from tba_jax.tasks.registry import Task, get_task
+
+
+def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
+    """Meshes of the trainer and of each searcher.
+
+    Args:
+        config: validated.
+        devices: as in `placement.arrange`.
+        process_index: whose searchers.
+
+    Raises:
+        PlacementError: the devices cannot be divided so.
+    """
+    wanted = asked(config)
+    if has_trainer_group(config):
+        mesh = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
+        return Placement(
+            Mesh(mesh.reshape(wanted.mesh), MESH_AXES), (), num_searchers=wanted.num_searchers
+        )
+    return place(config.placement, devices, wanted, process_index)
+
+
+def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
+    """As many of these devices as divide the model evenly: to look at it without training it."""
+    num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
+    return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
+
+
+class Sites(NamedTuple):
+    """Where the parts of a run are, as one process sees them, and whose turn it is there.
+
+    Attributes:
+        trainer: its mesh has the axes MESH_AXES.
+        publication: the trainer's devices as the publish program leaves the weights on them.
+        searchers: one for each searcher of this process; those that share devices are equal.
+        first_searcher: index of the first of them in the run.
+        num_searchers: of the run.
+        trains: this process has devices of the trainer.
+
+    On a host that only searches `trainer` and `publication` are devices of its first searcher:
+    those on which it reads weights.
+    """
+
+    trainer: Site
+    publication: Site
+    searchers: tuple[Site, ...]
+    first_searcher: int = 0
+    num_searchers: int = 1
+    trains: bool = True
+
+    @property
+    def evaluation(self) -> Site:
+        """Where the judge lies, and where what is not divided is evaluated: at searcher 0."""
+        return self.searchers[0]
+
+    def reading(self, model_config: TransformerConfig) -> Site:
+        """To load a model on, with the trainer's devices of this process: the others go on."""
+        devices = self.trainer.mesh.local_devices
+        return Site(reading_mesh(model_config, devices), self.trainer.turns)
+
+
+def open_sites(config: Config, placement: Placement) -> Sites:
+    """The sites of a placement; turns are for the threads of the asynchronous driver."""
+    turns = None
+    trains = bool(placement.trainer_mesh.local_devices)
+    trainer, publication = placement.trainer_mesh, placement.publication_mesh
+    is_beside = not writes_versions(config)
+    if not is_beside:
+        publication = trainer  # files have the trainer's layout
+        if not trains and placement.searcher_meshes:
+            devices = placement.searcher_meshes[0].devices
+            trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
+    if config.driver == "async":
+        launchers = [trainer, *placement.searcher_meshes]
+        if transport_of(config) != "memory" and (is_beside or not trains):
+            launchers.append(trainer)  # the weight poller lays restored weights out
+        # Half: the error says more than the watchdog, and comes first.
+        turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+    return Sites(
+        Site(trainer, turns),
+        Site(publication, turns),
+        tuple(Site(mesh, turns) for mesh in placement.searcher_meshes),
+        placement.first_searcher,
+        placement.num_searchers,
+        trains,
+    )
+
+
+def make_task(config: Config) -> Task:
+    """The task of a config; its data is read when first used.
+
+    Raises:
+        ValueError: no such task, or not with this data.
+    """
+    task = config.task
+    return get_task(
+        task.name, task.data_path, task.num_eval_prompts, chat=task.chat, columns=task.columns
+    )
+
+
+class Rewards(NamedTuple):
+    """What gives rewards and what judges.
+
+    Attributes:
+        source: what training learns from and evaluation reports.
+        gold: the judge of the win rate, None where the config names none.
+    """
+
+    source: RewardSource
+    gold: RewardSource | None
+
+    def check(self) -> None:
+        """Raise RuntimeError where one of them cannot be used."""
+        for source in filter(None, self):
+            source.check()
+
+    def close(self) -> None:
+        """Stop what computes rewards."""
+        for source in filter(None, self):
+            source.close()
+
+
+def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
+    """Rewards and judge of a run; raises ValueError as `make_rewards` and `make_gold`.
+
+    Where nobody searches nothing is asked for: those that are elsewhere have them.
+    """
+    if not sites.searchers:
+        judges = config.eval.gold_model or config.eval.gold_reward
+        return Rewards(Elsewhere(), Elsewhere() if judges else None)
+    return Rewards(
+        make_rewards(config, task, tokenizer, sites.searchers),
+        make_gold(config, task, tokenizer, sites.evaluation),
+    )
+
+
+def make_rewards(
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    sites: Sequence[Site],
+) -> RewardSource:
+    """The source of rewards for training and evaluation; close it after use.
+
+    Args:
+        config: the config.
+        task: its task.
+        policy_tokenizer: of the responses.
+        sites: of the searchers, for models that rewards need; a reward model is divided over the
+            first (`RewardSource.on` gives those of the others), a victim has a copy on a device of
+            each.
+
+    Raises:
+        ValueError: the reward function or model cannot be used, or there is none.
+    """
+    reward = config.task.reward or task.reward
+    kind = kind_of(config, config.task.reward, task.reward, task.name)
+    use = _use(task, policy_tokenizer, sites, reward, config.task.reward_weights)
+    return kind.make(config, use)
+
+
+def _use(
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    sites: Sequence[Site],
+    functions: str,
+    weights: Sequence[float] = (),
+) -> Use:
+    return Use(functions, weights, first_row(task), policy_tokenizer, sites)
+
+
+def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
+    """Prompt text and columns of the first held-out row; a chat is the column `prompt`."""
+    prompt, columns = task.eval_problem(0)
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
+
+
+def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
+    """Grades as the task's kinds and these rewards want it."""
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind)
+
+
+def make_gold(
+    config: Config,
+    task: Task,
+    policy_tokenizer: Tokenizer,
+    site: Site,
+) -> RewardSource | None:
+    """The judge of the win rate, None where the config names none; close it after use.
+
+    Args:
+        config: the config.
+        task: its task.
+        policy_tokenizer: of the responses.
+        site: of the searcher that evaluates; a model is divided over it.
+
+    Raises:
+        ValueError: it cannot be used, there is nothing to compare responses with, or the task's
+            headline is the win rate and there is no judge.
+    """
+    judge = config.eval.gold_model or config.eval.gold_reward
+    if judge and "answer" not in task.eval_problem(0)[1]:
+        raise ValueError(
+            f"{judge} judges the win rate over reference responses, which are the column `answer` "
+            f"of a prompt, and task {task.name} has no such column; add it to the data, or leave "
+            "eval.gold_model and eval.gold_reward empty"
+        )
+    if config.eval.gold_model:
+        return RewardModel.load(
+            config.eval.gold_model,
+            site=site,
+            param_dtype=jnp.dtype(config.eval.gold_dtype),
+            policy_tokenizer=policy_tokenizer,
+            batch_size=config.reward.batch_size,
+        )
+    if config.eval.gold_reward:
+        use = _use(task, policy_tokenizer, [site], config.eval.gold_reward)
+        return FUNCTIONS.make(config, use)
+    if task.metric == "win_rate":
+        raise ValueError(
+            f"task {task.name} is judged by its win rate, and nothing judges; set "
+            "--config.eval.gold_model to a reward model other than the one that trains, or "
+            "--config.eval.gold_reward=package.module:function"
+        )
+    return None
+
+
+def make_vine(config: Config, sampler: Sampler, grader: Grader) -> Vine | None:
+    """What estimates values of states; None where the objective reads none."""
+    if not config.search.vine_tokens:
+        return None
+    return Vine(sampler, grader, config.search.vine_tokens, config.search.vine_samples)
 
 
 class Seat(NamedTuple):

@@ -16,8 +16,8 @@ from tba_jax.flow.rounds import RoundReport
 from tba_jax.replay.round_admission import RoundAdmission
 from tba_jax.run import evaluations
 from tba_jax.run.loop import loop, starved
+from tba_jax.run.processes import NoSearchService, SearchService, serving
 from tba_jax.run.run import Run
-from tba_jax.run.serving import NoSearchService, SearchService, serving
 
 _POLL_S = 0.002  # between two checks whether the rounds of other processes have arrived
 

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work directory of a run: claimed by one config, begun, finished.
+"""The work directory of a run: which files are its own, claimed by one config, begun, finished.
 
-It compares configs and reads what is there; it imports no jax. Its invariant: a directory that
-holds a run is never given to another config.
+A run writes and deletes under a few names. Where one of them exists and is not of a run of tba_jax,
+the directory is refused before anything is written. Other files are left alone. Imports no jax.
+Invariants: a directory that holds a run is never given to another config. No file of another
+program is changed, and no symbolic link is followed (tests/run/test_ownership.py,
+tests/chaos/test_foreign_files.py).
 """
 
 import contextlib
 import json
 import os
+import re
+import stat
 import uuid
-from collections.abc import Mapping
+import zipfile
+import zlib
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,17 +25,297 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.retired import upgrade
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
-from tba_jax.run.ownership import inspect
-from tba_jax.storage import sealed
+from tba_jax.run.host_state import CHECKPOINT_ENTRIES, ITEMS_FILE, Facts, read_facts
+from tba_jax.storage import digests, sealed
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
     from tba_jax.run.lock import Hold
 
 
+_LOGS = ("metrics.jsonl", "samples.jsonl")
+_FILES = (*_LOGS, "versions.json", "report.json", "report.html", "prompts.json")
+# Folders whose entries a run names itself, and those of TensorBoard and W&B.
+_OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
+_FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
+_CONFIG = "config.json"
+_SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
+# What is there before config.json.
+_BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
+# What remains of a file that was replaced when its process was killed.
+_REMAINDERS = (".unfinished", ".new", ".kept")
+# How a file begins that a run wrote. Damage behind that is named by whoever reads the file.
+_BEGINNINGS = {
+    **dict.fromkeys(_LOGS, b'{"'),
+    "versions.json": b"{\n",
+    "report.json": b"{\n",
+    "prompts.json": b"{\n",
+}
+_PAGE_BEGINNING = (
+    b'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+    b'<meta http-equiv="Content-Security-Policy"'
+)
+_ADVICE = "Give a new --workdir, or move them away"
+
+
 # Orbax lists a checkpoint's files by a pattern that begins with its path.
 _WILD = frozenset("*?[]")
 _SHOWN = 8  # differences between two configs, in a message of one line
+
+
+class Contents(NamedTuple):
+    """What a work directory holds under the names that a run writes.
+
+    Attributes:
+        run_id: of the run in the directory, "" where there is none.
+        config: flat config of the run; {} without a run, and for a run whose config.json is lost
+            and whose checkpoints do not hold the config.
+        lost_config: config.json is lost, and the newest checkpoint says which run it is.
+    """
+
+    run_id: str = ""
+    config: dict[str, object] = {}
+    lost_config: bool = False
+
+
+def inspect(workdir: Path) -> Contents:
+    """Return what a work directory holds of a run; only reads.
+
+    Raises:
+        UserError: a name that a run writes is a symbolic link, of another kind, or not of a run
+            of tba_jax; a checkpoint is of another run, or its folder was renamed.
+    """
+    found = _names(workdir)
+    for name in sorted(found):
+        _check_kind(workdir / name)
+    if _CONFIG in found:
+        run_id, config = _run_of(workdir / _CONFIG)
+        _check_checkpoints(workdir / "checkpoints", run_id)
+        return Contents(run_id, config)
+    # A folder without entries is nobody's.
+    rest = sorted(
+        name for name in found if not _is_empty(workdir / name) and not _is_before(workdir / name)
+    )
+    if not rest:
+        return Contents()
+    facts = _newest_facts(workdir / "checkpoints")
+    if facts is None or not facts.run_id:
+        names = ", ".join(rest)
+        raise UserError(
+            f"{workdir} holds {names}, and no {_CONFIG} of a run of tba_jax that could have "
+            f"written {'it' if len(rest) == 1 else 'them'}. {_ADVICE}"
+        )
+    _check_checkpoints(workdir / "checkpoints", facts.run_id)
+    return Contents(facts.run_id, dict(facts.config), lost_config=True)
+
+
+def check_bucket(address: object, names: Collection[str], config: bytes | None) -> None:
+    """Refuse an object store in which a run would replace or delete objects of another program.
+
+    A checkpoint of a run without config.json is accepted here; `inspect` looks at its copy.
+
+    Args:
+        address: for the message.
+        names: of all objects.
+        config: content of config.json; None without one.
+
+    Raises:
+        UserError: a name that a run writes is there, and no config.json of a run.
+    """
+    with contextlib.suppress(ValueError, KeyError):
+        if config is not None and isinstance(sealed.unseal(config)["config"], dict):
+            return
+    if config is None and any(re.match(r"checkpoints/\d+/host_state/", name) for name in names):
+        return
+    first = {name.partition("/")[0] for name in names}
+    found = sorted(n for n in first if n == "logs" or (n != "lock" and _is_written(n)))
+    if found:
+        raise UserError(
+            f"{address} has {found[0]}, which a run writes, and no {_CONFIG} of a run of tba_jax. "
+            "Give a new --workdir"
+        )
+
+
+def check_for_report(workdir: Path) -> None:
+    """Refuse to write a report over files that no run of tba_jax wrote.
+
+    Raises:
+        UserError: as `inspect`; or neither config.json nor report.json is of a run.
+    """
+    for name in sorted(_names(workdir)):
+        _check_kind(workdir / name)
+    for name in (_CONFIG, "report.json"):
+        if (workdir / name).exists():
+            try:
+                sealed.read(workdir / name)
+            except ValueError:
+                continue  # `load_run` names the damage
+            return
+    if not any((workdir / name).exists() for name in (_CONFIG, "report.json")):
+        raise UserError(
+            f"{workdir} has neither {_CONFIG} nor report.json, wanted the work directory of a run. "
+            "Give the directory that was named by --workdir"
+        )
+
+
+def _names(workdir: Path) -> set[str]:
+    """Names in the directory that a run writes."""
+    try:
+        present = {entry.name for entry in workdir.iterdir()}
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise UserError(
+            f"the work directory {workdir} cannot be read ({error.strerror}). Give another "
+            "--workdir"
+        ) from error
+    return {name for name in present if _is_written(name)}
+
+
+def _is_written(name: str) -> bool:
+    """Whether a run writes a file or folder of that name into its work directory."""
+    name = next((name.removesuffix(e) for e in _REMAINDERS if name.endswith(e)), name)
+    return name in (*_FILES, *_FOLDERS, _CONFIG) or _SCHEDULE.fullmatch(name) is not None
+
+
+def _check_kind(path: Path) -> None:
+    """Refuse symbolic links, and anything but the file or folder that a run makes there."""
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode):
+        raise UserError(
+            f"{path} is a symbolic link, and a run writes and deletes under that name. Remove the "
+            "link, or give a --workdir on the disk that it points to"
+        )
+    is_folder = path.name in _FOLDERS
+    if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+        wanted = "a folder" if is_folder else "a regular file"
+        raise UserError(
+            f"{path} is not {wanted}, and a run writes {wanted} under that name. {_ADVICE}"
+        )
+    if not is_folder:
+        _check_beginning(path)
+    elif path.name in ("lock", "plots"):
+        for entry in path.iterdir():
+            if entry.is_symlink():
+                raise UserError(
+                    f"{entry} is a symbolic link, and a run writes and deletes files in {path}. "
+                    "Remove the link"
+                )
+
+
+def _check_beginning(path: Path) -> None:
+    """Refuse a file that no run has written: it begins in another way."""
+    wanted = _PAGE_BEGINNING if path.name == "report.html" else _BEGINNINGS.get(path.name, b"")
+    if _SCHEDULE.fullmatch(path.name):
+        wanted = _BEGINNINGS["metrics.jsonl"]
+    try:
+        with open(path, "rb") as file:
+            found = file.read(len(wanted))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}). {_ADVICE}") from error
+    if found and not wanted.startswith(found):
+        raise UserError(f"{path} begins with {found[:20]!r}: no run of tba_jax wrote it. {_ADVICE}")
+
+
+def _run_of(path: Path) -> tuple[str, dict[str, object]]:
+    """Return (run ID, flat config) of a config.json.
+
+    Raises:
+        UserError: the file is damaged, or not of a run.
+    """
+    try:
+        facts = sealed.read(path)
+        config, run_id = facts["config"], facts["run_id"]
+        if not isinstance(config, dict) or not isinstance(run_id, str):
+            raise TypeError("its `config` and `run_id` are of other types")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+        raise UserError(
+            f"{path} is not readable as the config of a run of tba_jax ({why}). Put it back as it "
+            "was, or give another --workdir"
+        ) from error
+    return run_id, config
+
+
+def _is_empty(path: Path) -> bool:
+    return not any(path.iterdir()) if path.is_dir() else path.stat().st_size == 0
+
+
+def _is_before(path: Path) -> bool:
+    """Whether it is a folder with nothing but what a run writes before its config.json."""
+    wanted = _BEFORE.get(path.name)
+    return wanted is not None and all(wanted.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Folders of a checkpoint folder whose names are step numbers, the newest first."""
+    if not folder.is_dir():
+        return []
+    return sorted((e for e in folder.iterdir() if e.name.isdigit()), key=lambda e: -int(e.name))
+
+
+def _newest_facts(folder: Path) -> Facts | None:
+    for path in _steps(folder):
+        facts = _facts_of(path)
+        if facts is not None:
+            return facts
+    return None
+
+
+def _facts_of(path: Path) -> Facts | None:
+    """Return what a checkpoint says of itself; None where that is missing or damaged."""
+    for file in sorted((path / "host_state").glob("process_*.npz")):
+        try:
+            return read_facts(file)
+        except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile):
+            continue
+        except (RuntimeError, zlib.error):
+            # zipfile's for damaged headers; or another format, and the resume names the version.
+            continue
+    return None
+
+
+def _check_checkpoints(folder: Path, run_id: str) -> None:
+    """Refuse step folders that are not checkpoints of this run, or were renamed."""
+    has_newer = False  # than the next folder
+    for path in _steps(folder):
+        if path.is_symlink():
+            raise UserError(
+                f"{path} is a symbolic link, and a run deletes its old checkpoints. Remove the "
+                "link, or move the checkpoint itself there"
+            )
+        if not path.is_dir() or not (
+            (path / digests.NAME).exists()
+            or (path / "host_state").exists()
+            or (has_newer and _is_half_deleted(path))
+        ):
+            raise UserError(
+                f"{path} is not a checkpoint of tba_jax, and a run deletes its old checkpoints "
+                "there. Move it away"
+            )
+        facts = _facts_of(path)
+        if facts is None:
+            continue  # damaged: the resume puts it aside
+        if run_id and facts.run_id and facts.run_id != run_id:
+            raise UserError(
+                f"{path} is a checkpoint of run {facts.run_id}, and the work directory is of run "
+                f"{run_id}. Move it away, or put back the config.json that it came with"
+            )
+        if facts.step >= 0 and facts.step != int(path.name):
+            raise UserError(
+                f"{path} holds step {facts.step}: the folder was renamed. Name it "
+                f"{path.parent / str(facts.step)} again"
+            )
+        has_newer |= facts.run_id == run_id
+
+
+def _is_half_deleted(path: Path) -> bool:
+    """Whether it can be a checkpoint of a run that was killed while it deleted the checkpoint."""
+    entries = list(path.iterdir())
+    if any(entry.is_symlink() or entry.name not in CHECKPOINT_ENTRIES for entry in entries):
+        return False
+    items = path / ITEMS_FILE
+    return not items.is_file() or b'"tba_jax.' in items.read_bytes()
 
 
 class Outcome(NamedTuple):

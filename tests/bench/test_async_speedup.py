@@ -10,7 +10,7 @@ from tba_jax.bench import async_speedup
 from tba_jax.bench.async_speedup import Figures, read, table
 from tba_jax.models.model import describe
 from tba_jax.models.transformer import num_params
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 
 
 def write(folder, rounds, steps):

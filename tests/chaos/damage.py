@@ -24,6 +24,7 @@ import numpy as np
 from rich.console import Console
 
 from tba_jax.commands import buffer as buffer_command
+from tba_jax.commands.saved import load_run_config
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.flow.state import PartState
@@ -31,15 +32,13 @@ from tba_jax.report import page
 from tba_jax.report.files import load_run
 from tba_jax.report.writers import ProgressDisplay
 from tba_jax.run import identity
+from tba_jax.run.build import _newest_intact
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
 from tba_jax.run.lock import FolderSlots, Hold
-from tba_jax.run.logs import open_logs
-from tba_jax.run.run import forget_after
-from tba_jax.run.saved import load_run_config
+from tba_jax.run.run import forget_after, open_logs
 from tba_jax.run.schedule_replay import read_schedule
-from tba_jax.run.start import _newest_intact
 from tba_jax.run.workdir import begin_run, finished_before, holds_run, is_finished
 
 KINDS = {

@@ -41,12 +41,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from tba_jax.commands.saved import load_run_config
 from tba_jax.report.lines import wrong_event, wrong_metrics
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.modeling import describe_model
-from tba_jax.run.placing import reading_mesh
-from tba_jax.run.saved import load_run_config
-from tba_jax.run.training import abstract_state
+from tba_jax.run.model_parts import describe_model
+from tba_jax.run.shared import reading_mesh
+from tba_jax.run.trainer_parts import abstract_state
 from tba_jax.weights.versions import Versions
 from tests.chaos import damage
 from tests.integration.commands import ROOT, children, command, environment, lines, losses

@@ -13,12 +13,12 @@ import pytest
 
 from tba_jax.commands import export, report
 from tba_jax.commands.edge import guarded
+from tba_jax.commands.saved import load_run_config
 from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.worker import WorkerError
 from tba_jax.report.jsonl import JsonlWriter, LogError
 from tba_jax.run.errors import UserError
-from tba_jax.run.saved import load_run_config
 from tba_jax.run.workdir import holds_run, is_finished, saved_config
 from tba_jax.storage import sealed
 

@@ -13,7 +13,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks import arithmetic
 
 

@@ -15,7 +15,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.modeling import START_MODEL, make_decoder, make_scoring
+from tba_jax.run.model_parts import START_MODEL, make_decoder, make_scoring
 from tba_jax.settings import ConfigError
 
 CONFIG = tiny_config(num_layers=1, tie_embeddings=False)

@@ -80,20 +80,20 @@ BEFORE = """
 import sys, types
 import tba_jax
 from tba_jax.devices.cluster import Cluster
-from tba_jax.run import compiling
+from tba_jax.run import build
 
 def begin(jobs):
     print(len(jobs), "grain" in sys.modules)
     sys.exit()
 
-compiling.Ahead = begin
+build.Ahead = begin
 shared = types.SimpleNamespace(
     config=tba_jax.load_config("math"),
     cluster=Cluster(),
     tokenizer=types.SimpleNamespace(pad_id=0),
     sites=types.SimpleNamespace(trainer=types.SimpleNamespace(mesh=None)),
 )
-compiling.compile_ahead(shared, None, None)
+build.compile_ahead(shared, None, None)
 """
 
 

@@ -12,9 +12,9 @@ from commands import SYNC, lines, losses, run, run_pod, start, wait_for
 from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
+from tba_jax.commands import saved as saved_run
 from tba_jax.models.hf import hf_weights
-from tba_jax.run import saved as saved_run
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 
 LORA = ("lora.rank=4", "optimizer.learning_rate=0.003", "sync.transport=checkpoint")
 

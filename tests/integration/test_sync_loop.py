@@ -11,10 +11,10 @@ from commands import SYNC, lines, losses, run, start, wait_for
 from fake_models import load_folder
 
 from tba_jax.commands import buffer, evaluate, export
+from tba_jax.commands import saved as saved_run
 from tba_jax.flow.records import unflatten
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run import modeling
-from tba_jax.run import saved as saved_run
+from tba_jax.run import model_parts
 from tba_jax.run.checkpoint import load_host_state
 
 
@@ -99,7 +99,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
 
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    start, _, _ = load_folder(str(modeling.START_MODEL))
+    start, _, _ = load_folder(str(model_parts.START_MODEL))
     config, params, _ = load_folder(str(tmp_path / "model"))
     _, _, trained, _, _ = saved_run.load_policy(str(reference))
     assert config == start
@@ -198,7 +198,7 @@ def check_given(workdir):
     ]
     _, state = load_host_state(str(workdir))
     arrays = state.parts["buffer"].arrays
-    tokenizer = Tokenizer.load(str(modeling.START_MODEL))
+    tokenizer = Tokenizer.load(str(model_parts.START_MODEL))
     stored = {
         tokenizer.decode(np.frombuffer(tokens, np.int32)) for tokens in unflatten(arrays, "tokens")
     }

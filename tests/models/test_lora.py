@@ -36,8 +36,8 @@ from tba_jax.models.hf.config_json import hf_config
 from tba_jax.models.quantized import quantize
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.transformer import param_axes, unstack_layers
-from tba_jax.run.placing import open_sites
-from tba_jax.run.searching import make_references
+from tba_jax.run.search_parts import make_references
+from tba_jax.run.shared import open_sites
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives.tb import TrajectoryBalance
 from tba_jax.train.optimizers import make_optimizer

@@ -19,7 +19,7 @@ from tba_jax.models import attention, kv_cache, transformer
 from tba_jax.models import model as models
 from tba_jax.models.quantized import MATRICES, quantize, scale_name
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.weights.transport import MemoryTransport, make_publish_program
 
 CONFIG = tiny_config(num_heads=4, num_kv_heads=2, qkv_bias=True, mlp_size=24, vocab_size=64)

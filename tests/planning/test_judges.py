@@ -19,7 +19,7 @@ from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one, judges
 from tba_jax.planning.children import Answer
 from tba_jax.planning.model_shapes import PUBLISHED, published_config
-from tba_jax.run import modeling
+from tba_jax.run import model_parts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 ROBERTA = {
@@ -53,7 +53,7 @@ def in_process(request, *, timeout_s):
 def planned(config, models):
     """(description, planner) of a config on this process's devices."""
     validate(config)
-    model, _ = published_config(modeling.model_path(config))
+    model, _ = published_config(model_parts.model_path(config))
     request = {"topology": "", "model": model, "judges": models, "cache": ""}
     planner = plan.Planner(request, 60.0, in_process)
     return planner.describe(plain(config), chooses=False), planner
@@ -130,7 +130,7 @@ def test_a_guard_is_a_language_model():
         placement="split",
         **{"classifier.kind": "guard", "classifier.path": "x", "classifier.target": "unsafe"},
     )
-    start, _ = published_config(str(modeling.START_MODEL))
+    start, _ = published_config(str(model_parts.START_MODEL))
     facts, planner = planned(config, {"victim": start, "classifier": start})
     size = facts["groups"]["searcher"]["residents"]["classifier"]
     assert size == 4 * num_params(config_json.transformer_config(start))
@@ -138,7 +138,7 @@ def test_a_guard_is_a_language_model():
 
 
 def test_a_reward_model_without_a_score_is_refused():
-    start, _ = published_config(str(modeling.START_MODEL))
+    start, _ = published_config(str(model_parts.START_MODEL))
     with pytest.raises(ValueError, match="the reward model must be a sequence classifier"):
         judges.judge_residents(preset("tldr", "toy"), {"reward model": start}, mesh_of(1))
 

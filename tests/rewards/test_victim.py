@@ -14,7 +14,7 @@ from tba_jax.models.hf import hf_weights
 from tba_jax.rewards.classifiers import PatternClassifier, make_classifier
 from tba_jax.rewards.config import ClassifierSettings, VictimSettings
 from tba_jax.rewards.victim import Victim, VictimReward
-from tba_jax.run.modeling import START_MODEL
+from tba_jax.run.model_parts import START_MODEL
 
 SETTINGS = VictimSettings(
     num_samples=4,

@@ -9,7 +9,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.run.async_search import diagnostics
-from tba_jax.run.closing import economy_summary
+from tba_jax.run.conduct import economy_summary
 
 
 def host(num_prompts, num_batches, **settings):

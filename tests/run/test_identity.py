@@ -13,8 +13,8 @@ import tba_jax
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CheckpointError, Facts
 from tba_jax.run.identity import KINDS, check, fingerprints
-from tba_jax.run.modeling import START_MODEL
-from tba_jax.run.rewarding import make_task
+from tba_jax.run.model_parts import START_MODEL
+from tba_jax.run.shared import make_task
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ from fake_rounds import distinct_responses, make_buffer, make_commit
 
 from tba_jax.flow.state import PartState
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.host_state import Facts, HostState, pack, unpack
-from tba_jax.run.other_searchers import with_searchers
+from tba_jax.run.host_state import Facts, HostState, pack, unpack, with_searchers
 from tba_jax.run.run import Evaluated
 from tba_jax.train.trainer import Counters
 

@@ -13,8 +13,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.flow.state import PartState
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import Facts, HostState, pack
-from tba_jax.run.ownership import inspect
-from tba_jax.run.workdir import begin_or_continue, begin_run, claim, holds_run
+from tba_jax.run.workdir import begin_or_continue, begin_run, claim, holds_run, inspect
 from tba_jax.storage import sealed
 from tba_jax.weights.versions import PublicationError, Versions
 

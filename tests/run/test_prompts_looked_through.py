@@ -6,7 +6,7 @@ import types
 import numpy as np
 import pytest
 
-from tba_jax.run.prompts import check_prompts
+from tba_jax.run.build import check_prompts
 
 NAMES = {"data": "d", "tokenizer": "t"}
 

@@ -17,7 +17,7 @@ from tba_jax.planning.judges import judge_paths
 from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.rewarding import make_gold, make_rewards, make_task
+from tba_jax.run.shared import make_gold, make_rewards, make_task
 from tba_jax.settings import ConfigError, need
 
 POST = "abcabcabcabcabcabcabcabc:"

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tba_jax.run.start import steps_made
+from tba_jax.run.build import steps_made
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tba_jax.models.transformer import unstack_layers
 from tba_jax.replay.outbox import Outbox
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.modeling import START_MODEL, make_decoder
+from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.rollout import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts

@@ -16,7 +16,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.run.modeling import START_MODEL, make_decoder
+from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.start_data import GivenGroup, StartData, load_start_groups, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
 

@@ -12,8 +12,7 @@ from etils import epath
 
 from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError, WorkdirLost
-from tba_jax.run.lock import Hold
-from tba_jax.run.mirroring import BucketSlots, Mirroring, run_folder
+from tba_jax.run.lock import BucketSlots, Hold, Mirroring, run_folder
 from tba_jax.run.session import train_in_bucket
 from tba_jax.storage import digests
 from tba_jax.storage.bucket import Bucket, StorageError

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tba_jax.run.interruption import Interruption
+from tba_jax.commands.interruption import Interruption
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_a_signal_that_was_ignored_stays_ignored():
 PRINTING = """
 import sys
 from tba_jax.report.writers import ProgressDisplay
-from tba_jax.run.interruption import surviving_closed_outputs
+from tba_jax.commands.interruption import surviving_closed_outputs
 with surviving_closed_outputs():
     display = ProgressDisplay(9, title="run")
     for i in range(3):

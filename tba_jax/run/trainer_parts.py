@@ -23,7 +23,7 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.replay.soft_values import SoftValues
-from tba_jax.run.modeling import make_padding, make_scoring, policy_config
+from tba_jax.run.model_parts import make_padding, make_scoring, policy_config
 from tba_jax.run.shared import Shared
 from tba_jax.settings import need
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer

@@ -18,9 +18,9 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import CheckpointError, Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.modeling import describe_model, policy_config
-from tba_jax.run.placing import reading_mesh
-from tba_jax.run.training import abstract_state
+from tba_jax.run.model_parts import describe_model, policy_config
+from tba_jax.run.shared import reading_mesh
+from tba_jax.run.trainer_parts import abstract_state
 from tba_jax.run.workdir import saved_config
 from tba_jax.weights.versions import Versions
 
@@ -46,7 +46,7 @@ def load_run_config(workdir: str) -> Config:
 def load_policy(
     workdir: str, published: str = "", note: Callable[[str], None] = print
 ) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of a run as it was saved last, divided over the devices of `placing.reading_mesh`.
+    """Policy of a run as it was saved last, divided over the devices of `run.shared.reading_mesh`.
 
     Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
 

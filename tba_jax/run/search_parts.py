@@ -29,7 +29,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.replay.admission import Demand
 from tba_jax.replay.outbox import Outbox
-from tba_jax.run.modeling import (
+from tba_jax.run.model_parts import (
     adapter_shardings,
     make_decoder,
     make_padding,
@@ -39,9 +39,7 @@ from tba_jax.run.modeling import (
     reference_shardings,
     searcher_shardings,
 )
-from tba_jax.run.placing import Sites
-from tba_jax.run.rewarding import make_grader, make_vine
-from tba_jax.run.shared import Shared
+from tba_jax.run.shared import Shared, Sites, make_grader, make_vine
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
