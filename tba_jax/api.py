@@ -6,11 +6,14 @@ goes on, and a second call works. Importing it loads no jax; checking a
 config does, because the objective checks its own settings. No absl flag is left behind.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import importlib
 import os
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,8 @@ from tba_jax.devices.placement import MODES
 from tba_jax.devices.platform import take_gpu_memory
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
-from tba_jax.settings import ConfigError
+from tba_jax.settings import ConfigError, given_name, importable_name
+from tba_jax.train.objectives.registry import own_settings
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 
 # Of a searcher that is in the middle of a round when the last step is made.
 _LAST_ROUND_S = 60.0
+_CURVES_S = 15.0  # between two drawings in a notebook
 
 
 def load_config(name: str, /, **overrides: Any) -> Config:
@@ -60,7 +65,15 @@ def load_config(name: str, /, **overrides: Any) -> Config:
     return config
 
 
-def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+def run_training(
+    config: Config,
+    workdir: str | os.PathLike[str],
+    *,
+    reward: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    objective: Any = None,
+    callbacks: Sequence[Callable[..., Any]] = (),
+    in_process: bool = False,
+) -> dict[str, Any]:
     """Train in this process: begin a run, or continue the one in the work directory.
 
     A finished run is not repeated. An interrupt (Ctrl-C, the stop button of a notebook) saves after
@@ -70,6 +83,11 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     Args:
         config: of `load_config`.
         workdir: folder that is made, or holds a run with this very config.
+        reward: function or functions with the signature of `task.reward`. Functions of a notebook
+            cannot be imported by reward processes: they need `in_process`.
+        objective: an objective, or a class of objectives, as docs/objectives.md describes.
+        callbacks: called with (step, values) after each step; numbers that they return are logged.
+        in_process: call the rewards in this process, where no deadline ends a call that hangs.
 
     Returns:
         report.json: `report["eval"]["before"]`, `["after"]`, `["samples"]`, times and counts.
@@ -88,6 +106,7 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
             f"config.placement = {config.placement!r}: a pod has a process per host, and this is "
             "one; start `python -m tba_jax.main` on every host, or give another placement"
         )
+    config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
     validate(config)
     from tba_jax.run.lengths import with_lengths
 
@@ -101,7 +120,7 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
-        with surviving_closed_outputs():
+        with surviving_closed_outputs(), curves:
             outcome = train(config, workdir, interrupted=interruption or (lambda: False))
     finally:
         if interruption is not None:
@@ -115,6 +134,79 @@ def run_training(config: Config, workdir: str | os.PathLike[str]) -> dict[str, A
             "same call continues"
         )
     return outcome.report
+
+
+def _with_given(
+    config: Config, reward: Any, objective: Any, callbacks: Sequence[Any], in_process: bool
+) -> Config:
+    """The config that names what was given.
+
+    Raises:
+        ConfigError: a reward that no other process can import, without `in_process`.
+    """
+    arguments = []
+    if rewards := [reward] if callable(reward) else list(reward):
+        names = [importable_name(function) for function in rewards]
+        if not in_process and "" in names:
+            raise ConfigError(
+                f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. Put "
+                "it into a file and import it from there, or give in_process=True: then it runs in "
+                "this process, and no deadline ends a call that hangs"
+            )
+        if in_process and (mode := MODES[config.placement]).searches_elsewhere:
+            raise ConfigError(f"in_process=True: placement={mode.name} grades in other processes")
+        given = [given_name(x) for x in rewards] if in_process else names
+        arguments.append(f"task.reward={','.join(given)}")
+    if objective is not None:
+        kind = objective if isinstance(objective, type) else type(objective)
+        name = given_name(kind)
+        arguments.append(f"objective.name={name}")
+        if kind is not objective:
+            own = (setting.name for setting in own_settings(name))
+            arguments += [f"{x}={getattr(objective, x.rpartition('.')[2])}" for x in own]
+    if callbacks:
+        arguments.append(f"log.callbacks={','.join(map(given_name, callbacks))}")
+    return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
+
+
+class Curves:
+    """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
+
+    Elsewhere it does nothing.
+
+    Args:
+        workdir: of the run.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str]) -> None:
+        self._workdir, self._over = Path(workdir), threading.Event()
+        self._shell: Any = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+
+    def __enter__(self) -> None:
+        if getattr(self._shell, "kernel", None) is None:
+            return
+        display = importlib.import_module("IPython.display").display
+        self._handle = display("The curves appear after a few steps.", display_id=True)
+        self._thread = threading.Thread(target=self._follow, name="curves", daemon=True)
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if getattr(self._shell, "kernel", None) is not None:
+            self._thread.join()
+
+    def _follow(self) -> None:
+        from tba_jax.report.live import SampledLog
+
+        log = SampledLog(self._workdir / "metrics.jsonl", most=200)
+        while True:
+            is_over = self._over.wait(_CURVES_S)
+            with contextlib.suppress(ValueError, OSError):  # a page that cannot be read yet
+                if log.update():
+                    run = SavedRun(files.assemble(self._workdir, log.metrics()))
+                    self._handle.update(run.plot("reward", dpi=70))
+            if is_over:
+                return
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":

@@ -19,11 +19,15 @@ import ast
 import dataclasses
 import hashlib
 import importlib.util
+import inspect
 import math
 import os
+import re
 import sys
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, Self, TypeVar
 
@@ -426,3 +430,61 @@ def import_file(path: str) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+# What `run_training` was given, by "notebook.py:NAME"; other processes do not have it.
+GIVEN: dict[str, Any] = {}
+
+
+def importable_name(function: Any) -> str:
+    """Return "module:NAME" or "FILE.py:NAME" under which another process finds it, "" for none."""
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    own = getattr(function, "__qualname__", "<none>")
+    file = getattr(module, "__file__", None)
+    found: Any = module
+    for part in own.split("."):
+        found = getattr(found, part, None)
+    if found is not function or file is None:
+        return ""
+    assert module is not None
+    return f"{file}:{own}" if module.__name__ == "__main__" else f"{module.__name__}:{own}"
+
+
+def given_name(thing: Any) -> str:
+    """Return a name of `GIVEN` under which this process finds it."""
+    own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]
+    name = f"notebook.py:{re.sub(r'[^A-Za-z0-9_]', '', own)}"
+    GIVEN[name] = thing
+    return name
+
+
+def load_function(field: str, name: str) -> Any:
+    """A function of the user, by "package.module:function", "FILE.py:function" or as in `GIVEN`.
+
+    Raises:
+        ConfigError: it cannot be loaded; with the user's own traceback.
+    """
+    if name in GIVEN:
+        return GIVEN[name]
+    module, _, own = name.rpartition(":")
+    try:
+        found: Any = import_file(module) if module.endswith(".py") else import_module(module)
+        for part in own.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # the file is the user's: its own traceback says where
+        where = "".join(traceback.format_exception(error)).rstrip()
+        raise ConfigError(
+            f"{field}={name}: loading it raised {type(error).__name__}: {error}. Want "
+            f"package.module:function or path/to/file.py:function.\n{where}"
+        ) from error
+    if not callable(found):
+        raise ConfigError(f"{field}={name} is {found!r:.60}, wanted a function")
+    return found
+
+
+def source_of(name: str) -> str:
+    """Source text of what was given under a name, as far as Python knows it."""
+    try:
+        return inspect.getsource(GIVEN[name])
+    except (KeyError, OSError, TypeError):
+        return ""

@@ -71,6 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PORT",
         help="serve a page on this machine that follows the run; without PORT on any free port",
     )
+    parser.add_argument(
+        "--figures", default="", help="FILE.py:function(run, theme) of own figures, with commas"
+    )
     arguments = parser.parse_args(argv)
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
@@ -79,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _serve(arguments.workdir, folder, arguments.live)
         run = load_run(folder)
         _check_metrics(run)
-        page = write_report(run)
+        page = write_report(run, arguments.figures)
     except (ValueError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -20,6 +20,11 @@ class EvalSettings(Section):
     gold_reward: str = field(
         "", "package.module:function that judges the win rate; empty: gold_model"
     )
+    metrics: str = field(
+        "",
+        "FILE.py:function(responses) -> numbers by name, several with commas; also computed",
+        on_resume=True,
+    )
     reference_metrics: bool = field(False, "also perplexity under, and KL to, the start model")
     embedding_path: str = field(
         "", "task redteam: HF folder or hub id of a sentence embedding model"

@@ -5,25 +5,31 @@ It owns one invariant: the page is a single file, replaced whole.
 """
 
 import os
+import traceback
 from pathlib import Path
 
 from tba_jax.report import page as report_page
 from tba_jax.report import plots
 from tba_jax.report.figures import FIGURES
 from tba_jax.report.files import Run, load_run
+from tba_jax.settings import load_function
 from tba_jax.storage.whole_files import write_whole
 
 
-def build_report(workdir: str | os.PathLike[str]) -> Path:
+def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
     """Write plots/*.png and report.html from what the work directory holds; returns the page.
+
+    Args:
+        workdir: of the run.
+        own: figures of the user, as `log.figures` names them.
 
     Raises:
         ValueError: as `load_run`.
     """
-    return write_report(load_run(workdir))
+    return write_report(load_run(workdir), own)
 
 
-def write_report(run: Run) -> Path:
+def write_report(run: Run, own: str = "") -> Path:
     """`build_report` of a run that is read already."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
@@ -35,7 +41,7 @@ def write_report(run: Run) -> Path:
         else:
             file.unlink(missing_ok=True)
     page = run.workdir / "report.html"
-    write_whole(page, report_page.render(run, pictures).encode())
+    write_whole(page, report_page.render(run, pictures, draw_own(run, own)).encode())
     return page
 
 
@@ -47,3 +53,18 @@ def draw_pictures(run: Run, dpi: int = 180) -> dict[str, tuple[bytes, bytes]]:
         if light is not None and dark is not None:
             pictures[figure.name] = plots.to_png(light, dpi), plots.to_png(dark, dpi)
     return pictures
+
+
+def draw_own(run: Run, names: str, dpi: int = 180) -> dict[str, tuple[bytes, bytes] | str]:
+    """Figures of the user by name: PNG files of both themes, or why there are none."""
+    drawn: dict[str, tuple[bytes, bytes] | str] = {}
+    for name in filter(None, map(str.strip, names.split(","))):
+        title = name.rpartition(":")[2]
+        try:
+            draw = load_function("log.figures", name)
+            light, dark = (plots.to_png(draw(run, x), dpi) for x in (plots.LIGHT, plots.DARK))
+            drawn[title] = light, dark
+        except Exception as error:  # the user's code: its own traceback says where
+            where = "".join(traceback.format_exception(error)).rstrip()
+            drawn[title] = f"log.figures={name} raised {type(error).__name__}: {error}\n{where}"
+    return drawn

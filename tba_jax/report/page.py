@@ -7,6 +7,7 @@ because model outputs may hold anything.
 """
 
 import base64
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -136,15 +137,30 @@ def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: st
             escaped(x if isinstance(x, str) else x(run)) for x in (figure.title, figure.text)
         )
         heading = f"<h3>{title}</h3>" if len(of_section) > 1 else ""
-        light, dark = (base64.b64encode(png).decode("ascii") for png in pictures[figure.name])
         cells.append(
             f'<figure class="{escaped(figure.name)}"><figcaption>{heading}<p>{text}</p>'
-            '</figcaption><div class="scroll"><picture>'
-            f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
-            f'<img alt="{title}. {text}" src="data:image/png;base64,{light}">'
-            "</picture></div></figure>"
+            f"</figcaption>{_picture(pictures[figure.name], f'{title}. {text}')}</figure>"
         )
     return "".join(cells)
+
+
+def _own_figures(own: Mapping[str, tuple[bytes, bytes] | str]) -> str:
+    cells = [
+        f"<figure><figcaption><h3>{escaped(title)}</h3></figcaption>"
+        + (f"<pre>{escaped(x)}</pre>" if isinstance(x, str) else _picture(x, escaped(title)))
+        + "</figure>"
+        for title, x in own.items()
+    ]
+    return section("Your figures", f'<div class="grid">{"".join(cells)}</div>') if cells else ""
+
+
+def _picture(themes: tuple[bytes, bytes], text: str) -> str:
+    light, dark = (base64.b64encode(png).decode("ascii") for png in themes)
+    return (
+        '<div class="scroll"><picture>'
+        f'<source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{dark}">'
+        f'<img alt="{text}" src="data:image/png;base64,{light}"></picture></div>'
+    )
 
 
 def _learning(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
@@ -346,9 +362,19 @@ def _fleet(run: Run) -> str:
     return section("The fleet", f"<p>{escaped(text)}.</p>{table}")
 
 
-def render(run: Run, pictures: Mapping[str, tuple[bytes, bytes]]) -> str:
-    """The page as HTML text."""
-    body = render_body(run, pictures)
+def render(
+    run: Run,
+    pictures: Mapping[str, tuple[bytes, bytes]],
+    own: Mapping[str, tuple[bytes, bytes] | str] = types.MappingProxyType({}),
+) -> str:
+    """The page as HTML text.
+
+    Args:
+        run: whose page.
+        pictures: figure -> PNG files of the light and the dark theme.
+        own: the same of the user's figures, or why there is none.
+    """
+    body = render_body(run, pictures) + _own_figures(own)
     return document(headline(run), run_name(run), body, sample_browser.STYLE, sample_browser.SCRIPT)
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from tba_jax.settings import import_file
+from tba_jax.settings import GIVEN, import_file
 
 # What every function is offered beside the columns.
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
@@ -92,8 +92,8 @@ def _is_file(module: str) -> bool:
     return module.endswith(".py")
 
 
-@functools.cache
-def _load(function: str) -> _Function:
+def _found(function: str) -> Any:
+    """What the name of a function stands for."""
     module_name, _, name = function.rpartition(":")
     module = import_file(module_name) if _is_file(module_name) else None
     target: Any = module or importlib.import_module(module_name)
@@ -101,6 +101,12 @@ def _load(function: str) -> _Function:
         if not hasattr(target, part):
             raise AttributeError(f"there is no {name!r} in {module_name}")
         target = getattr(target, part)
+    return target
+
+
+@functools.cache
+def _load(function: str) -> _Function:
+    target = GIVEN[function] if function in GIVEN else _found(function)
     if isinstance(target, type):
         target = target()  # a class whose instances are the function
     if not callable(target):
@@ -121,6 +127,11 @@ def _load(function: str) -> _Function:
         if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     )
     return _Function(target, accepted, required)
+
+
+def forget_loaded() -> None:
+    """Load every function again when it is called next."""
+    _load.cache_clear()
 
 
 # Modules that this process needs to report a result, by name.

@@ -19,7 +19,7 @@ from tba_jax.rewards.config import (
     VictimSettings,
 )
 from tba_jax.rewards.functions import part_names, split_functions
-from tba_jax.settings import need
+from tba_jax.settings import GIVEN, need
 
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
@@ -153,6 +153,11 @@ def workers_by_cores() -> int:
 def _make_functions(settings: Sections, use: Use) -> "RewardSource":
     from tba_jax.rewards.pool import RewardPool
 
+    if not GIVEN.keys().isdisjoint(split_functions(use.functions)):
+        from tba_jax.rewards.in_process import InProcessRewards
+
+        rate = settings.reward.max_failure_rate
+        return InProcessRewards(use.functions, rate, use.weights, use.row, is_part=use.is_part)
     return RewardPool(
         use.functions,
         num_workers=settings.reward.num_workers or workers_by_cores(),

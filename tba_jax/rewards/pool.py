@@ -104,7 +104,7 @@ class _Task(NamedTuple):
     sent_s: float
 
 
-class _Call:
+class Call:
     """The items of one `score` call and what is known about them so far, function by function."""
 
     def __init__(
@@ -310,7 +310,7 @@ class RewardPool:
         completion = answer if isinstance(answer, str) else ""
         listed = {name: [value] for name, value in columns.items()}
         ids = [np.zeros(1, np.int32)]
-        call = _Call(self._functions, [prompt], [completion], listed, ids).arguments(range(1))
+        call = Call(self._functions, [prompt], [completion], listed, ids).arguments(range(1))
         limit_s = self._timeout_s * len(self._functions)
         future = self._pool.schedule(trial_error, args=(self._functions, call), timeout=limit_s)
         try:
@@ -352,7 +352,7 @@ class RewardPool:
                 is not a list of numbers or None, one per completion.
             RuntimeError: the pool was closed meanwhile.
         """
-        call = _Call(self._functions, prompts, completions, columns, completion_ids)
+        call = Call(self._functions, prompts, completions, columns, completion_ids)
         self.check()
         n = len(completions)
         pending: dict[futures.Future[Outcome], _Task] = {}
@@ -388,7 +388,7 @@ class RewardPool:
 
     def _send(
         self,
-        call: _Call,
+        call: Call,
         function: int,
         items: range,
         pending: "dict[futures.Future[Outcome], _Task]",
@@ -407,7 +407,7 @@ class RewardPool:
             )
             pending[future] = _Task(function, items, resends, self._pool, time.monotonic())
 
-    def _collect(self, call: _Call, pending: "dict[futures.Future[Outcome], _Task]") -> None:
+    def _collect(self, call: Call, pending: "dict[futures.Future[Outcome], _Task]") -> None:
         """Wait a moment for tasks to end; note what they brought or send their items again."""
         ended, _ = futures.wait(pending, timeout=POLL_S, return_when=futures.FIRST_COMPLETED)
         self._groups.sweep()
@@ -430,7 +430,7 @@ class RewardPool:
                 call.fail(task.function, task.items[0], reason, text)
                 self._note_deadline(call, task.function, reason)
 
-    def _note_deadline(self, call: _Call, function: int, reason: str) -> None:
+    def _note_deadline(self, call: Call, function: int, reason: str) -> None:
         """A function that never met a deadline costs one for each process, not for each item."""
         if reason != "reward_timeout" or self._item_s[function] is not None:
             return

@@ -40,6 +40,7 @@ from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
 from tba_jax.run.sync_search import drive_sync
+from tba_jax.run.user_functions import UserFunctions
 from tba_jax.run.workdir import Outcome, begin_run
 from tba_jax.storage import sealed
 
@@ -111,7 +112,7 @@ def conduct(
         from tba_jax.report.build import build_report  # brings the plotting library
 
         run.confirm_hold()
-        build_report(workdir)
+        build_report(workdir, config.log.figures)
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
@@ -139,6 +140,9 @@ def _open(
 ) -> Run:
     """The connected parts, with a display."""
     try:
+        names, callbacks = config.log.callbacks, None
+        if names and cluster.is_primary:
+            callbacks = UserFunctions("log.callbacks", names, ("step", "values"), progress.note)
         taken = hold.taken_over if hold is not None else ""
         for line in (*notes(config), taken, open_cache(config.compilation_cache)):
             if line:
@@ -156,6 +160,8 @@ def _open(
             confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
         )
         run.hold = hold
+        if callbacks is not None:
+            run.callbacks = callbacks
         return run
     except BaseException as error:
         progress.close()

@@ -28,6 +28,7 @@ from tba_jax.run.model_parts import make_padding, make_rollout_scoring, start_we
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run
 from tba_jax.run.shared import Shared
+from tba_jax.run.user_functions import UserFunctions
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.search.reference import Reference
 from tba_jax.tasks.registry import Task, entry_of
@@ -54,6 +55,7 @@ def make_judging(
     gold: RewardSource | None,
     reference_params: Callable[[Site], Any],
     sites: Sequence[Site] = (ANY_DEVICE,),
+    note: Callable[[str], None] = print,
 ) -> Judging:
     """The measures and metrics that the config asks for.
 
@@ -64,6 +66,10 @@ def make_judging(
         gold: judge of the win rate, if any.
         reference_params: gives the start model's weights at a site.
         sites: that evaluate, equal ones more than once.
+        note: prints what is wrong with metrics of the user.
+
+    Raises:
+        ConfigError: a metric of the user cannot be used.
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
@@ -83,6 +89,9 @@ def make_judging(
                 site=site,
             )
             own.append(distance.measure)
+    if config.eval.metrics:
+        own_metrics = UserFunctions("eval.metrics", config.eval.metrics, ("responses",), note)
+        metrics.append(own_metrics)
     return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
 
 
@@ -156,6 +165,7 @@ def build_evaluator(
         shared.rewards.gold,
         reference_params,
         sites,
+        note,
     )
     stations = [
         Station(decoders[site], grader, measures)

@@ -22,7 +22,7 @@ from tba_jax.models.hf import folders, hf_weights
 from tba_jax.rewards.functions import split_functions
 from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CheckpointError, Facts
-from tba_jax.settings import is_in_a_file
+from tba_jax.settings import GIVEN, is_in_a_file, source_of
 from tba_jax.storage import sealed
 from tba_jax.tasks.registry import Task
 
@@ -117,7 +117,9 @@ def _data(config: Config, task: Task) -> Iterator[str]:
 
 def _objective(config: Config) -> Iterator[str]:
     """Source of an objective in a file of the user; nothing for the package's own."""
-    if is_in_a_file(config.objective.name):
+    if config.objective.name in GIVEN:
+        yield source_of(config.objective.name)
+    elif is_in_a_file(config.objective.name):
         yield _file(Path(config.objective.name.rpartition(":")[0]).expanduser())
 
 
@@ -132,6 +134,8 @@ def _reward(config: Config, task: Task) -> Iterator[str]:
             module = function.rpartition(":")[0]
             source = _source(module)
             yield function
+            if function in GIVEN:
+                yield source_of(function)
             if source is not None and own not in source.parents:
                 yield _file(source)
     for path in (config.reward.model_path, config.eval.gold_model, config.victim.path):

@@ -138,6 +138,7 @@ def after_step(run: Run, values: dict[str, Any], extra: dict[str, Any]) -> bool:
     times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
     for line in run.advice.lines(run.config, step, {**values, **extra}, times):
         run.logs.progress.note(line)
+    values = values | run.callbacks(step, values)
     is_logged = step % config.log.period == 0 or step == config.num_steps
     if is_logged:
         extra["search/skipped_prompts"] = run.search.num_skipped

@@ -196,6 +196,7 @@ class Run:
         last_saved_step: step of the newest checkpoint, -1 before the first.
         hold: of the work directory; None where another process has it, or nobody needs it.
         sections: of the report, by key, beside those that every run has.
+        callbacks: of the user, called with (step, values); returns further values.
         link: to the other processes of the run; None: there are none.
         advice: on what slows the run or keeps it from learning.
     """
@@ -212,6 +213,7 @@ class Run:
     last_saved_step: int = -1
     hold: Hold | None = None
     sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
+    callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
     link: Link | None = None
     advice: Advice = dataclasses.field(default_factory=Advice)
 

@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.settings import ConfigError, Setting, declared, import_file, is_in_a_file, need
+from tba_jax.settings import GIVEN, ConfigError, Setting, declared, import_file, is_in_a_file, need
 from tba_jax.train import objectives
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def objective_class(name: str) -> "type[Objective]":
     Raises:
         ConfigError: the name is path/to/file.py:CLASS, and there is no objective.
     """
+    if name in GIVEN:
+        return _checked(name, GIVEN[name])
     if is_in_a_file(name):
         path = name.rpartition(":")[0]
         try:
@@ -58,8 +60,6 @@ def objective_class(name: str) -> "type[Objective]":
 def _class_of_file(name: str, changed: int) -> "type[Objective]":
     """The class in a file; a file that was changed meanwhile is loaded again."""
     del changed
-    from tba_jax.train.objectives.base import Objective
-
     path, _, own = name.rpartition(":")
     try:
         found = getattr(import_file(path), own, None)
@@ -69,6 +69,14 @@ def _class_of_file(name: str, changed: int) -> "type[Objective]":
             f"objective.name={name}: loading {path} raised {type(error).__name__}: {error}. "
             f"Correct the file.\n{where}"
         ) from error
+    return _checked(name, found)
+
+
+def _checked(name: str, found: Any) -> "type[Objective]":
+    """The class of a user's objective, if it can be trained with."""
+    from tba_jax.train.objectives.base import Objective
+
+    own = name.rpartition(":")[2]
     if not (isinstance(found, type) and issubclass(found, Objective)):
         kind = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
         raise ConfigError(

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reward, objective, callbacks, metrics and figures of a notebook."""
+
+import json
+
+import pytest
+from test_api import SMALL, python
+
+import tba_jax
+from tba_jax.report.build import build_report
+from tba_jax.rewards.in_process import InProcessRewards
+from tba_jax.rewards.pool import RewardFailure
+from tba_jax.run.user_functions import UserFunctions
+from tba_jax.settings import GIVEN, ConfigError, given_name, importable_name
+
+# Executed without a file, as cells of a notebook are.
+NOTEBOOK = """
+import dataclasses, json, sys
+import tba_jax
+from tba_jax.settings import ConfigError, field
+from tba_jax.train.objectives.base import Objective
+from tba_jax.train.objectives.pieces import regularised, with_balance
+
+@dataclasses.dataclass(frozen=True)
+class MyLoss(Objective):
+    needs_behavior = False
+    beta_is = "any"
+    strength: float = field(1.0, "factor of the baseline", at_least=0)
+
+    def __call__(self, data, beta):
+        reward = regularised(data, data.policy_logprob, beta)
+        advantage = reward - self.strength * data.mean_over_group(reward)[:, None]
+        return with_balance(data, beta, -data.mean_over_responses(advantage * data.policy_logprob))
+
+def brevity(completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+def double(step, values):
+    return {"own/double": 2 * step, "own/nothing": float("nan")}
+
+def fails(step, values):
+    return {"own/loss": values["train/los"]}
+
+config = tba_jax.load_config("math", **json.loads(sys.argv[1]))
+try:
+    tba_jax.run_training(config, "a", reward=brevity)
+    raise SystemExit("a process cannot import the reward")
+except ConfigError as error:
+    assert "in_process=True" in str(error) and "no deadline" in str(error), error
+try:
+    tba_jax.run_training(config, "a", callbacks=[lambda values: None])
+    raise SystemExit("the signature is wrong")
+except ConfigError as error:
+    assert "it is called with (step, values)" in str(error), error
+report = tba_jax.run_training(
+    config, "a", reward=brevity, in_process=True, objective=MyLoss(strength=0.5),
+    callbacks=[double, fails],
+)
+run = tba_jax.load_run("a")
+assert run.column("own/double")[1].tolist() == [2.0, 4.0, 6.0]
+assert (run.column("train/reward_mean")[1] < 0).all()
+assert run.column("eval/own_length")[1].tolist() == [7.0, 7.0]
+assert run.config.objective.name == "notebook.py:MyLoss"
+print("all is well")
+"""
+FILE = """
+def own_length(responses):
+    return {"own_length": 7.0, "bad": float("nan")}
+
+def draw(run, theme):
+    from matplotlib.figure import Figure
+    figure = Figure()
+    figure.subplots().plot(*run.metrics.column("step", "train/loss"))
+    return figure
+
+def draw_badly(run, theme):
+    return 1 / 0
+"""
+
+
+def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    settings = {
+        **SMALL,
+        "num_steps": 3,
+        "eval.metrics": "mine.py:own_length",
+        "log.figures": "mine.py:draw,mine.py:draw_badly",
+    }
+    done = python(NOTEBOOK, tmp_path, json.dumps(settings))
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "all is well"
+    told = "\n".join(lines)
+    assert "notebook.py:double returned nan as 'own/nothing', which is left out" in told
+    assert "log.callbacks=notebook.py:fails raised KeyError: 'train/los'. The run goes on" in told
+    assert told.count("raised KeyError") == 1 and ", in fails" in told
+    assert "eval.metrics=mine.py:own_length returned nan as 'bad'" in told
+    page = (tmp_path / "a" / "report.html").read_text()
+    assert "Your figures" in page and "mine.py:draw_badly raised ZeroDivisionError" in page
+    assert page.count("draw</h3>") == 1 and "line 12, in draw_badly" in page
+
+
+def in_process(function, **options):
+    name = given_name(function)
+    return InProcessRewards(name, 0.5, (), ("1+1", {"answer": "2"}), is_part=False, **options)
+
+
+def test_a_reward_in_this_process_names_failures():
+    def picky(completions, answer):
+        if "bad" in completions:
+            raise ZeroDivisionError("bad")
+        return [
+            None if text == "none" else float("nan" if text == "nan" else 1) for text in completions
+        ]
+
+    source = in_process(picky)
+    source.check()
+    texts = ["ok", "bad", "none", "ok", "ok", "ok"]
+    found = source.score(["p"] * 6, texts, {"answer": ["2"] * 6})
+    assert found.rewards == [1.0, None, None, 1.0, 1.0, 1.0]
+    assert found.reasons[1:3] == ["reward_error", "reward_none"]
+    assert "in picky" in found.first_traceback
+    with pytest.raises(RewardFailure, match="failed on 2 of 2 items, above"):
+        source.score(["p"] * 2, ["nan", "bad"], {"answer": ["2"] * 2})
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, colour: [1.0], "needs the argument 'colour'"),
+        (lambda completions: 1 / 0, "ZeroDivisionError"),
+        (lambda completions: ["x"], "want a list with one float or None per completion"),
+        (lambda completions: [], "returned 0 rewards for 1 completions"),
+    ],
+)
+def test_a_reward_of_another_form_is_refused_before_the_run(function, message):
+    with pytest.raises(ValueError, match=message):
+        in_process(function).check()
+
+
+def test_names_of_functions():
+    assert importable_name(build_report) == "tba_jax.report.build:build_report"
+    assert importable_name(lambda: None) == ""
+    assert GIVEN[given_name(FILE.join)] == FILE.join
+
+
+def test_a_function_of_a_file_that_cannot_be_loaded_has_its_traceback(tmp_path):
+    (tmp_path / "mine.py").write_text("import json\nrate = 1 / 0\n")
+    with pytest.raises(ConfigError, match=r"raised ZeroDivisionError: [\s\S]*line 2") as found:
+        UserFunctions("log.callbacks", f"{tmp_path}/mine.py:f", ("step", "values"), print)
+    assert str(found.value).startswith(f"log.callbacks={tmp_path}/mine.py:f: loading it raised")
+
+
+def test_in_process_rewards_need_searchers_in_this_process():
+    config = tba_jax.load_config("math", placement="fleet")
+    with pytest.raises(ConfigError, match="in_process=True: placement=fleet"):
+        tba_jax.run_training(config, "a", reward=lambda completions: [1.0], in_process=True)
