@@ -14,12 +14,13 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from tba_jax.planning.environment import NO_TPU
 
 _MODULE = "tba_jax.planning.compile_one"
+_REPORT_S = 20.0  # between two lines about a child that still works
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
 
@@ -42,35 +43,59 @@ class Answer(NamedTuple):
     needed_bytes: float = 0.0
 
 
-def ask(request: Mapping[str, Any], *, timeout_s: float) -> Answer:
-    """One question to one child.
+def ask(
+    request: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    say: Callable[[str], None] = lambda line: None,
+) -> Answer:
+    """Ask one child one question.
 
     Args:
         request: for `compile_one.answer`.
         timeout_s: the child is killed after this long.
+        say: receives a line every 20 s while the child works.
     """
     environment = dict(os.environ)
     if request["topology"]:
         environment |= NO_TPU
     start = time.monotonic()
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", _MODULE, str(os.getpid())],
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Answer(None, f"not compiled within {timeout_s:.0f} s (--timeout_s)")
+    question: str | None = json.dumps(request)
+    with subprocess.Popen(
+        [sys.executable, "-m", _MODULE, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as child:
+        while True:
+            left_s = start + timeout_s - time.monotonic()
+            try:
+                wait_s = max(0.0, min(_REPORT_S, left_s))
+                stdout, stderr = child.communicate(question, timeout=wait_s)
+                break
+            except subprocess.TimeoutExpired:
+                question = None  # it is sent only once
+                seconds = time.monotonic() - start
+                if seconds >= timeout_s:
+                    child.kill()
+                    return Answer(None, f"not compiled within {timeout_s:.0f} s (--timeout_s)")
+                say(f"still {_work(request)}: {seconds:.0f} s")
+            except BaseException:
+                child.kill()
+                raise
     seconds = time.monotonic() - start
-    if done.returncode == 0:
-        value = json.loads(done.stdout.splitlines()[-1])
+    if child.returncode == 0:
+        value = json.loads(stdout.splitlines()[-1])
         refusal = value.get("refusal", "")
         return Answer(None, refusal, is_user_error=True) if refusal else Answer(value)
-    return _failure(done.returncode, done.stderr, seconds)
+    return _failure(child.returncode, stderr, seconds)
+
+
+def _work(request: Mapping[str, Any]) -> str:
+    program = request["program"]
+    return f"compiling {program}" if program else "reading the config and placing it"
 
 
 def _failure(returncode: int, stderr: str, seconds: float) -> Answer:

@@ -22,6 +22,7 @@ compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
 
 import argparse
 import copy
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -146,8 +147,7 @@ def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, A
     if rows not in facts["sizes"]["micro_batch_options"]:
         note = f"batch.micro_batch_rows={rows} is not divided by the trainer's mesh; it is changed"
         return {**facts, "notes": [*facts["notes"], note]}
-    changed = copy.deepcopy(facts["config"])
-    changed["batch"]["micro_batch_rows"] = rows
+    changed = with_field(facts["config"], _ROWS, rows)
     kept = {name: value for name, value in chosen.items() if name != _ROWS}
     described = planner.describe(changed, chooses=False)
     return {**described, "changed_fields": kept, "notes": facts["notes"]}
@@ -170,30 +170,74 @@ def search(
     facts = planner.describe(config, chooses=False)
     sizes = facts["sizes"]
     slots = [2**i for i in range(sizes["round_rows"].bit_length()) if 2**i < sizes["round_rows"]]
-    for section, field, program, candidates in (
-        ("batch", "micro_batch_rows", "train_step", sizes["micro_batch_options"]),
-        ("search", "num_slots", "decode_chunk", [*slots, sizes["round_rows"]]),
+    for name, program, candidates in (
+        (_ROWS, "train_step", sizes["micro_batch_options"]),
+        ("search.num_slots", "decode_chunk", [*slots, sizes["round_rows"]]),
     ):
-
-        def fits(value: int, section=section, field=field, program=program) -> bool:
-            trial = copy.deepcopy(dict(config))
-            trial[section][field] = value
-            asked = planner.describe(trial, chooses=False)
-            compiled = planner.compile(asked, program)
-            is_good = not compiled.failure and not any(
-                o.over_bytes for o in occupancies(asked, [compiled])
-            )
-            say(f"{section}.{field}={value}: {'fits' if is_good else 'does not fit'}")
-            return is_good
-
-        best = largest(candidates, fits)
+        best = largest(candidates, _fits(planner, config, name, program, say))
         if best is None:
             raise ValueError(
-                f"{program} does not fit even with --config.{section}.{field}={candidates[0]}; "
+                f"{program} does not fit even with --config.{name}={candidates[0]}; "
                 "give its devices a larger mesh, or shorten the responses"
             )
-        found[f"{section}.{field}"] = best
+        found[name] = best
     return found
+
+
+def _fits(
+    planner: Planner,
+    config: Mapping[str, Any],
+    name: str,
+    program: str,
+    say: Callable[[str], None],
+) -> Callable[[int], bool]:
+    """Return a function that compiles a program with a value of a setting: whether it fits."""
+
+    def fits(value: int) -> bool:
+        asked = planner.describe(with_field(config, name, value), chooses=False)
+        compiled = planner.compile(asked, program)
+        is_good = not compiled.failure and not any(
+            o.over_bytes for o in occupancies(asked, [compiled])
+        )
+        say(f"{name}={value}: {'fits' if is_good else 'does not fit'}")
+        return is_good
+
+    return fits
+
+
+def with_field(config: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """Return a copy of nested fields with another value of SECTION.FIELD."""
+    changed = copy.deepcopy(dict(config))
+    section, field = name.split(".")
+    changed[section][field] = value
+    return changed
+
+
+def confirm_rows(
+    planner: Planner, facts: dict[str, Any], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return a chosen placement with a micro-batch of which the compiled train step fits.
+
+    The rows were chosen by an estimate from shapes. Where the compiler needs more memory, the
+    largest smaller micro-batch that fits takes their place; where none fits, the estimate stays.
+
+    Args:
+        planner: compiles.
+        facts: of the placement, with rows that were chosen for it.
+        say: receives a line for each trial.
+    """
+    config, rows = facts["config"], facts["sizes"]["micro_batch_rows"]
+    fits = _fits(planner, config, _ROWS, "train_step", say)
+    smaller = [n for n in facts["sizes"]["micro_batch_options"] if n < rows]
+    if fits(rows) or (best := largest(smaller, fits)) is None:
+        return facts
+    described = planner.describe(with_field(config, _ROWS, best), chooses=False)
+    note = (
+        f"batch.micro_batch_rows={best}: with {rows}, which the shapes allow, the compiled train "
+        "step does not fit"
+    )
+    fields = facts["changed_fields"] | {_ROWS: best}
+    return {**described, "changed_fields": fields, "notes": [*facts["notes"], note]}
 
 
 def plan(
@@ -338,6 +382,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "cache": args.write_cache,
             },
             args.timeout_s,
+            functools.partial(ask, say=say),
         )
         chooses = bool(args.topology) and not args.keep_placement
         if args.compare and MODES[config.placement].searches_elsewhere:
@@ -352,21 +397,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.compare and facts["num_hosts"] > 1 and chooses:
             facts, words = compare(planner, given, facts, say)
             facts = {**facts, "notes": [*facts["notes"], words]}
-        rows = config.batch.micro_batch_rows
-        if chooses and any(o.startswith(f"--config.{_ROWS}") for o in overrides):
-            facts = keep_rows(planner, facts, rows)
+        is_given = any(o.startswith(f"--config.{_ROWS}") for o in overrides)
+        if chooses and is_given:
+            facts = keep_rows(planner, facts, config.batch.micro_batch_rows)
+        wanted = [n for n in args.programs.split(",") if n]
+        if chooses and not is_given and not args.search and (not wanted or "train_step" in wanted):
+            facts = confirm_rows(planner, facts, say)
         chosen, notes = facts["changed_fields"], facts["notes"]
         if args.search:
             found_fields = search(planner, facts["config"], say)
-            changed = copy.deepcopy(facts["config"])
+            changed = facts["config"]
             for name, value in found_fields.items():
-                section, field = name.split(".")
-                changed[section][field] = value
+                changed = with_field(changed, name, value)
             chosen = chosen | found_fields
             facts = planner.describe(changed, chooses=False)
         facts = {**facts, "changed_fields": chosen}
         known = [p["name"] for p in facts["programs"]]
-        names = [n for n in args.programs.split(",") if n] or known
+        names = wanted or known
         if strays := [n for n in names if n not in known]:
             raise ConfigError(f"--programs: no program {strays[0]!r}; there are {', '.join(known)}")
         print(table.heading(facts, model_path(config), source, args.topology or "attached"))

@@ -18,11 +18,11 @@ REQUEST = {"topology": "", "config": {}, "model": {}, "cache": "", "program": ""
 def child(monkeypatch, tmp_path):
     """A function that makes `ask` start a program of its own."""
 
-    def start(source, timeout_s=20.0):
+    def start(source, timeout_s=20.0, say=lambda line: None):
         (tmp_path / "faulty_child.py").write_text(f"import os, sys\n{source}\n")
         monkeypatch.setattr(children, "_MODULE", "faulty_child")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return children.ask(REQUEST, timeout_s=timeout_s)
+        return children.ask(REQUEST, timeout_s=timeout_s, say=say)
 
     return start
 
@@ -92,3 +92,11 @@ def test_a_child_ends_with_the_process_that_asked_it(tmp_path):
             time.sleep(0.1)
     finally:
         os.close(held)
+
+
+def test_a_child_that_works_for_long_is_reported(child, monkeypatch):
+    monkeypatch.setattr(children, "_REPORT_S", 0.2)
+    lines = []
+    source = "import time; time.sleep(1); print('{}')"
+    assert child(source, say=lines.append).value == {}
+    assert lines and lines[0].startswith("still reading the config and placing it: 0 s")

@@ -18,6 +18,7 @@ from tba_jax.planning import command as plan
 from tba_jax.planning import compile_one
 from tba_jax.planning.children import Answer
 from tba_jax.planning.model_shapes import PUBLISHED, published_config
+from tba_jax.planning.verdict import Program
 
 ROOT = Path(__file__).parents[2]
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
@@ -271,3 +272,40 @@ def test_rows_that_the_command_asks_for_are_kept():
     assert plan.keep_rows(_Described(), facts, 32) is facts
     changed = plan.keep_rows(_Described(), facts, 12)
     assert changed["config"] == facts["config"] and "=12 is not divided" in changed["notes"][-1]
+
+
+class _Compiler(plan.Planner):
+    """Compiles train steps that need 1 GiB a row, and describes as a planner does."""
+
+    def __init__(self, limit):
+        self.limit, self.compiled = limit, []
+
+    def describe(self, config, *, chooses, trainer_devices=0.0):
+        rows = config["batch"]["micro_batch_rows"]
+        return {**FACTS, "config": config, "sizes": {**FACTS["sizes"], "micro_batch_rows": rows}}
+
+    def compile(self, facts, name):
+        rows = facts["config"]["batch"]["micro_batch_rows"]
+        self.compiled.append(rows)
+        return Program(name, "trainer", failure="" if rows <= self.limit else "too large")
+
+
+FACTS = {
+    "config": {"batch": {"micro_batch_rows": 160}, "driver": "async"},
+    "sizes": {"micro_batch_options": [8, 16, 32, 40, 80, 160], "micro_batch_rows": 160},
+    "changed_fields": {"mesh.fsdp": 8},
+    "notes": [],
+    "groups": {},
+    "takes_turns": False,
+}
+
+
+@pytest.mark.parametrize("limit, rows", [(160, 160), (100, 80), (39, 32), (1, 160)])
+def test_chosen_rows_are_those_of_which_the_compiled_step_fits(limit, rows):
+    compiler, said = _Compiler(limit), []
+    found = plan.confirm_rows(compiler, FACTS, said.append)
+    assert found["config"]["batch"]["micro_batch_rows"] == rows
+    assert found["changed_fields"].get("batch.micro_batch_rows", 160) == rows
+    assert bool(found["notes"]) == (rows != 160)
+    assert compiler.compiled[0] == 160 and len(compiler.compiled) <= 4
+    assert said[0] == f"batch.micro_batch_rows=160: {'fits' if limit >= 160 else 'does not fit'}"
