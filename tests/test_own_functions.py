@@ -84,7 +84,7 @@ def test_a_notebook_gives_reward_objective_callbacks_metric_and_figure(tmp_path)
         **SMALL,
         "num_steps": 3,
         "eval.metrics": "mine.py:own_length",
-        "log.figures": "mine.py:draw,mine.py:draw_badly",
+        "report.figures": "mine.py:draw,mine.py:draw_badly",
     }
     done = python(NOTEBOOK, tmp_path, json.dumps(settings))
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@
 Imports nothing heavy. It does not know which errors there are; `run.errors` does.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -11,6 +12,14 @@ import sys
 from collections.abc import Callable
 
 from tba_jax.run.errors import tell
+
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
+def end_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends, also where the parent is killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def guarded(main: Callable[[], int]) -> int:

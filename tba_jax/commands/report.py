@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tba_jax.commands.edge import end_with_parent
 from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
@@ -74,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--figures", default="", help="FILE.py:function(run, theme) of own figures, with commas"
     )
+    parser.add_argument("--with_parent", action="store_true", help=argparse.SUPPRESS)  # of a run
     arguments = parser.parse_args(argv)
+    if arguments.with_parent:
+        end_with_parent()
+        os.nice(10)
     try:
         folder = run_folder(arguments.workdir, "WORKDIR", lambda line: print(line, flush=True))
         check_for_report(folder)

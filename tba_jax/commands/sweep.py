@@ -6,7 +6,6 @@ finished run is not started again, and a sweep that was killed continues where i
 """
 
 import argparse
-import ctypes
 import itertools
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.commands import compare
+from tba_jax.commands.edge import end_with_parent
 from tba_jax.commands.interruption import not_ignored
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
@@ -29,7 +29,6 @@ from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_PR_SET_PDEATHSIG = 1
 
 
 class Point(NamedTuple):
@@ -98,11 +97,6 @@ def points(
     return found
 
 
-def _die_with_parent() -> None:
-    """Ask Linux to end this process when the sweep is killed, so that no run goes on alone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 class _Stopped(Exception):
     """The sweep was interrupted."""
 
@@ -119,7 +113,7 @@ def _run(arguments: Sequence[str], log: Path) -> str:
             [*MAIN, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            preexec_fn=end_with_parent,
         )
 
         def stop(number: int, frame: object) -> None:

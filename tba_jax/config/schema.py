@@ -68,15 +68,28 @@ class LogSettings(Section):
         "that it returns are logged",
         on_resume=True,
     )
-    figures: str = field(
-        "",
-        "FILE.py:function(run, theme) -> matplotlib figure of the report, several with commas",
-        on_resume=True,
-    )
     watchdog_s: float = field(
         1800.0,
         "driver=async: when nothing ended for this long, dump stacks and stop",
         above=0,
+        on_resume=True,
+    )
+
+
+@dataclass(frozen=True)
+class ReportSettings(Section):
+    """The report of a run."""
+
+    period_s: float = field(
+        300.0,
+        "seconds between two rewrites of report.html during the run; 0: at the end only",
+        at_least=0,
+        on_resume=True,
+    )
+    live: bool = field(False, "serve a page on this machine that follows the run", on_resume=True)
+    figures: str = field(
+        "",
+        "FILE.py:function(run, theme) -> matplotlib figure, several with commas",
         on_resume=True,
     )
 
@@ -141,6 +154,7 @@ class Config:
     checkpoint: CheckpointSettings = CheckpointSettings()
     eval: EvalSettings = EvalSettings()
     log: LogSettings = LogSettings()
+    report: ReportSettings = ReportSettings()
 
     def sections(self) -> dict[str, Section]:
         """Section name -> section."""

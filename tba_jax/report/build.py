@@ -21,7 +21,7 @@ def build_report(workdir: str | os.PathLike[str], own: str = "") -> Path:
 
     Args:
         workdir: of the run.
-        own: figures of the user, as `log.figures` names them.
+        own: figures of the user, as `report.figures` names them.
 
     Raises:
         ValueError: as `load_run`.
@@ -61,10 +61,10 @@ def draw_own(run: Run, names: str, dpi: int = 180) -> dict[str, tuple[bytes, byt
     for name in filter(None, map(str.strip, names.split(","))):
         title = name.rpartition(":")[2]
         try:
-            draw = load_function("log.figures", name)
+            draw = load_function("report.figures", name)
             light, dark = (plots.to_png(draw(run, x), dpi) for x in (plots.LIGHT, plots.DARK))
             drawn[title] = light, dark
         except Exception as error:  # the user's code: its own traceback says where
             where = "".join(traceback.format_exception(error)).rstrip()
-            drawn[title] = f"log.figures={name} raised {type(error).__name__}: {error}\n{where}"
+            drawn[title] = f"report.figures={name} raised {type(error).__name__}: {error}\n{where}"
     return drawn

@@ -36,6 +36,7 @@ from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
 from tba_jax.run.peers import Link
 from tba_jax.run.processes import follow
+from tba_jax.run.report_process import ReportProcess
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
@@ -112,7 +113,7 @@ def conduct(
         from tba_jax.report.build import build_report  # brings the plotting library
 
         run.confirm_hold()
-        build_report(workdir, config.log.figures)
+        build_report(workdir, config.report.figures)
     return Outcome(run.trainer.step_index, is_finished, was_finished=False, report=report)
 
 
@@ -153,7 +154,7 @@ def _open(
             cluster=cluster,
             clock=RunClock(time.perf_counter, start_s),
             progress=progress,
-            extra_writers=_writers(config, workdir) if cluster.is_primary else (),
+            extra_writers=_writers(config, workdir, progress.note) if cluster.is_primary else (),
             accept_changed=accept_changed,
             link=link,
             # A folder that mirrors an object store is this process's own.
@@ -222,8 +223,8 @@ def resume_display(progress: Display, workdir: Path) -> None:
     progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 
 
-def _writers(config: Config, workdir: Path) -> list[Any]:
-    writers: list[Any] = []
+def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list[Any]:
+    writers: list[Any] = [ReportProcess(workdir, config.report, note)]
     if config.log.tensorboard:
         writers.append(TensorBoardWriter(workdir / "tensorboard"))
     if config.log.wandb_project:
