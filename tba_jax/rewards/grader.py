@@ -6,6 +6,7 @@ back, in its place.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -58,12 +59,14 @@ class Grader:
         decode_text: token ids -> text of each response, special tokens dropped.
         response_kind: names a response's kind by its text, None where it is of none.
         first_kind: the kind whose share is logged; "" for none.
+        data_sets: values of the column `data_set` of prompts, where rewards are reported for each.
     """
 
     rewards: RewardSource
     decode_text: Callable[[Sequence[np.ndarray]], list[str]]
     response_kind: Callable[[str], str | None]
     first_kind: str
+    data_sets: tuple[str, ...] = ()
 
     def grade(
         self,
@@ -89,4 +92,12 @@ class Grader:
         is_first = [
             bool(self.first_kind) and self.response_kind(x) == self.first_kind for x in texts
         ]
-        return Grades(texts, scores.rewards, scores.reasons, scores.parts, is_first)
+        of_sets = {
+            name: [
+                math.nan if reward is None or p.columns["data_set"] != name else reward
+                for p, reward in zip(prompts, scores.rewards, strict=True)
+            ]
+            for name in self.data_sets
+        }
+        parts = {**scores.parts, **of_sets}
+        return Grades(texts, scores.rewards, scores.reasons, parts, is_first)

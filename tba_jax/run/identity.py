@@ -24,6 +24,7 @@ from tba_jax.run.errors import UserError
 from tba_jax.run.host_state import CheckpointError, Facts
 from tba_jax.settings import GIVEN, is_in_a_file, source_of
 from tba_jax.storage import sealed
+from tba_jax.tasks.mixture import data_sets
 from tba_jax.tasks.registry import Task
 
 KINDS = ("data", "model", "objective", "reward", "tokenizer")
@@ -100,8 +101,8 @@ def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> lis
 
 def _data(config: Config, task: Task) -> Iterator[str]:
     """Its files, where it is on this machine, and some of its problems."""
-    path = Path(config.task.data_path).expanduser()
-    for source in (path, Path(config.task.start_path).expanduser()):
+    paths = [path for path, _ in data_sets(config.task.data_path)]
+    for source in (Path(path).expanduser() for path in (*paths, config.task.start_path)):
         if not str(source) or source == Path():
             continue
         files = sorted(source.glob("*")) if source.is_dir() else [source]

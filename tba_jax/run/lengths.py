@@ -4,6 +4,7 @@
 from tba_jax.config.schema import Config, replace
 from tba_jax.run.model_parts import describe_model
 from tba_jax.search.prompts import text_of
+from tba_jax.tasks.mixture import Mixture, data_sets
 from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.rows import has_split
 
@@ -49,9 +50,11 @@ def with_lengths(config: Config) -> tuple[Config, str]:
         "search.max_new_tokens": response,
         "eval.max_new_tokens": min(config.eval.max_new_tokens, context - prompt),
     }
-    has_test = bool(task_settings.data_path) and has_split(task_settings.data_path, "test")
-    if not has_test:
+    sets = [path for path, _ in data_sets(task_settings.data_path) if path]
+    if not sets or not all(has_split(path, "test") for path in sets):
         most = max(1, (size + 1) // _HELD_OUT_SHARE)
+        if isinstance(task, Mixture):
+            most = task.most_held_out(1 / _HELD_OUT_SHARE)
         fields["task.num_eval_prompts"] = min(task_settings.num_eval_prompts, most)
     chosen = ", ".join(f"{name}={value}" for name, value in fields.items())
     return replace(config, fields), (

@@ -39,6 +39,7 @@ from tba_jax.run.identity import code_name, fingerprints, run_id_of
 from tba_jax.run.model_parts import describe_model, policy_config
 from tba_jax.search.rollout import Sampler
 from tba_jax.search.vine import Vine
+from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import Task, get_task
 
 
@@ -220,7 +221,8 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
 def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
     """Grades as the task's kinds and these rewards want it."""
     first_kind = task.response_kinds[0] if task.response_kinds else ""
-    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind)
+    data_sets = task.data_sets if isinstance(task, Mixture) else ()
+    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets)
 
 
 def make_gold(
@@ -388,7 +390,8 @@ def open_shared(
         sites, is_reader = seat.sites, True
     task = make_task(config)
     # Before the model, which may take minutes to load: data that cannot be read ends the run.
-    note(f"{task.name}: {task.train_size():,} prompts, {task.eval_size():,} held out")
+    sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
+    note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
     model = describe_model(config)
     tokenizer = model.load_tokenizer()
     return Shared(

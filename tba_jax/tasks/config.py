@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the task: its data, its prompts and the functions that reward."""
 
+import functools
 import os
 from dataclasses import dataclass
 from typing import Literal
 
 from tba_jax.rewards.kinds import KINDS
-from tba_jax.settings import Section, check_all, field, need
+from tba_jax.settings import ConfigError, Section, check_all, field, need
+from tba_jax.tasks.mixture import data_sets
 from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, entry_of
 
 
@@ -18,8 +20,9 @@ class TaskSettings(Section):
     data_path: str = field(
         "",
         "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; for "
-        "task custom also one .jsonl or .parquet file, and then no test split is needed; empty: "
-        "the task's own source",
+        "task custom also one .jsonl or .parquet file, and then no test split is needed, or "
+        "several sets with their shares of the prompts, a.jsonl:0.7,b.jsonl:0.3; empty: the "
+        "task's own source",
     )
     start_path: str = field(
         "",
@@ -41,8 +44,8 @@ class TaskSettings(Section):
     )
     columns: str = field(
         "",
-        "task custom: new names of columns, for example prompt=question,answer=solution; others "
-        "keep theirs",
+        "task custom: new names of columns, for example prompt=asked,answer=solution; others keep "
+        "theirs; a column question, problem, instruction or query is the prompt without a new name",
     )
     max_prompt_tokens: int = field(
         32,
@@ -117,7 +120,15 @@ class TaskSettings(Section):
         )
 
     def _check_files(self) -> None:
-        path = self.data_path
+        paths = [self.data_path]
+        if self.name == "custom":
+            try:
+                paths = [path for path, _ in data_sets(self.data_path)]
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
+        check_all(*(functools.partial(self._check_file, path) for path in paths))
+
+    def _check_file(self, path: str) -> None:
         need(
             not path or os.path.exists(path) or "://" in path,
             "task.data_path",

@@ -2,7 +2,8 @@
 """The `custom` task: the user's own prompts, from files or the hub, graded by the user's reward.
 
 A row has a column `prompt`, a text or a list of chat messages, or a column `messages`, whose last
-answer is not part of the prompt. The reward functions receive all other columns.
+answer is not part of the prompt, or one of `PROMPT_COLUMNS`. The reward functions receive all other
+columns.
 
 Invariant: all rows have the same columns and the same kind of prompt, and no prompt is both trained
 on and held out.
@@ -21,7 +22,8 @@ from tba_jax.tasks.rows import Placed, has_split, open_rows
 
 # TRL does not pass these columns to reward functions either: they are its own arguments.
 DROPPED_COLUMNS = ("completion", "completion_ids")
-_PROMPT_COLUMNS = ("question", "problem", "instruction", "query", "input", "text")
+# The first of these that a row has is its prompt where no column `prompt` or `messages` is.
+PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 RESERVED_COLUMNS = ("prompts", "completions")
 
 
@@ -155,7 +157,7 @@ def _form(problem: Problem) -> tuple[list[str], str]:
 
 
 def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with the new names of its columns, and a prompt in place of `messages`.
+    """Return a row with the new names of its columns, and a column `prompt` where it can have one.
 
     Raises:
         ValueError: a column that has a new name is missing.
@@ -168,6 +170,9 @@ def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[st
         )
     found = {names.get(name, name): value for name, value in row.items()}
     messages = found.get("messages")
+    usual = next((name for name in PROMPT_COLUMNS if name in found), "")
+    if "prompt" not in found and "messages" not in found and usual:
+        found["prompt"] = found.pop(usual)
     if "prompt" not in found and isinstance(messages, list):
         del found["messages"]
         is_answered = bool(messages) and isinstance(messages[-1], dict)
@@ -183,7 +188,7 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
         columns = ", ".join(sorted(map(str, row)))
         raise ValueError(
             f"{where}: no column 'prompt'; got {columns}. Name it, for example "
-            f'--config.task.columns="prompt={_likely_prompt(row)}"'
+            f'--config.task.columns="prompt={min(map(str, row), default="question")}"'
         )
     for name in RESERVED_COLUMNS:
         if name in row:
@@ -208,11 +213,6 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             f"{where}: want text or a list of chat messages under 'prompt'; got {prompt!r:.80}"
         )
     return prompt, columns
-
-
-def _likely_prompt(row: Mapping[str, Any]) -> str:
-    """Return the column that most data sets of this form have their prompts in."""
-    return next((name for name in _PROMPT_COLUMNS if name in row), min(row, default="question"))
 
 
 def _check_messages(messages: list[Any], where: str) -> None:

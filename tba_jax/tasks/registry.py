@@ -16,6 +16,7 @@ from tba_jax.tasks.chats import PromptContent
 from tba_jax.tasks.custom import Custom
 from tba_jax.tasks.gsm8k import GSM8K, GSM8KOfficial
 from tba_jax.tasks.hendrycks_math import HendrycksMath
+from tba_jax.tasks.mixture import custom_task
 from tba_jax.tasks.reasoning_gym import ReasoningGym
 from tba_jax.tasks.redteam import RedTeam
 from tba_jax.tasks.tldr import TLDR
@@ -122,7 +123,7 @@ TASKS: dict[str, Entry] = {
     entry.task.name: entry
     for entry in (
         Entry(Arithmetic, _embedded(Arithmetic), has_chat=False, makes_problems=True),
-        Entry(Custom, Custom, needs_data=True),
+        Entry(Custom, custom_task, needs_data=True),
         Entry(GSM8K, _rows(GSM8K)),
         Entry(GSM8KOfficial, _rows(GSM8KOfficial)),
         Entry(HendrycksMath, _rows(HendrycksMath)),
@@ -172,7 +173,7 @@ def get_task(
         ValueError: unknown name, or data that cannot be used.
     """
     if columns:
-        return Custom(data_path, num_held_out, chat, columns)
+        return custom_task(data_path, num_held_out, chat, columns)
     return entry_of(name).make(data_path, num_held_out, chat)
 
 

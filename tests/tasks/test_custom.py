@@ -117,7 +117,7 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, question"),
+        ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, title"),
         ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has; write null"),
         ({"prompt": "q", "gold": "1", "x": 1}, "line 1: no column 'x', which .*line 2 has"),
         ({"prompt": "", "gold": "1"}, "line 2: want text or a list of chat messages .* got ''"),
@@ -163,10 +163,21 @@ def test_columns_can_have_other_names(tmp_path):
     task = get_task("custom", path, 1, columns="prompt=question, solution=answer")
     prompt, columns = task.train_problem(0)
     assert prompt.startswith("q") and columns == {"solution": prompt[1:], "hint": "h"}
-    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=question"'):
-        get_task("custom", path, 1).train_size()
+    unusual = write(tmp_path / "b.jsonl", [{"asked": "q", "solved": "1"}] * 2)
+    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=asked"'):
+        get_task("custom", unusual, 1).train_size()
     with pytest.raises(ValueError, match="no column 'text', which task.columns names; got answer"):
         get_task("custom", path, 1, columns="prompt=text").train_size()
+
+
+def test_a_column_of_a_usual_name_is_the_prompt(tmp_path):
+    rows = [{"question": f"q{i}", "problem": "p", "answer": str(i)} for i in range(4)]
+    task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
+    prompt, columns = task.train_problem(0)
+    assert prompt.startswith("q") and columns == {"problem": "p", "answer": prompt[1:]}
+    rows = [{"prompt": f"p{i}", "question": "q"} for i in range(4)]
+    prompt, columns = get_task("custom", write(tmp_path / "b.jsonl", rows), 1).train_problem(0)
+    assert prompt.startswith("p") and columns == {"question": "q"}
 
 
 def test_messages_are_a_prompt_without_their_last_answer(tmp_path):

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several data sets of the user as one task: shares of the prompts, and figures for each.
+
+In a pass every row of every set occurs at least once; rows of sets that are small for their share
+occur again. Every row has a column `data_set`, the name of its set, and the columns of all sets,
+with None where its own set lacks one.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from tba_jax.tasks.chats import Problem
+from tba_jax.tasks.custom import Custom
+
+COLUMN = "data_set"
+
+
+class DataSet(NamedTuple):
+    """One of several data sets; a weight of 0 stands for its number of rows."""
+
+    path: str
+    weight: float
+
+
+def data_sets(data_path: str) -> list[DataSet]:
+    """Return the sets that `task.data_path` names.
+
+        data_sets("a.jsonl:0.7,b.jsonl:0.3") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
+
+    Raises:
+        ValueError: some have weights and some do not, or a weight is not above 0.
+    """
+    if os.path.exists(data_path) or "," not in data_path:
+        return [DataSet(data_path, 0.0)]
+    found = [_data_set(part.strip()) for part in data_path.split(",")]
+    if len({weight == 0 for _, weight in found}) > 1:
+        raise ValueError(
+            f"task.data_path={data_path}: some data sets have a weight and some have none. Write "
+            'for example --config.task.data_path="a.jsonl:0.7,b.jsonl:0.3"'
+        )
+    return found
+
+
+def _data_set(text: str) -> DataSet:
+    path, _, weight = text.rpartition(":")
+    try:
+        number = float(weight)
+    except ValueError:
+        return DataSet(text, 0.0)
+    if not path or not 0 < number < math.inf:
+        raise ValueError(f"task.data_path: the weight of {path!r} is {weight}. Give one above 0")
+    return DataSet(path, number)
+
+
+class Mixture:
+    """The task `custom` with several data sets.
+
+    Args:
+        sets: at least two.
+        num_held_out: rows to hold out of all together, by the weights, where a set has no test
+            split.
+        chat, columns: as of `Custom`.
+
+    Raises:
+        ValueError: as `Custom`; or two sets have one name.
+    """
+
+    name, reward, metric = Custom.name, Custom.reward, Custom.metric
+    response_kinds: tuple[str, ...] = ()
+
+    def __init__(
+        self, sets: Sequence[DataSet], num_held_out: int, chat: bool, columns: str = ""
+    ) -> None:
+        self.data_sets = tuple(_name(path) for path, _ in sets)
+        if len({*self.data_sets}) < len(sets):
+            raise ValueError(
+                f"task.data_path: data sets are named {', '.join(self.data_sets)} in metrics, and "
+                "two have one name. Rename a file"
+            )
+        total = sum(weight for _, weight in sets)
+        self._shares = [weight / total if total else 1 / len(sets) for _, weight in sets]
+        self._is_weighted = bool(total)
+        self._tasks = [
+            Custom(path, max(1, round(share * num_held_out)), chat, columns)
+            for (path, _), share in zip(sets, self._shares, strict=True)
+        ]
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        """Rows of each set in a pass."""
+        sizes = [task.train_size() for task in self._tasks]
+        if not self._is_weighted:
+            return sizes
+        total = max(n / share for n, share in zip(sizes, self._shares, strict=True))
+        return [max(n, round(share * total)) for n, share in zip(sizes, self._shares, strict=True)]
+
+    @functools.cached_property
+    def _eval_places(self) -> list[tuple[int, int]]:
+        """(set, index in it) of each held-out row, the sets in turn."""
+        sizes = [task.eval_size() for task in self._tasks]
+        return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, None]:
+        """Every column of every set."""
+        columns = {name: None for task in self._tasks for name in task.train_problem(0)[1]}
+        if COLUMN in columns:
+            raise ValueError(
+                f"task.data_path: a column {COLUMN!r} would hide the name of a row's data set. "
+                f'Rename it, for example --config.task.columns="source={COLUMN}"'
+            )
+        chats = [isinstance(task.train_problem(0)[0], str) for task in self._tasks]
+        if len({*chats}) > 1:
+            raise ValueError(
+                f"task.data_path: prompts of {self.data_sets[chats.index(True)]} are texts and "
+                f"those of {self.data_sets[chats.index(False)]} are chat messages. Use one form, "
+                "or set --config.task.chat=True"
+            )
+        return columns
+
+    def most_held_out(self, share: float) -> int:
+        """Return how many rows can be held out so that no set loses more than a share of its own.
+
+        Args:
+            share: of the rows of a set.
+        """
+        sizes = [task.train_size() + task.eval_size() for task in self._tasks]
+        return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
+
+    def train_size(self) -> int:
+        """Number of training problems of a pass."""
+        return sum(self._counts)
+
+    def eval_size(self) -> int:
+        """Number of held-out problems."""
+        return len(self._eval_places)
+
+    def train_problem(self, index: int) -> Problem:
+        """Prompt and columns of a training problem."""
+        for number, count in enumerate(self._counts):
+            if index < count:
+                task = self._tasks[number]
+                return self._problem(number, task.train_problem(index % task.train_size()))
+            index -= count
+        raise IndexError(index)
+
+    def eval_problem(self, index: int) -> Problem:
+        """Prompt and columns of a held-out problem."""
+        number, at = self._eval_places[index]
+        return self._problem(number, self._tasks[number].eval_problem(at))
+
+    def _problem(self, number: int, problem: Problem) -> Problem:
+        prompt, columns = problem
+        named: dict[str, Any] = {**self._columns, **columns, COLUMN: self.data_sets[number]}
+        return prompt, named
+
+    def response_kind(self, text: str) -> None:
+        """Responses are of no kind."""
+        del text
+
+
+def _name(path: str) -> str:
+    """The last part of a path without its ending."""
+    return os.path.splitext(os.path.basename(path.rstrip("/")))[0]
+
+
+def custom_task(
+    data_path: str, num_held_out: int, chat: bool, columns: str = ""
+) -> Custom | Mixture:
+    """Return the task `custom` for one data set or several.
+
+    Args:
+        data_path: as `data_sets` reads it.
+        num_held_out, chat, columns: as of `Custom`.
+
+    Raises:
+        ValueError: as `data_sets`, `Custom` and `Mixture`.
+    """
+    sets = data_sets(data_path)
+    if len(sets) == 1:
+        return Custom(data_path, num_held_out, chat, columns)
+    return Mixture(sets, num_held_out, chat, columns)
