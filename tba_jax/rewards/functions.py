@@ -28,17 +28,24 @@ from tba_jax.settings import GIVEN, import_file
 STANDARD_ARGUMENTS = ("prompts", "completions", "completion_ids")
 
 
+class Missing(NamedTuple):
+    """What a function may return in place of a reward: the name of the failure, and its text."""
+
+    reason: str
+    text: str
+
+
 class Outcome(NamedTuple):
     """What became of a call.
 
     Attributes:
-        rewards: one number or None per completion; empty where there is no result.
+        rewards: one number, None or Missing per completion; empty where there is no result.
         traceback: of what the function raised; empty if it did not.
         unusable: why no call of this function can succeed; empty if that is not known.
         seconds: how long the call took.
     """
 
-    rewards: list[float | None]
+    rewards: list[float | Missing | None]
     traceback: str
     unusable: str
     seconds: float
@@ -219,7 +226,7 @@ def score_chunk(
     start = time.perf_counter()
 
     def outcome(
-        rewards: Sequence[float | None] = (), error: str = "", unusable: str = ""
+        rewards: Sequence[float | Missing | None] = (), error: str = "", unusable: str = ""
     ) -> Outcome:
         return Outcome(list(rewards), error, unusable, time.perf_counter() - start)
 
@@ -245,7 +252,7 @@ def score_chunk(
             unusable=f"returned {len(values)} rewards for {len(completions)} completions; want a "
             "list with one float or None per completion"
         )
-    rewards: list[float | None] = []
+    rewards: list[float | Missing | None] = []
     for value in values:
         number, error, _ = _attempt(_number, value)
         if error is not None:
@@ -259,8 +266,10 @@ def score_chunk(
     return outcome(rewards)
 
 
-def _number(value: Any) -> float | None:
+def _number(value: Any) -> float | Missing | None:
     """One returned reward; raises what its own conversion raises."""
+    if isinstance(value, Missing):
+        return value
     number = value.item() if hasattr(value, "item") else value  # an array's element
     if number is not None and not isinstance(number, numbers.Real):
         raise TypeError("no number")

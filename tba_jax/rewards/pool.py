@@ -32,6 +32,7 @@ from pebble import ProcessExpired, ProcessPool
 from tba_jax.rewards import containment, output
 from tba_jax.rewards.functions import (
     LoadError,
+    Missing,
     Outcome,
     load_error,
     part_names,
@@ -150,9 +151,13 @@ class Call:
             completions.append([{"role": "assistant", "content": begun + self._completions[i]}])
         return prompts, completions, keywords
 
-    def accept(self, function: int, items: range, rewards: Sequence[float | None]) -> None:
+    def accept(
+        self, function: int, items: range, rewards: Sequence[float | Missing | None]
+    ) -> None:
         for item, reward in zip(items, rewards, strict=True):
-            if reward is None:
+            if isinstance(reward, Missing):
+                self.fail(function, item, *reward)
+            elif reward is None:
                 self.fail(function, item, "reward_none", "the function returned None")
             elif not abs(reward) <= _LARGEST:
                 self.fail(function, item, "reward_nan", f"the function returned {reward}")
@@ -366,7 +371,7 @@ class RewardPool:
                 failures = call.failures()
                 num_failed = n - sum(map(failures.count, self._harmless))
                 if num_failed > self._max_failure_rate * n:
-                    counts = {r: failures.count(r) for r in REASONS if r in failures}
+                    counts = {r: failures.count(r) for r in dict.fromkeys(failures) if r}
                     raise RewardFailure(
                         f"reward function {self.function} failed on {num_failed} of {n} items "
                         f"{counts}, above reward.max_failure_rate = "

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards over the network: an HTTP service, or a language model that judges.
+
+A file of the user makes one and names it as its reward, `--config.task.reward=my_rewards.py:judge`:
+
+    judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
+
+It runs in the reward processes, which share nothing: limits and the cache are of each process.
+Invariant: a request that fails is no reward and is counted by name.
+"""
+
+import collections
+import concurrent.futures
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import urllib3
+
+from tba_jax.rewards.functions import Missing
+from tba_jax.rewards.messages import text_of
+
+_MOST_TEXT = 300  # characters of an answer in a message
+_RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_MOST_REST_S = 60.0
+
+
+def last_number(text: str) -> float:
+    """Return the last number of a judge's answer.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
+    if not found:
+        raise ValueError("it holds no number")
+    return float(found[-1])
+
+
+class HttpReward:
+    """A reward function that asks a service, several requests at a time.
+
+    Args:
+        url: that gets a POST request with JSON for each response.
+        body: (prompt, completion, columns) -> the JSON.
+        read: the JSON of the answer -> the reward; raises for an answer that makes no sense.
+        headers: of each request.
+        concurrency: requests under way in a process.
+        timeout_s: of one request.
+        retries: further requests after one that failed, was refused for the moment, or timed out.
+        per_second: requests begun in a second by a process; 0: any number.
+        cache_size: answers that a process keeps; the same request is not made twice.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        body: Callable[[str, str, Mapping[str, Any]], Any],
+        read: Callable[[Any], float],
+        *,
+        headers: Mapping[str, str] | None = None,
+        concurrency: int = 16,
+        timeout_s: float = 30.0,
+        retries: int = 3,
+        per_second: float = 0.0,
+        cache_size: int = 10_000,
+    ) -> None:
+        self._url, self._body, self._read = url, body, read
+        self._headers = {"content-type": "application/json", **(headers or {})}
+        self._retries, self._cache_size = retries, cache_size
+        self._pause_s = 1 / per_second if per_second else 0.0
+        self._http = urllib3.PoolManager(
+            maxsize=concurrency, retries=False, timeout=urllib3.Timeout(timeout_s)
+        )
+        self._threads = concurrent.futures.ThreadPoolExecutor(concurrency, "judge")
+        self._lock = threading.Lock()
+        self._next_s = 0.0
+        self._cache: collections.OrderedDict[bytes, float] = collections.OrderedDict()
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Sequence[Any]
+    ) -> list[float | Missing]:
+        """Return a reward for each response, or why there is none."""
+
+        def one(i: int) -> float | Missing:
+            values = {name: column[i] for name, column in columns.items()}
+            body = self._body(text_of(prompts[i]), text_of(completions[i]), values)
+            return self._ask(json.dumps(body, sort_keys=True).encode())
+
+        return list(self._threads.map(one, range(len(completions))))
+
+    def _ask(self, body: bytes) -> float | Missing:
+        with self._lock:
+            if body in self._cache:
+                self._cache.move_to_end(body)
+                return self._cache[body]
+        found = Missing("judge_down", "")
+        for attempt in range(self._retries + 1):
+            self._wait()
+            answer = self._once(body)
+            if isinstance(answer, float):
+                with self._lock:
+                    self._cache[body] = answer
+                    if len(self._cache) > self._cache_size:
+                        self._cache.popitem(last=False)
+                return answer
+            found, rest_s = answer
+            if rest_s is None or attempt == self._retries:
+                break
+            time.sleep(min(rest_s or 0.5 * 2**attempt, _MOST_REST_S))
+        return found
+
+    def _wait(self) -> None:
+        """Wait for the next moment at which the rate limit permits a request."""
+        with self._lock:
+            now = time.monotonic()
+            start_s = max(now, self._next_s)
+            self._next_s = start_s + self._pause_s
+        time.sleep(start_s - now)
+
+    def _once(self, body: bytes) -> float | tuple[Missing, float | None]:
+        """Return the reward, or why there is none and the rest before a retry (None: no retry)."""
+        try:
+            answer = self._http.request("POST", self._url, body=body, headers=self._headers)
+        except urllib3.exceptions.TimeoutError as error:
+            is_slow = isinstance(error, urllib3.exceptions.ReadTimeoutError)
+            return Missing("judge_timeout" if is_slow else "judge_down", f"{error}"), 0.0
+        except urllib3.exceptions.HTTPError as error:
+            return Missing("judge_down", f"{error}"), 0.0
+        shown = answer.data[:_MOST_TEXT].decode(errors="replace")
+        if answer.status != 200:
+            text = f"{self._url} answers HTTP {answer.status}: {shown}"
+            reason = "judge_rate_limit" if answer.status == 429 else "judge_error"
+            if answer.status not in _RETRIED:
+                return Missing(reason, text), None
+            rest = answer.headers.get("retry-after", "")
+            return Missing(reason, text), float(rest) if rest.isdigit() else 0.0
+        try:
+            return float(self._read(json.loads(answer.data)))
+        except Exception as error:  # of the user's parser, or of an answer that is no JSON
+            text = f"{type(error).__name__}: {error}; the answer was {shown!r}"
+            return Missing("judge_nonsense", text), None
+
+
+class Judge(HttpReward):
+    """A language model behind an OpenAI-compatible address, asked to rate each response.
+
+    Args:
+        url: up to and with /v1.
+        model: its name there.
+        prompt: what it is asked, with {prompt}, {completion} and {COLUMN} filled in.
+        parse: its answer -> the reward; raises where the answer has none.
+        system: message before it.
+        key_variable: environment variable with the key.
+        sampling: further fields of the request.
+        options: as of `HttpReward`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str,
+        prompt: str,
+        parse: Callable[[str], float] = last_number,
+        system: str = "",
+        key_variable: str = "OPENAI_API_KEY",
+        sampling: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        def body(text: str, completion: str, columns: Mapping[str, Any]) -> Any:
+            facts = {**columns, "prompt": text, "completion": completion}
+            asked = re.sub(r"\{(\w+)\}", lambda x: str(facts.get(x[1], x[0])), prompt)
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": asked})
+            return {"model": model, "messages": messages, "temperature": 0, **(sampling or {})}
+
+        def read(answer: Any) -> float:
+            return parse(answer["choices"][0]["message"]["content"])
+
+        key = os.environ.get(key_variable)
+        headers = {"authorization": f"Bearer {key}"} if key else None
+        super().__init__(f"{url}/chat/completions", body, read, headers=headers, **options)
