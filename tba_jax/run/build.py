@@ -80,13 +80,13 @@ def check_prompts(
     phase: Callable[[str], None],
     note: Callable[[str], None],
 ) -> None:
-    """Refuse prompts that the run would refuse later; say what it will leave out or lose.
+    """Survey the training prompts once: refuse unusable ones, report what will be skipped or cut.
 
     Args:
-        shared: what it stands on; one process of the run looks.
+        shared: parts of the run; only the first process reads the prompts.
         fingerprints: of data and tokenizer.
-        phase: told what takes long.
-        note: told what was found.
+        phase: receives the name of a step that takes long.
+        note: receives one line for each finding.
 
     Raises:
         ValueError: prompts that are too long, or cannot be read.
@@ -99,7 +99,7 @@ def check_prompts(
     name = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
     path = shared.workdir / "prompts.json"
     found: prompt_survey.Survey | None = None
-    # None there, or another's: it is made again.
+    # The file is missing or of other data: survey again.
     with contextlib.suppress(OSError, ValueError, TypeError):
         facts = sealed.read(path)
         found = prompt_survey.Survey.of(facts["survey"]) if facts.get("of") == name else None
@@ -113,12 +113,11 @@ def check_prompts(
 
 
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
-    """Begin to compile what the trainer calls first: the publish program, which the searchers wait
-    for, and the train step for the batches that are likely to come first.
+    """Compile the publish program and the train step of the likely first batches in the background.
 
-    Nothing, where that is not worth it or not safe: with one thread, which would wait for it
-    anyway; with several hosts, where compilers may exchange what they measure and all must then
-    compile in the same order; where prompts and responses have several padded lengths.
+    Compiles nothing ahead with driver=sync (its only thread would wait), with several hosts (their
+    compilers may exchange measurements and must compile in the same order), and with several padded
+    lengths.
     """
     config = shared.config
     is_alone = shared.cluster.num_processes == 1
@@ -160,9 +159,9 @@ def _lower_publication(shared: Shared, publish: Any) -> jax.stages.Lowered:
 
 
 def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
-    """A batch of the shape that the first one probably has; its contents mean nothing.
+    """Return a made-up batch with the likely shape of the first batch.
 
-    Distinct responses take rows: a quarter of them where responses are short, else all.
+    Only distinct responses take rows: a quarter of all where responses are short, else all.
     """
     prompts, size = packing.num_prompts, packing.group_size
     is_short = config.search.max_new_tokens <= SHORT_TOKENS
@@ -193,14 +192,14 @@ def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a process of the run starts with.
+    """Weights and saved state with which a process of the run starts.
 
     Attributes:
         state: the train state, initial or restored.
         base: frozen parameters under adapters; None where all are trained.
         references: a reference scorer for each set of searcher devices, where searchers score.
-        step: of the restored checkpoint; 0 for a new run.
-        host_state: of that checkpoint, as `Checkpoints.restore` gives it; None for a new run.
+        step: step of the restored checkpoint; 0 for a new run.
+        host_state: host state of that checkpoint (`Checkpoints.restore`); None for a new run.
     """
 
     state: TrainState
@@ -219,9 +218,9 @@ def open_start(
     """Load the model, and restore the newest checkpoint of the work directory if there is one.
 
     Args:
-        shared: what it stands on; all processes of the run call this.
-        phase: told what takes long.
-        note: told what was lost.
+        shared: parts of the run; all processes of the run call this function.
+        phase: receives the name of a step that takes long.
+        note: receives one line for each loss.
         accepted: of `identity.KINDS`, what may have changed since the checkpoint was written.
 
     Raises:
@@ -233,7 +232,7 @@ def open_start(
     policy, mesh = shared.policy, sites.trainer.mesh
     has_adapters = policy.adapters is not None
     shardings = make_step_shardings(config, model.config, mesh)
-    facts = shared.facts  # what the run is made of now, not when it is first saved
+    facts = shared.facts  # Read now: files may change before the first checkpoint.
     check_prompts(shared, facts.fingerprints, phase, note)
     newest = _newest_intact(shared, note)
     if newest is None and shared.cluster.is_primary and (made := steps_made(shared.workdir)):
@@ -271,14 +270,14 @@ def open_start(
 
 
 def steps_made(workdir: Path) -> int:
-    """The step that the last whole lines of metrics.jsonl tell of; 0 where they tell of none."""
+    """Return the step of the last complete line of metrics.jsonl; 0 where there is none."""
     path = workdir / "metrics.jsonl"
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
             lines = file.read().split(b"\n")[:-1]
     except OSError:
-        return 0  # a log that cannot be read is the affair of who opens it
+        return 0  # Opening the log for writing reports the failure.
     for line in reversed(lines):
         with contextlib.suppress(ValueError, RecursionError):
             step = json.loads(line)["step"] if line.startswith(b'{"step"') else None
@@ -288,16 +287,16 @@ def steps_made(workdir: Path) -> int:
 
 
 def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
-    """Step of the newest checkpoint whose files are as they were written, None without any.
+    """Return the step of the newest intact checkpoint; None without checkpoints.
 
-    Damaged ones are put aside. All processes call this, and divide the reading.
+    Moves damaged checkpoints aside. All processes call this function and share the reading.
 
     Raises:
         CheckpointError: the oldest is damaged too; in all processes.
     """
     checkpoints, cluster = shared.checkpoints, shared.cluster
     while True:
-        # Read once: a host that looked a moment later might see another one.
+        # One process lists the folder: another host might see a newer checkpoint.
         step = cluster.broadcast_json(checkpoints.latest_step())
         if step is None:
             return None
@@ -333,14 +332,14 @@ def build(
     link: Link | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Run:
-    """Make every part and restore the newest checkpoint of the work directory, if there is one.
+    """Build every part of a run and restore the newest checkpoint of its work directory.
 
     Args:
         config: validated.
-        workdir: exists.
-        cluster: the processes of the run, all of which call this.
-        clock: started when the process did.
-        progress: the display that phases are announced on.
+        workdir: existing folder.
+        cluster: the processes of the run; all of them call this function.
+        clock: clock that started with the process.
+        progress: display of the phases.
         extra_writers: more metric sinks.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
         link, confirm: as in `conduct` and in `open_shared`.
@@ -411,7 +410,7 @@ def _build_search(
     confirm: Callable[[], None],
     note: Callable[[str], None],
 ) -> Search:
-    """The searchers of this process, and counters of those of other processes."""
+    """Build the searchers of this process, and counters for searchers of other processes."""
     config, cluster = shared.config, shared.cluster
     if writes_versions(config):
         writer = make_version_writer(shared, publish, kept)
@@ -429,7 +428,7 @@ def _build_search(
             confirm=confirm,
         ),
         references=start.references,
-        # All are taken before the first step, whatever became of the file since.
+        # Start data are used before the first step only.
         wants_given=start.step == 0,
         note=note,
     )
@@ -440,10 +439,10 @@ def _build_search(
 
 
 def restore(run: Run, saved: HostState | None) -> None:
-    """Put back what the checkpoint holds, and drop later log lines.
+    """Restore the host state from a checkpoint, and drop later log lines.
 
     Args:
-        run: its train state is restored already.
+        run: a run whose train state is already restored.
         saved: as `Checkpoints.restore` gives it; None for a new run.
     """
     shared = run.shared

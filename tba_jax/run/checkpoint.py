@@ -49,7 +49,7 @@ _ITEMS = ("train_state", "host_state")
 
 
 def _is_own_remainder(folder: epath.Path) -> bool:
-    """Whether an unfinished folder holds nothing but what a save of a run writes."""
+    """Return whether an unfinished folder holds only files that a save writes."""
     return not os.path.islink(folder) and all(
         (saves.finished_name(path.name) or path.name) in CHECKPOINT_ENTRIES
         for path in folder.iterdir()
@@ -61,11 +61,11 @@ def _host_file(directory: epath.Path, process: int) -> epath.Path:
 
 
 class Saving(NamedTuple):
-    """Who saves together, and what of the state that is not on devices this process has.
+    """Processes that save together, and whether this process has the host state.
 
     Attributes:
-        members: numbers of the processes in `jax.distributed`; the first writes what exists once.
-        keeps_state: whether it is this process that has it.
+        members: process numbers in `jax.distributed`; the first writes shared files.
+        keeps_state: whether this process holds the host state.
     """
 
     members: Sequence[int] = (0,)
@@ -76,7 +76,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
     """Writes each process's host state into its own file of the shared checkpoint folder.
 
     Args:
-        saving: whose state this is.
+        saving: processes that save together.
     """
 
     def __init__(self, saving: Saving) -> None:
@@ -103,11 +103,11 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
         asyncio.run(run())
 
     def restore(self, directory: epath.Path, args: Any = None) -> Any:
-        """The host state of the run.
+        """Read the host state of the run.
 
         Raises:
-            FileNotFoundError: the checkpoint holds none.
-            CheckpointError: an earlier version saved one for each process.
+            FileNotFoundError: the checkpoint has no host state.
+            CheckpointError: an earlier version saved one host state for each process.
         """
         del args
         saved = list(directory.glob("process_*.npz"))
@@ -123,7 +123,7 @@ class HostStateHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(HostStateHandler, for_save=True)
 @dataclasses.dataclass
 class HostStateSave(ocp.args.CheckpointArgs):
-    """What to save: a HostState."""
+    """Orbax argument of a save: a HostState."""
 
     item: Any
 
@@ -131,13 +131,13 @@ class HostStateSave(ocp.args.CheckpointArgs):
 @ocp.args.register_with_handler(HostStateHandler, for_restore=True)
 @dataclasses.dataclass
 class HostStateRestore(ocp.args.CheckpointArgs):
-    """Restore needs no arguments; Orbax wants a class."""
+    """Orbax argument of a restore; it has no fields."""
 
     item: Any = None
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's, which does not ask JAX whether a process was told to end.
+    """Orbax's manager without its check for preemption.
 
     JAX agrees on one number at which all processes hear of it. Orbax would ask with the number of a
     step, `Cluster.is_preempted` asks with the number of its calls, and there is one counter for
@@ -146,7 +146,7 @@ class _Manager(ocp.CheckpointManager):
     """
 
     def reached_preemption(self, step: int) -> bool:
-        """No: who drives the run knows."""
+        """Return False: the driver of the run handles preemption."""
         del step
         return False
 
@@ -159,7 +159,7 @@ class Checkpoints:
         keep: newest checkpoints kept.
         timeout_s: a save that takes longer has failed.
         read_only: for commands that look at a run without writing to it.
-        processes: of the run that save; this one alone unless said.
+        processes: processes that save together; default: this process alone.
         confirm: raises where this process may no longer write here; called before unfinished
             folders are removed, before a save begins, before it becomes visible and before a
             checkpoint is put aside.
@@ -221,19 +221,20 @@ class Checkpoints:
             )
 
     def latest_step(self) -> int | None:
-        """Newest complete checkpoint, None when there is none."""
+        """Return the step of the newest complete checkpoint, None without any."""
         return self._manager.latest_step()
 
     def _sweep(self) -> None:
-        """Remove what interrupted saves of this run left."""
+        """Remove unfinished folders of interrupted saves of this run."""
         for folder in self._folder.iterdir() if self._folder.is_dir() else ():
             if saves.finished_name(folder.name) and _is_own_remainder(folder):
                 saves.remove(folder)
 
     def _list_files(self) -> None:
-        """Digest what was written: in process 0, before the checkpoint becomes visible."""
+        """Write the digests of all files: in process 0, before the checkpoint becomes visible."""
         final = self._folder / str(self._saving)
-        for folder in (self._writer.unfinished(final), final):  # the latter in an object store
+        # In an object store a save writes to the final name.
+        for folder in (self._writer.unfinished(final), final):
             if folder.is_dir():
                 start = time.perf_counter()
                 digests.write(folder)
@@ -242,17 +243,17 @@ class Checkpoints:
         raise FileNotFoundError(f"nothing was written for step {self._saving} in {self._folder}")
 
     def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
-        """What of a checkpoint is not as it was written, a clause for each file.
+        """Return one clause for each file of a checkpoint that is missing or changed.
 
         Args:
-            step: of the checkpoint.
-            below: only the files of this item.
-            share: (i, n) for the i-th of n processes that divide the files.
+            step: step of the checkpoint.
+            below: check only the files of this item.
+            share: (i, n): check the i-th of n shares of the files.
         """
         return digests.damage(self._folder / str(step), below=below, share=share)
 
     def damaged(self, step: int, found: Sequence[str]) -> CheckpointError:
-        """The error that says so, and the way out."""
+        """Return the error for a damaged checkpoint, with the way out."""
         older = [s for s in self._manager.all_steps() if s < step]
         way_out = (
             "There is no older one. Put back an intact copy of that folder, or start again in "
@@ -266,13 +267,13 @@ class Checkpoints:
         )
 
     def put_aside(self, step: int, found: Sequence[str]) -> epath.Path:
-        """Move a damaged checkpoint out of the way; a call of process 0 alone.
+        """Move a damaged checkpoint aside; only process 0 calls this method.
 
         Returns:
-            Where it is kept.
+            The folder to which it was moved.
 
         Raises:
-            CheckpointError: there is no older one to go on with; it stays where it is.
+            CheckpointError: no older checkpoint exists; the damaged one stays in place.
         """
         if not any(s < step for s in self._manager.all_steps()):
             raise self.damaged(step, found)
@@ -287,7 +288,7 @@ class Checkpoints:
         return kept / name
 
     def look_again(self) -> None:
-        """Forget what the folder held; every process calls it after `put_aside`."""
+        """List the folder again; every process calls this method after `put_aside`."""
         with orbax_operations.operation():
             self._manager.reload()
 
@@ -295,12 +296,12 @@ class Checkpoints:
         """Start an asynchronous save; arrays and host state are copied before it returns.
 
         Arrays are copied to host memory, so no device holds them twice, and they may be donated.
-        On CPU they are already there: a donation leaves a buffer alone while it is being written.
+        On CPU no copy is made: a donated buffer is not reused while it is written.
 
         Raises:
             CheckpointError: when this save, or the one before it, failed.
         """
-        self.wait()  # Orbax would, too, but then its failure would carry this step's number
+        self.wait()  # Raised here, the failure of the earlier save carries its own step.
         self._saving, self._since = step, time.monotonic()
         orbax_operations.begin()
         self._is_saving = True
@@ -316,14 +317,14 @@ class Checkpoints:
         )
 
     def check(self) -> None:
-        """Raise the error of a background save, if there is one."""
+        """Raise the error of a failed background save."""
         self._guard(self._manager.check_for_errors)
 
     def wait(self) -> None:
-        """Block until the save under way is complete.
+        """Block until the current save is complete.
 
         Raises:
-            CheckpointError: it failed, or takes longer than `timeout_s`.
+            CheckpointError: the save failed, or takes longer than `timeout_s`.
         """
         self._guard(self._wait)
         if self._is_saving and not self._has_failed:
@@ -337,7 +338,7 @@ class Checkpoints:
         def wait() -> None:
             try:
                 self._manager.wait_until_finished()
-            except BaseException as error:  # carried to the caller below
+            except BaseException as error:  # re-raised in the caller below
                 failures.append(error)
 
         thread = threading.Thread(target=wait, name="checkpoint-wait", daemon=True)
@@ -349,10 +350,9 @@ class Checkpoints:
             raise failures[0]
 
     def abandon(self, timeout_s: float) -> None:
-        """Let the save under way complete if it can in `timeout_s`; for a run that failed.
+        """Give the current save `timeout_s` to complete, after the run failed.
 
-        Nothing is raised: that run has its failure, and a save that does not complete stays
-        invisible.
+        Raises nothing: the failure of the run is reported, and an incomplete save stays invisible.
         """
 
         def finish() -> None:
@@ -377,7 +377,8 @@ class Checkpoints:
             complete = [step for step in complete if step != self._saving]
             where = self._folder / str(self._saving) if self._saving is not None else self._folder
             why = f"{type(error).__name__}: {brief(error)}"
-            if isinstance(error, TimeoutError):  # ours, or Orbax's, whose text names no setting
+            # Orbax's own message about a timeout names no setting.
+            if isinstance(error, TimeoutError):
                 waited = time.monotonic() - self._since
                 reason = f"; {brief(error)}" if str(error) else ""
                 why = (
@@ -391,18 +392,18 @@ class Checkpoints:
             ) from error
 
     def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, HostState]:
-        """Newest (or given) checkpoint, placed as `abstract_state` says.
+        """Read the newest (or given) checkpoint with the shardings of `abstract_state`.
 
         Args:
             abstract_state: tree of jax.ShapeDtypeStruct with shardings.
-            step: which; None: the newest.
+            step: step to restore; None: the newest.
 
         Returns:
             step, train state, and host state.
 
         Raises:
-            CheckpointError: no checkpoint, or an unreadable one; it is left as it is. Whether its
-                files are as they were written is not looked at here: see `damage`.
+            CheckpointError: the checkpoint is missing or unreadable; it stays in place. Digests
+                are checked by `damage`, not here.
         """
         step = self._resolve(step)
         restored = self._read(
@@ -416,7 +417,7 @@ class Checkpoints:
         return step, restored["train_state"], restored["host_state"]
 
     def restore_host_state(self, step: int | None = None) -> tuple[int, HostState]:
-        """Only the host state, as `restore` and intact: what the inspection commands need."""
+        """Read and verify the host state alone, for commands that inspect a run."""
         step = self._resolve(step)
         if found := self.damage(step, below="host_state/"):
             raise self.damaged(step, found)
@@ -451,11 +452,11 @@ class Checkpoints:
             return restored
 
     def _try_read(self, step: int, args: ocp.args.Composite) -> Any:
-        """What was read, or the error to raise; it holds no frame of the failure."""
+        """Return what was read, or an error without the frames of the failure."""
         try:
             return self._manager.restore(step, args=args)
         except CheckpointError:
-            raise  # a message of ours
+            raise  # it already has a message for the user
         except Exception as error:
             # A damaged array arrives as a bare Exception, caused by what TensorStore found (or by
             # the cancellation that another damaged array led to).
@@ -493,7 +494,7 @@ class Checkpoints:
 def load_host_state(
     workdir: str,
 ) -> tuple[int, HostState]:
-    """Step and host state of a run's newest checkpoint, without touching the run.
+    """Return step and host state of the newest checkpoint of a run; only reads.
 
     Raises:
         CheckpointError: when the folder holds no readable checkpoint.

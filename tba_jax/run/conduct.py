@@ -65,23 +65,23 @@ def conduct(
     drive: Drive | None = None,
     link: Link | None = None,
 ) -> Outcome:
-    """Build, drive, evaluate at the end, write the report.
+    """Build a run, train, evaluate the final policy, write the report.
 
     Args:
         config: validated.
-        workdir: claimed.
-        cluster: the processes of the run; every one of them calls this.
-        interrupted: looked at between steps.
-        hold: of the work directory, in process 0; None in the others.
+        workdir: claimed work directory.
+        cluster: the processes of the run; all of them call this function.
+        interrupted: checked between steps.
+        hold: lease of the work directory in process 0; None in the others.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
         start_s: `time.perf_counter` when the run's time began to count.
-        display: what is shown goes there; None: to standard output.
-        drive: moves the parts in place of the configured driver; `replaying` is one such.
-        link: to the other processes of the run; None: there are none.
+        display: where progress is shown; None: standard output.
+        drive: replaces the configured driver, for example `replaying(schedule)`.
+        link: connection to the other processes of the run; None: there are none.
 
     Raises:
         UserError: the reward function cannot be used.
-        WorkdirLost: the directory is gone, or in other hands.
+        WorkdirLost: the directory is gone, or another process has taken it over.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     if display is None:
@@ -118,7 +118,7 @@ def conduct(
 
 
 def make_display(config: Config, workdir: Path, *, is_shown: bool = True) -> ProgressDisplay:
-    """On standard output, or nowhere."""
+    """Return a display on standard output, or one that shows nothing."""
     task = make_task(config)
     return ProgressDisplay(
         config.num_steps,
@@ -139,7 +139,7 @@ def _open(
     progress: Display,
     link: Link | None,
 ) -> Run:
-    """The connected parts, with a display."""
+    """Build the run; close the display if that fails."""
     try:
         names, callbacks = config.log.callbacks, None
         if names and cluster.is_primary:
@@ -157,7 +157,7 @@ def _open(
             extra_writers=_writers(config, workdir, progress.note) if cluster.is_primary else (),
             accept_changed=accept_changed,
             link=link,
-            # A folder that mirrors an object store is this process's own.
+            # A folder that mirrors an object store belongs to this process alone.
             confirm=hold.confirm if hold is not None and hold.companion is None else _nothing,
         )
         run.hold = hold
@@ -173,11 +173,11 @@ def _open(
 
 
 def _nothing() -> None:
-    """Where nobody else can take the work directory over."""
+    """Confirm nothing: no other process can take the work directory over."""
 
 
 def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
-    """Return why a failure is another process's doing, None where it is not.
+    """Return WorkdirLost where another process has taken the directory over, else None.
 
     A process that continues after another one has taken its work directory over finds files
     removed or replaced, and fails in many ways.
@@ -188,18 +188,18 @@ def _taken_over(hold: Hold | None, workdir: Path) -> WorkdirLost | None:
         hold.confirm()
     except WorkdirLost as lost:
         return lost
-    except Exception:  # the failure that is being handled is the news
+    except Exception:  # report the failure that is already being handled
         return None
     return None
 
 
 def replaying(schedule: Schedule) -> Drive:
-    """What does again what a schedule log says."""
+    """Return a driver that repeats a schedule log."""
     return lambda run, interrupted: drive_schedule(run, schedule, interrupted)
 
 
 def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> None:
-    """From where the run is to its last step, the end of the schedule, or an interruption."""
+    """Run the driver until the last step, the end of the schedule, or an interruption."""
     config, begun = run.config, run.trainer.step_index
     if begun:
         resume_display(run.logs.progress, run.shared.workdir)
@@ -208,7 +208,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
         )
         if run.evaluated.before is None:
             evaluations.evaluate_start_model(run)
-    # Searchers of other processes evaluate the final policy, too, which happens in the drive.
+    # The driver also evaluates the final policy where searchers are in other processes.
     has_others = bool(run.search.remote) or run.shared.is_follower
     if begun < config.num_steps or has_others:
         own = drive_sync if config.driver == "sync" else drive_async
@@ -218,7 +218,7 @@ def _drive(run: Run, interrupted: Callable[[], bool], drive: Drive | None) -> No
 
 
 def resume_display(progress: Display, workdir: Path) -> None:
-    """Begin with the curves of what was done before, however long that was."""
+    """Show the curves of earlier processes of the run, sampled to a bounded number of lines."""
     path = workdir / "metrics.jsonl"
     progress.resume([*sample_jsonl(path, _SHOWN, wrong_metrics, always=b'"eval/n"')])
 
@@ -240,14 +240,14 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
 
 
 def _evaluate_at_the_end(run: Run) -> None:
-    """Evaluate what the report compares."""
+    """Evaluate start model and final policy, unless that is done."""
     if run.evaluated.before is None:
         evaluations.evaluate_start_model(run)
     evaluations.evaluate_last(run)
 
 
 def write_report_json(run: Run) -> dict[str, Any]:
-    """WORKDIR/report.json: the figures that scripts may rely on; returns its contents."""
+    """Write WORKDIR/report.json, figures for scripts, and return them."""
     trainer, clock = run.trainer, run.clock
     wall_s = clock()
 
@@ -316,14 +316,14 @@ def write_report_json(run: Run) -> dict[str, Any]:
 
 
 def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """An evaluation without its texts."""
+    """Return the figures of an evaluation, without texts."""
     if record is None:
         return None
     return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
 
 def _samples(run: Run) -> list[dict[str, Any]]:
-    """The first few held-out prompts with a response from before and one from after."""
+    """Return the first held-out prompts with a response before and one after training."""
     before, after = run.evaluated.before, run.evaluated.after
     if before is None or after is None:
         return []
@@ -347,12 +347,12 @@ def _samples(run: Run) -> list[dict[str, Any]]:
 
 
 def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) -> dict[str, Any]:
-    """What became of the searchers' work, with what to change about it.
+    """Summarise how much of the searchers' work was used, with advice.
 
     Args:
-        economy: of the buffer.
-        waiting: groups of which nothing was drawn.
-        settings: of the buffer.
+        economy: use of the responses of the replay buffer.
+        waiting: groups of which no response was drawn.
+        settings: of the replay buffer.
     """
     figures = economy.stats(waiting, settings.max_staleness)
     return {
@@ -377,13 +377,13 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def rescue(run: Run) -> str:
-    """Write config.json and a checkpoint of a run that stands still, where its directory was.
+    """Write config.json and an emergency checkpoint where the lost work directory was.
 
     Args:
-        run: aborted; between two steps.
+        run: aborted run, between two steps.
 
     Returns:
-        One or two sentences: what was saved, or where the last log lines are.
+        One or two sentences for the user: what was saved, or where the last log lines are.
     """
     shared, step = run.shared, run.trainer.step_index
     if shared.workdir.exists():

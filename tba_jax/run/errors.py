@@ -12,7 +12,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
-# What storage and the system refuse in ordinary operation, and what to do about it.
+# Errors of storage and operating system in ordinary operation, with a remedy.
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable"),
@@ -22,23 +22,23 @@ _REMEDIES = {
 
 
 class UserError(Exception):
-    """A mistake of the user's: printed as one line, without a traceback."""
+    """An error that the user can fix; printed as one line without a traceback."""
 
 
 class StarvedError(RuntimeError):
-    """Searchers fill a buffer that no batch can be drawn from; the message says why."""
+    """No batch can be drawn from the replay buffer although searchers fill it."""
 
 
 class FleetError(RuntimeError):
-    """A fleet cannot go on; the message says why and what to do."""
+    """A fleet cannot continue; the message says why and what to do."""
 
 
 class WorkdirLost(RuntimeError):
-    """The work directory is gone, or another process has taken it over; the message says which."""
+    """The work directory is gone, or another process has taken it over."""
 
 
 def tell(error: BaseException) -> int:
-    """Print an error as a line, its traceback into a file where that may help; the exit code."""
+    """Print an error as one line and return the exit code; unexpected tracebacks go to a file."""
     from tba_jax.devices.worker import WorkerError
 
     if isinstance(error, WorkerError):
@@ -65,24 +65,24 @@ def tell(error: BaseException) -> int:
 
 
 def _kept(error: BaseException) -> str:
-    """Where the traceback of an error is that nobody expected."""
+    """Write the traceback of an unexpected error to a file; return a clause that names it."""
     text = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile(
             "w", prefix="tba_jax-", suffix="-traceback.txt", delete=False, encoding="utf-8"
         ) as file:
             file.write(text)
-    except OSError:  # a full disk must not hide it
+    except OSError:  # A full disk must not hide the error.
         print(text, file=sys.stderr)
         return ""
     return f" (not expected; the traceback is in {file.name}, and belongs into a bug report)"
 
 
 def is_mendable(error: BaseException) -> bool:
-    """Whether the message tells a user what to do, so that a traceback would only hide it.
+    """Return whether the message of an error tells the user what to do.
 
-    That holds for our named errors, and for a ValueError that this package raised itself; one that
-    comes out of numpy or jax is a defect of ours and keeps its traceback.
+    True for the named errors of this package and for a ValueError that it raised itself. A
+    ValueError from numpy or jax is a bug of this package, and its traceback is kept.
     """
     from tba_jax.devices.cluster import PeerError
     from tba_jax.devices.turns import TurnError

@@ -37,11 +37,11 @@ _POLL_S = 0.01
 
 
 class Judging(NamedTuple):
-    """What the config asks for beside rewards.
+    """Evaluation metrics beyond rewards.
 
     Attributes:
-        measures: of each place where responses are drawn.
-        metrics: made of all that was measured.
+        measures: functions that measure responses, for each searcher.
+        metrics: functions that summarise all measurements.
     """
 
     measures: list[tuple[Measure, ...]]
@@ -57,15 +57,15 @@ def make_judging(
     sites: Sequence[Site] = (ANY_DEVICE,),
     note: Callable[[str], None] = print,
 ) -> Judging:
-    """The measures and metrics that the config asks for.
+    """Make the measures and metrics that the config names.
 
     Args:
         config: the config.
         tokenizer: of the policy.
         model_config: architecture of policy and reference.
-        gold: judge of the win rate, if any.
-        reference_params: gives the start model's weights at a site.
-        sites: that evaluate, equal ones more than once.
+        gold: judge of the win rate, or None.
+        reference_params: returns the start model's weights at a site.
+        sites: site of each searcher that evaluates; sites may repeat.
         note: prints what is wrong with metrics of the user.
 
     Raises:
@@ -108,7 +108,7 @@ def make_evaluator(
     stations: Sequence[Station],
     metrics: Sequence[MetricFunction] = (),
 ) -> Evaluator:
-    """Held-out evaluation as the config says; `metrics` beyond those of the task.
+    """Make the evaluator of a config; `metrics` are added to those of the task.
 
     Raises:
         ValueError: a model that the task's metrics need is not usable.
@@ -139,18 +139,18 @@ def build_evaluator(
     references: Mapping[Site, Reference],
     note: Callable[[str], None],
 ) -> Evaluator:
-    """The evaluator of a run, with a station for each searcher of this process.
+    """Make the evaluator of a run, with a station for each searcher of this process.
 
     Args:
-        shared: what it stands on.
-        decoders: by site.
-        graders: of the searchers.
-        references: by site; where there is one it also is the start model of the metrics.
-        note: told how many prompts are skipped.
+        shared: parts of the run.
+        decoders: decoder of each site.
+        graders: grader of each searcher.
+        references: reference of each site, which also serves metrics as start model.
+        note: receives the number of skipped prompts.
     """
     config, sites = shared.config, shared.sites.searchers
     start_params = functools.cache(functools.partial(load_start_weights, shared))
-    lock = threading.Lock()  # searchers that share devices load once
+    lock = threading.Lock()  # one copy for searchers that share devices
 
     def reference_params(site: Site) -> Any:
         if site in references:
@@ -178,15 +178,21 @@ def build_evaluator(
 
 
 def load_start_weights(shared: Shared, site: Site) -> Any:
-    """The start model's weights where a searcher decodes."""
-    # From devices of this process: the others go on meanwhile.
+    """Load the start model's weights in the layout and on the devices of a searcher."""
+    # Uses devices of this process only: other processes are not involved.
     source = shared.sites.reading(shared.model.config)
     load = source.in_turn(start_weights)
     return load(shared.config, shared.model.config, source.mesh, site.mesh)
 
 
 def is_due(run: Run, step: int, newest: int) -> bool:
-    """Whether to evaluate the version published at `step`; `newest` is the last one begun."""
+    """Return whether to evaluate the version published at `step`.
+
+    Args:
+        run: the run.
+        step: step of the publication.
+        newest: version of the last evaluation that was requested, -1 before the first.
+    """
     if newest < 0:
         return True
     period = run.config.eval.period
@@ -232,8 +238,8 @@ def request_start_model(run: Run) -> None:
 def evaluate_now(run: Run, version: int) -> None:
     """Evaluate the newest version while nobody samples, and record it.
 
-    The synchronous driver of one process does it whole on its only thread. Else the devices of all
-    searchers work on it.
+    The synchronous driver of one process evaluates on its only thread. Otherwise all searchers take
+    shards.
 
     Raises:
         FleetError: this process has no searchers, and no other process takes the shards.
@@ -259,7 +265,7 @@ def evaluate_now(run: Run, version: int) -> None:
 
 
 def evaluate_last(run: Run) -> None:
-    """Publish and evaluate the final policy, unless that is done; a call of all processes."""
+    """Publish and evaluate the final policy, unless that is done; all processes call this."""
     step = run.trainer.step_index
     if step < run.config.num_steps or run.evaluated.last_eval_step >= step:
         return
@@ -273,7 +279,7 @@ def evaluate_last(run: Run) -> None:
 
 
 def _step_together(run: Run) -> None:
-    """A thread for each searcher's devices until everything that was requested is done."""
+    """Evaluate on one thread for each searcher until all requested evaluations are done."""
     stop = StopFlag()
     stations = run.shared.stations
     workers = [

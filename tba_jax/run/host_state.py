@@ -21,8 +21,8 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.outbox import Outbox
 from tba_jax.storage import digests
 
-ITEMS_FILE = "_CHECKPOINT_METADATA"  # Orbax's: which classes wrote the items of a checkpoint
-# What a checkpoint of a run holds.
+ITEMS_FILE = "_CHECKPOINT_METADATA"  # written by Orbax: the classes that wrote the items
+# Names in the folder of a checkpoint.
 CHECKPOINT_ENTRIES = frozenset(
     {"train_state", "host_state", ITEMS_FILE, "commit_success.txt", digests.NAME}
 )
@@ -35,20 +35,20 @@ _FACTS_KEY, _META_KEY = "__facts__", "__meta__"
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which and what to do."""
+    """A checkpoint could not be written or read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a host's state belongs to.
+    """The run that a host state belongs to.
 
     Attributes:
-        seed: of the run.
-        num_searchers: of the whole run.
-        run_id: the run's own name.
-        fingerprints: names of what it was made of (`identity.KINDS`).
-        format: in which it was written.
-        step: of the checkpoint; -1 in checkpoints that do not say.
+        seed: seed of the run.
+        num_searchers: searchers of the whole run.
+        run_id: unique name of the run.
+        fingerprints: digests of model, data and more, by kind (`identity.KINDS`).
+        format: version of the file format.
+        step: step of the checkpoint; -1 in old checkpoints without it.
         config: flat config of the run; {} in checkpoints that do not hold it.
     """
 
@@ -62,10 +62,10 @@ class Facts:
 
 
 class HostState(NamedTuple):
-    """Everything of one process that is not train state.
+    """All state of a process except the train state.
 
     Attributes:
-        facts: what it belongs to.
+        facts: the run that the state belongs to.
         parts: state of each part, by name: logs, buffer, outbox_I and searcher_I of each searcher
             I, trainer, clock, evaluations.
     """
@@ -74,7 +74,7 @@ class HostState(NamedTuple):
     parts: Mapping[str, PartState]
 
     def named(self, prefix: str) -> dict[str, PartState]:
-        """The parts whose names begin so."""
+        """Return the parts whose names begin with a prefix."""
         return {name: part for name, part in self.parts.items() if name.startswith(prefix)}
 
 
@@ -108,7 +108,7 @@ def read_facts(path: Path) -> Facts:
 
 
 def _facts(entries: Any) -> Facts:
-    facts: dict[str, Any] = {"format": 1}  # the first format did not name itself
+    facts: dict[str, Any] = {"format": 1}  # format 1 has no such field
     if _FACTS_KEY in entries.files:
         facts = json.loads(entries[_FACTS_KEY].tobytes().decode())
     if facts["format"] != FORMAT:
@@ -140,10 +140,10 @@ def unpack(data: bytes) -> HostState:
 
 
 class RunClock:
-    """Seconds of running time; resumes add what earlier processes spent.
+    """Running time of a run in seconds, summed over all processes that resumed it.
 
     Attributes:
-        time_to_first_step_s: when the run's first step was done, None before.
+        time_to_first_step_s: running time at the end of the first step, None before.
     """
 
     def __init__(self, now: Callable[[], float], start: float) -> None:
@@ -152,25 +152,25 @@ class RunClock:
         self.time_to_first_step_s: float | None = None
 
     def __call__(self) -> float:
-        """Seconds since the run began, without the pauses between processes."""
+        """Return the running time, without pauses between processes."""
         return self._now() - self._start
 
     def set(self, elapsed_s: float) -> None:
-        """Another process of the run says that it is so old."""
+        """Set the running time to that of another process of the run."""
         self._start = self._now() - elapsed_s
 
     def note_step(self) -> None:
-        """A step is done; the first one's time is kept."""
+        """Record the time of the first step."""
         if self.time_to_first_step_s is None:
             self.time_to_first_step_s = self()
 
     def state(self) -> PartState:
-        """Seconds so far."""
+        """Return the running time as state."""
         times = {"elapsed_s": self(), "time_to_first_step_s": self.time_to_first_step_s}
         return PartState({}, times)
 
     def restore(self, state: PartState) -> None:
-        """Count the time that earlier processes spent."""
+        """Continue from the running time of earlier processes."""
         self._start -= state.meta["elapsed_s"]
         self.time_to_first_step_s = state.meta["time_to_first_step_s"]
 
@@ -184,8 +184,8 @@ def with_searchers(
     number so far, so that no random number is used twice, and prompt streams begin a new pass.
 
     Args:
-        state: as it was saved.
-        num_searchers: of the run, from now on.
+        state: saved state.
+        num_searchers: new number of searchers of the run.
         make_buffer: returns an empty buffer with the run's settings.
     """
     outboxes = state.named("outbox_")
@@ -229,7 +229,7 @@ def _next_number(position: Mapping[str, Any]) -> int:
 
 
 def _counters(state: HostState, num_searchers: int) -> dict[str, PartState]:
-    """Counters of the searchers; searcher 0 has the tokens of searchers that are no more."""
+    """Return the counters of the searchers; searcher 0 takes the tokens of removed searchers."""
     known = {name: part.meta for name, part in state.named("searcher_").items()}
     names = [f"searcher_{i}" for i in range(num_searchers)]
     lost = sum(meta["decoded_tokens"] for name, meta in known.items() if name not in names)

@@ -30,16 +30,16 @@ from tba_jax.tasks.registry import Task
 KINDS = ("data", "model", "objective", "reward", "tokenizer")
 """What --accept_changed may name."""
 
-_SAMPLED_PROBLEMS = 512  # of each split, evenly spaced: data made by a program has no file
+_SAMPLED_PROBLEMS = 512  # evenly spaced in each split; data made by a program has no file to digest
 
 
 def fingerprints(config: Config, task: Task, model_folder: Path) -> dict[str, str]:
-    """A name for each of KINDS, as this process finds it.
+    """Return a digest for each of KINDS, from the files of this machine.
 
     Args:
         config: of the run.
         task: its task.
-        model_folder: of the model that it starts from, with its tokenizer.
+        model_folder: folder of the start model and its tokenizer.
 
     Raises:
         ValueError: one of them cannot be read.
@@ -58,20 +58,20 @@ def fingerprints(config: Config, task: Task, model_folder: Path) -> dict[str, st
 
 
 def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> list[str]:
-    """Whether a checkpoint may be continued.
+    """Check whether a checkpoint may be continued.
 
     Args:
-        step: of the checkpoint.
-        saved: of the checkpoint.
-        now: of this process.
-        accepted: those of KINDS that may have changed.
+        step: step of the checkpoint.
+        saved: facts in the checkpoint.
+        now: facts of this process.
+        accepted: kinds of KINDS that may have changed.
 
     Returns:
         A line for each change that is accepted.
 
     Raises:
-        CheckpointError: it is another run's.
-        UserError: something changed that was not accepted.
+        CheckpointError: the checkpoint is of another run.
+        UserError: a kind changed that is not accepted.
     """
     for name, before, after in (
         ("run", saved.run_id, now.run_id),
@@ -83,7 +83,7 @@ def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> lis
                 f"{after}: it was copied in. Move it away, or put back the config.json that it "
                 "came with"
             )
-    # Checkpoints of before an objective could be a file have no fingerprint of it.
+    # Old checkpoints have no fingerprint of the objective.
     then = {"objective": now.fingerprints["objective"], **saved.fingerprints}
     changed = [kind for kind in KINDS if then[kind] != now.fingerprints[kind]]
     refused = [kind for kind in changed if kind not in accepted]
@@ -100,7 +100,7 @@ def check(step: int, saved: Facts, now: Facts, accepted: Collection[str]) -> lis
 
 
 def _data(config: Config, task: Task) -> Iterator[str]:
-    """Its files, where it is on this machine, and some of its problems."""
+    """Yield digests of the data files, and some of the problems."""
     paths = [path for path, _ in data_sets(config.task.data_path)]
     for source in (Path(path).expanduser() for path in (*paths, config.task.start_path)):
         if not str(source) or source == Path():
@@ -117,7 +117,7 @@ def _data(config: Config, task: Task) -> Iterator[str]:
 
 
 def _objective(config: Config) -> Iterator[str]:
-    """Source of an objective in a file of the user; nothing for the package's own."""
+    """Yield the source of an objective in a user's file; nothing for built-in objectives."""
     if config.objective.name in GIVEN:
         yield source_of(config.objective.name)
     elif is_in_a_file(config.objective.name):
@@ -125,7 +125,7 @@ def _objective(config: Config) -> Iterator[str]:
 
 
 def _reward(config: Config, task: Task) -> Iterator[str]:
-    """Source of the functions that are not the package's own, and weights of the models."""
+    """Yield the source of user-defined functions, and digests of model weights."""
     own = Path(__file__).parents[1]
     for name in (config.task.reward or task.reward, config.eval.gold_reward):
         if ":" not in name:
@@ -145,7 +145,7 @@ def _reward(config: Config, task: Task) -> Iterator[str]:
 
 
 def _source(module: str) -> Path | None:
-    """File of a module; None where it has none, or cannot be found (its loading will say so)."""
+    """Return the file of a module; None where it is not found (loading it reports that)."""
     if module.endswith(".py"):
         path = Path(module).expanduser().absolute()
         return path if path.is_file() else None
@@ -157,7 +157,7 @@ def _source(module: str) -> Path | None:
 
 
 def _file(path: Path) -> str:
-    """Name, size and CRC-32C of a file."""
+    """Return name, size and CRC-32C of a file."""
     size, value = 0, 0
     try:
         with open(path, "rb") as file:
@@ -177,11 +177,11 @@ def _digest(parts: Iterator[str]) -> str:
 
 
 def run_id_of(workdir: str | os.PathLike[str]) -> str:
-    """The name that a run was given when its work directory was claimed; "" where it has none."""
+    """Return the run ID in the config.json of a work directory; "" without one."""
     try:
         return str(sealed.read(Path(workdir) / "config.json").get("run_id", ""))
     except (OSError, ValueError):
-        return ""  # not claimed: parts of a run, built by themselves
+        return ""  # parts of a run that were built without a claimed directory
 
 
 def code_name() -> str:

@@ -41,43 +41,43 @@ PERIOD_S = 5.0
 
 
 class Slots(Protocol):
-    """Where numbers are taken: text by number, made by one of many who want it."""
+    """Store of numbered entries that only one of several processes can create."""
 
     def numbers(self) -> set[int]:
-        """Those that are taken."""
+        """Return the numbers of all entries."""
         ...
 
     def create(self, number: int, text: str) -> bool:
-        """Take one, unless it is taken; whether this call did."""
+        """Create an entry unless it exists; return whether this call created it."""
         ...
 
     def read(self, number: int) -> str | None:
-        """Its text; None when it is gone."""
+        """Return the text of an entry; None where it does not exist."""
         ...
 
     def write(self, number: int, text: str) -> None:
-        """Replace its text."""
+        """Replace the text of an entry."""
         ...
 
     def remove(self, number: int) -> None:
-        """Give it back, if it is taken."""
+        """Remove an entry if it exists."""
         ...
 
 
 class Companion(Protocol):
-    """What works beside a run in a held directory."""
+    """A worker that runs while a work directory is held, such as `Mirroring`."""
 
     def start(self) -> None:
-        """The directory is as the run goes on with it."""
+        """Start: the work directory is ready for the run."""
         ...
 
     def check(self) -> None:
-        """Raise what it found, in words for the user."""
+        """Raise a failure of the worker, as an error for the user."""
         ...
 
 
 class FolderSlots:
-    """Files of a folder: WORKDIR/lock/NUMBER.json."""
+    """Entries as files WORKDIR/lock/NUMBER.json."""
 
     def __init__(self, workdir: Path) -> None:
         self._workdir, self._folder = workdir, workdir / FOLDER
@@ -86,7 +86,7 @@ class FolderSlots:
         return str(self._workdir)
 
     def numbers(self) -> set[int]:
-        """Of the files in it."""
+        """Return the numbers of the files."""
         try:
             names = os.listdir(self._folder)
         except FileNotFoundError:
@@ -95,7 +95,7 @@ class FolderSlots:
         return {int(stem) for stem in stems if stem.isdigit()}
 
     def create(self, number: int, text: str) -> bool:
-        """Make a file that is not there."""
+        """Create a file that does not exist."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             with open(self._file(number), "x") as file:
@@ -105,20 +105,20 @@ class FolderSlots:
         return True
 
     def read(self, number: int) -> str | None:
-        """Its content, with a character for each byte that is no text."""
+        """Return the content; bytes that are no text become replacement characters."""
         try:
             return self._file(number).read_text(errors="replace")
         except (FileNotFoundError, IsADirectoryError):
             return None
 
     def write(self, number: int, text: str) -> None:
-        """Replace the file whole."""
+        """Replace the file atomically."""
         unfinished = self._file(number).with_suffix(".unfinished")
         unfinished.write_text(text)
         os.replace(unfinished, self._file(number))
 
     def remove(self, number: int) -> None:
-        """Delete the file, or what is in its place."""
+        """Delete the file, or the folder in its place."""
         path = self._file(number)
         if path.is_dir():
             path.rmdir()
@@ -130,18 +130,18 @@ class FolderSlots:
 
 
 class Hold:
-    """A held work directory; a context manager that lets it go.
+    """Lease of a work directory; a context manager that releases it.
 
     Args:
         slots: of the work directory.
-        beat_s: seconds between two signs of life.
-        expire_s: a holder elsewhere without one for as long is gone.
-        clock, sleep: seconds that only go on, and waiting for some.
+        beat_s: seconds between two heartbeats.
+        expire_s: heartbeat timeout of a holder on another machine.
+        clock, sleep: monotonic clock in seconds, and a function that waits.
 
     Attributes:
         number: fencing number.
-        taken_over: a line about the holder before, of which nothing was heard any more; "".
-        companion: begins with the run, and what it finds is found by `check`; None: there is none.
+        taken_over: one line about a previous holder whose heartbeat stopped; "" without one.
+        companion: worker that starts with the run and that `check` also checks; None: none.
 
     Raises:
         UserError: another process holds it.
@@ -174,15 +174,15 @@ class Hold:
         self.release()
 
     def begin(self) -> None:
-        """The run is built, and goes on with the directory as it is now."""
+        """Start the companion: the run is built."""
         if self.companion is not None:
             self.companion.start()
 
     def check(self) -> None:
-        """Raise what the heartbeat found, or the companion; costs nothing.
+        """Raise a failure of the heartbeat or of the companion, without any I/O.
 
         Raises:
-            WorkdirLost: the directory is gone or in other hands.
+            WorkdirLost: the directory is gone, or another process has taken it over.
         """
         if self.companion is not None:
             self.companion.check()
@@ -193,7 +193,7 @@ class Hold:
             raise cause if isinstance(cause, WorkdirLost) else error from None
 
     def confirm(self) -> None:
-        """Look now, before something is written that must not come from two processes.
+        """Check the lease on disk, before a write that must not come from two processes.
 
         Raises:
             WorkdirLost: as `check`.
@@ -214,10 +214,10 @@ class Hold:
             )
 
     def release(self) -> None:
-        """Let the directory go; the next holder has the next number."""
+        """Release the directory; the next holder gets the next number."""
         self._stop.set()
         self._worker.join(self._expire_s)
-        # Where the directory is gone there is nothing to release, and `check` has said so.
+        # Where the directory is gone nothing is left to release; `check` has reported it.
         with contextlib.suppress(OSError):
             if self.number in self._slots.numbers():
                 self._write(self.number, {**self._entry, "released": True})
@@ -228,7 +228,7 @@ class Hold:
             self._entry["beat"] += 1
             self._write(self.number, self._entry)
             self._beat_at = self._clock()
-        except OSError as error:  # may pass, as long as nobody takes this process for gone
+        except OSError as error:  # temporary errors are ignored while the lease is valid
             if self._clock() - self._beat_at > self._expire_s:
                 raise WorkdirLost(
                     f"no sign of life could be written to {self._slots} for {self._expire_s:.0f} s "
@@ -251,10 +251,10 @@ class Hold:
         return newest + 1, line
 
     def _wait_until_gone(self, number: int) -> str:
-        """Return when its holder is gone; a line about it, unless it left in order.
+        """Wait until a holder is gone; return one line about it unless it released the lease.
 
         Raises:
-            UserError: it is alive.
+            UserError: the holder is alive.
         """
         entry = self._read(number)
         if entry is None or entry.get("released"):
@@ -283,11 +283,11 @@ class Hold:
         )
 
     def _create(self, number: int) -> bool:
-        """Whether this process is the one that made it."""
+        """Create the entry of this process; return whether this call created it."""
         return self._slots.create(number, json.dumps(self._entry))
 
     def _read(self, number: int) -> dict[str, Any] | None:
-        """An entry; {} while it is being written, None when it is gone."""
+        """Return an entry; {} while it is being written, None where it is gone."""
         text = self._slots.read(number)
         if text is None:
             return None
@@ -302,9 +302,9 @@ class Hold:
 
 
 def _here() -> dict[str, Any]:
-    """What names this process; `machine` is equal where process ids mean the same."""
+    """Describe this process; `machine` is equal where process IDs are comparable."""
     machine = ""
-    with contextlib.suppress(OSError):  # not Linux: then nobody is known to be on the same machine
+    with contextlib.suppress(OSError):  # not Linux: no process counts as being on the same machine
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
     return {
@@ -316,22 +316,22 @@ def _here() -> dict[str, Any]:
 
 
 def _is_alive(entry: dict[str, Any]) -> bool:
-    pid = entry.get("pid")  # of a damaged entry anything
+    pid = entry.get("pid")  # a damaged entry may hold any value
     return isinstance(pid, int) and bool(entry.get("began")) and _began(pid) == entry["began"]
 
 
 def _began(pid: int) -> str:
-    """When a process was started, in ticks since the machine was; "" for none. Ids are reused."""
+    """Return the start time of a process in clock ticks; "" without such a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
-    # Fields 3 and 22 of proc(5); a zombie holds nothing any more.
+    # Fields 3 and 22 of proc(5); a zombie process holds no lease.
     return "" if stat[0] in "ZX" else stat[19]
 
 
 class BucketSlots:
-    """Objects lock/NUMBER.json of a bucket; as `lock.Slots`."""
+    """Entries as objects lock/NUMBER.json of a bucket."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
@@ -340,17 +340,17 @@ class BucketSlots:
         return self._bucket.address
 
     def numbers(self) -> set[int]:
-        """Of the objects there."""
+        """Return the numbers of the objects."""
         names = (name.removeprefix(f"{FOLDER}/") for name in self._bucket.names(f"{FOLDER}/"))
         stems = [name.removesuffix(".json") for name in names if name.endswith(".json")]
         return {int(stem) for stem in stems if stem.isdigit()}
 
     def create(self, number: int, text: str) -> bool:
-        """Make an object that is not there."""
+        """Create an object that does not exist."""
         return self._bucket.create(self._name(number), text.encode())
 
     def read(self, number: int) -> str | None:
-        """Its content."""
+        """Return the content."""
         content = self._bucket.read(self._name(number))
         return None if content is None else content.decode(errors="replace")
 
@@ -367,14 +367,14 @@ class BucketSlots:
 
 
 class Mirroring:
-    """Brings a run's folder to the bucket, again and again, on a thread of its own.
+    """Uploads new files of a run's local folder to the bucket, on a worker thread.
 
     Args:
         mirror: of the run.
         hold: of the bucket.
-        patience_s: a store that refuses for longer ends the run.
-        period_s: between two times.
-        clock: seconds that only go on.
+        patience_s: errors of the store that last longer end the run.
+        period_s: seconds between two uploads.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -394,13 +394,13 @@ class Mirroring:
         self._begun = self._has_forgotten = False
 
     def start(self) -> None:
-        """The folder is as the run goes on with it: from now on, what is in it is brought."""
+        """Start to upload."""
         self._begun = True
         self._pushed_at = self._clock()
         self._worker.start()
 
     def check(self) -> None:
-        """Raise what the worker found.
+        """Raise a failure of the worker.
 
         Raises:
             StorageError: the store has refused for too long. WorkdirLost: as `Hold.confirm`.
@@ -412,10 +412,10 @@ class Mirroring:
             raise cause if cause is not None else error from None
 
     def finish(self) -> None:
-        """Bring the rest; returns when it is there.
+        """Upload the rest and wait for it.
 
         Raises:
-            StorageError: the store refuses; says where the rest is.
+            StorageError: the store failed; the message names the local folder.
         """
         if not self._begun:
             return
@@ -432,21 +432,21 @@ class Mirroring:
                 time.sleep(1.0)
 
     def abandon(self) -> None:
-        """Bring what can be brought at once, for a run that failed."""
+        """Upload once more after the run failed."""
         if self._begun:
             self._stop.set()
             self._worker.join(30.0)
             self._patience_s = 0.0
             try:
                 self.finish()
-            except (StorageError, RuntimeError):  # that run has its failure
+            except (StorageError, RuntimeError):  # the failure of the run is reported instead
                 return
 
     def _step(self) -> bool:
         try:
             self._hold.confirm()
             self._mirror.push()
-            if not self._has_forgotten:  # of what was there before, once the rest is there
+            if not self._has_forgotten:  # delete outdated objects after the upload
                 self._mirror.forget()
                 self._has_forgotten = True
             self._pushed_at = self._clock()
@@ -465,19 +465,19 @@ class Mirroring:
 
 
 def folder_of(address: str) -> Path:
-    """The folder of this machine that a run in a bucket works in."""
+    """Return the local folder of a run whose work directory is in a bucket."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = hashlib.sha256(address.rstrip("/").encode()).hexdigest()[:16]
     return cache / "tba_jax" / "buckets" / name
 
 
 def run_folder(text: str | os.PathLike[str], what: str, note: Callable[[str], None]) -> Path:
-    """The work directory of a run to look at; of one in a bucket a copy, gone when this ends.
+    """Return a local work directory to read; for a bucket, a temporary copy.
 
     Args:
-        text: as given.
-        what: the argument that it was given as.
-        note: told what in the bucket is damaged.
+        text: folder or bucket address.
+        what: name of the command-line argument.
+        note: receives one line for each damaged object.
 
     Raises:
         UserError: the bucket cannot be read, or holds no run.

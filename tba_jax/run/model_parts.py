@@ -31,12 +31,12 @@ START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
 
 
 def model_path(config: Config) -> str:
-    """The configured model, or the embedded start model."""
+    """Return the configured model path, or that of the embedded start model."""
     return config.model.path or str(START_MODEL)
 
 
 def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
-    """The model that a run starts from, with attention as the config asks for it.
+    """Describe the start model of a run, with the configured attention.
 
     Args:
         config: of the run.
@@ -51,7 +51,7 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
 
 
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
-    """The architecture as it is trained: with adapters where the config asks for them.
+    """Return the architecture that is trained, with adapters if lora.rank is set.
 
     Raises:
         ValueError: lora.modules names a matrix that this model lacks.
@@ -61,12 +61,12 @@ def policy_config(config: Config, model_config: TransformerConfig) -> Transforme
 
 
 def end_ids(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """Tokens that end a response: the model's own and those of the config."""
+    """Return the tokens that end a response: those of the model and of search.stop_ids."""
     return tuple(dict.fromkeys((*eos_ids, *config.search.stop_ids)))
 
 
 def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """How policy and reference are scored; start data too, in the dtype of their weights."""
+    """Return the scoring of policy, reference and start data, in the dtype of their weights."""
     return Scoring(
         temperature=config.search.sampling_temperature,
         eos_ids=end_ids(config, eos_ids),
@@ -78,13 +78,13 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
 
 
 def make_rollout_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
-    """The same where weights are the published ones: start data, and the distance to the start."""
+    """Return the scoring with published weights, for start data and divergence metrics."""
     scoring = make_scoring(config, eos_ids)
     return dataclasses.replace(scoring, compute_dtype=config.model.rollout_dtype)
 
 
 def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Padding:
-    """The padded lengths of prompts and of responses, of those drawn in training unless said."""
+    """Return the padded lengths of prompts and responses."""
     num = config.batch.num_length_buckets
     return Padding(
         length_buckets(config.task.max_prompt_tokens, num),
@@ -96,7 +96,7 @@ def make_padding(config: Config, pad_id: int, max_new_tokens: int = 0) -> Paddin
 def searcher_shardings(
     model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> Any:
-    """Where a searcher wants its weights, in the decoder's layout: divided over its mesh.
+    """Return the shardings of a searcher's weights in the decoder's layout.
 
     Args:
         model_config: the architecture.
@@ -110,12 +110,12 @@ def searcher_shardings(
 
 
 def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
-    """Where a searcher wants adapters: divided as the matrices that they belong to."""
+    """Return the shardings of adapters, which follow their matrices."""
     return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
 def reference_shardings(model_config: TransformerConfig, mesh: Mesh) -> Any:
-    """Where a searcher wants the reference, in the trainer's layout: divided over its mesh."""
+    """Return the shardings of a searcher's reference in the trainer's layout."""
     return on_mesh(mesh, param_shardings(model_config, mesh))
 
 
@@ -136,10 +136,10 @@ def make_publication(
 def make_publication_program(
     config: Config, model_config: TransformerConfig, where: Mesh
 ) -> Callable[[Any], Any]:
-    """What a publication runs on the trainer's devices: copy and cast of what is trained.
+    """Return the jitted program of a publication: copy and cast the trained weights.
 
-    In memory it leaves whole weights in the decoder's layout; adapters, and what Orbax writes, keep
-    the trainer's. Jitted; `in_turn` is left to whoever calls it.
+    Whole weights that stay in memory get the decoder's layout; adapters and weights for files keep
+    the trainer's layout. The caller takes the device lock (`in_turn`).
 
     Args:
         config: of the run.
@@ -161,13 +161,13 @@ def make_publication_program(
 def decoder_weights(
     config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
 ) -> Any:
-    """Parameters in the rollout dtype and the decoder's layout, on a searcher's mesh; as trained.
+    """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
 
     Args:
         config: of the run.
         model_config: the architecture.
         params: parameters, layers stacked.
-        source: the mesh they lie on, with the axes `sharding.MESH_AXES`.
+        source: mesh of `params`, with the axes `sharding.MESH_AXES`.
         mesh: the searcher's.
     """
     layout, published = make_publication(model_config, source)
@@ -176,12 +176,12 @@ def decoder_weights(
 
 
 def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
-    """The start model's weights, as `decoder_weights` gives them.
+    """Load the start model's weights in the form of `decoder_weights`.
 
     Args:
         config: of the run.
         model_config: the architecture that is wanted.
-        source: a mesh to read on.
+        source: mesh on which the files are read.
         mesh: the searcher's.
 
     Raises:
@@ -201,20 +201,20 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
 
 
 class SpecialIds(Protocol):
-    """What a decoder needs of a tokenizer."""
+    """The tokenizer interface of a decoder."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
+        """Return the tokens that end a response."""
         ...
 
     @property
     def pad_id(self) -> int:
-        """Token written after the end."""
+        """Return the padding token."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token IDs."""
         ...
 
 
@@ -244,7 +244,7 @@ def make_decoder(
     tokenizer: SpecialIds,
     site: Site = ANY_DEVICE,
 ) -> Decoder:
-    """The decoder of a run, for training and for evaluation.
+    """Make the decoder of a run, for training and evaluation.
 
     Args:
         config: of the run.
@@ -270,7 +270,7 @@ def make_decoder(
         pad_id=tokenizer.pad_id,
         prompt_buckets=(
             *length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets),
-            # A prompt with the beginning of a response is read to be drawn on.
+            # VinePPO prefills a prompt with the beginning of a response.
             *((longest,) if config.search.vine_tokens else ()),
         ),
         max_length=longest,
@@ -279,7 +279,7 @@ def make_decoder(
         site=site,
     )
     if config.search.stop_strings:
-        # Special tokens have their text too, so that one of them may be a stop string.
+        # Special tokens keep their text, so that one can be a stop string.
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(config.search.stop_strings, text_of)
     return decoder

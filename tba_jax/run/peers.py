@@ -32,8 +32,7 @@ def start_cluster(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> "Cluster":
-    """Settings that must precede the first use of a device; joins the other processes of a pod."""
-
+    """Set what must precede the first use of a device, and join the other processes of a job."""
     from tba_jax.devices import cluster as clusters
 
     if MODES[config.placement].spans_hosts:

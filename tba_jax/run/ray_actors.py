@@ -29,18 +29,18 @@ from tba_jax.run.ray_machines import machine_name
 from tba_jax.run.workdir import Outcome
 
 _TRAINER = "trainer-"
-_ENDED_S = 2.0  # between questions whether the run goes on after all
+_ENDED_S = 2.0  # between join requests after the end of the run
 
 
 class TrainerHost:
-    """The trainer's process; `run` returns when the run ends.
+    """A trainer process of a fleet; `run` returns when the run ends.
 
     Args:
         config: validated.
-        workdir: claimed by the driver.
+        workdir: work directory, claimed by the driver.
         accept_changed: as in `conduct`.
         token: bearer token of the run's channel; "" in processes that do not own the buffer.
-        num_restarts: trainers of this run that its driver has replaced.
+        num_restarts: how often the driver has restarted the trainer.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TrainerHost:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where searchers reach the search server."""
+        """Return the endpoint of the search server."""
         assert self._owner is not None, "searchers ask the owner of the buffer"
         return self._owner.endpoint
 
@@ -78,8 +78,8 @@ class TrainerHost:
         """Begin or continue the run.
 
         Args:
-            number: of this process in the trainer group.
-            coordinator: HOST:PORT where the processes of a trainer group meet.
+            number: number of this process in the trainer group.
+            coordinator: HOST:PORT of the coordinator of `jax.distributed`.
 
         Raises:
             PeerError: another process of the group is gone. Else what `conduct` raises.
@@ -109,7 +109,7 @@ class TrainerHost:
         return outcome
 
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """Return what the driver shows; see `Relay.since`."""
+        """Return progress for the display of the driver; see `Relay.since`."""
         return self._relay.since(since)
 
     def searchers_died(self, searchers: Sequence[int]) -> None:
@@ -126,9 +126,9 @@ def join_group(config: Config, coordinator: str, number: int) -> Cluster:
     """Join the other processes of a trainer group; before the first use of a device.
 
     Args:
-        config: of the run.
-        coordinator: HOST:PORT, of the first process.
-        number: of this process, from 0.
+        config: config of the run.
+        coordinator: HOST:PORT of the first process.
+        number: number of this process, from 0.
 
     Raises:
         PeerError: the other processes do not join.
@@ -145,7 +145,7 @@ def trainer_name(number: int, member: int = 0) -> str:
     """Return the name of a trainer actor in the namespace of its driver.
 
     Args:
-        number: of trainers that this driver started before.
+        number: how many trainers this driver started before.
         member: number of the process in the trainer group; searchers look for the first.
     """
     return f"{_TRAINER}{number}" if member == 0 else f"member-{number}-{member}"
@@ -160,7 +160,7 @@ _GONE = (
 
 
 def restored(fields: dict[str, Any]) -> Config:
-    """A config that came as plain values, so that versions that differ can say so themselves."""
+    """Return a config from plain values, which every version of the package can receive."""
     return freeze(fields)
 
 
@@ -169,7 +169,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class TrainerProcess:
-    """`trainer_process.TrainerHost` in a process of its own."""
+    """`TrainerHost` as a Ray actor."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class TrainerProcess:
 
     @ray.method(concurrency_group="driver")
     def address(self) -> str:
-        """HOST:PORT of this machine that is free at the moment."""
+        """Return HOST:PORT of this machine with a free port."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
@@ -197,13 +197,13 @@ class TrainerProcess:
 
         Args:
             number: of this process in the trainer group.
-            addresses: of all members: Ray calls this when all of them are there.
+            addresses: addresses of all members; Ray waits for them before this call.
         """
         return self._host.run(number, addresses[0] if addresses else "")._asdict()
 
     @ray.method(concurrency_group="driver")
     def endpoint(self) -> Endpoint:
-        """Where searchers reach the search server."""
+        """Return the endpoint of the search server."""
         return self._host.endpoint
 
     @ray.method(concurrency_group="driver")
@@ -223,10 +223,10 @@ class TrainerProcess:
 
 
 class TrainerLocator:
-    """Finds the endpoint of the newest trainer of a run; may be called again after a restart.
+    """Finds the endpoint of the newest trainer of a run, also after a restart.
 
     Args:
-        namespace: of the run.
+        namespace: Ray namespace of the run.
         timeout_s: longest wait for Ray.
     """
 
@@ -235,7 +235,7 @@ class TrainerLocator:
         self._timeout_s = timeout_s
 
     def __call__(self) -> Endpoint:
-        """Return the endpoint; raises Unreachable where there is no trainer at the moment."""
+        """Return the endpoint; raise Unreachable while no trainer runs."""
         try:
             reference = self._newest().endpoint.remote()
             return Endpoint(*ray.get(reference, timeout=self._timeout_s))
@@ -245,7 +245,7 @@ class TrainerLocator:
             raise Unreachable("the trainer's process has just ended") from error
 
     def _newest(self) -> Any:
-        """The trainer that was started last; names of dead ones may still be registered."""
+        """Return the trainer that was started last; names of dead trainers may still exist."""
         named: Any = ray.util.list_named_actors(all_namespaces=True)
         numbers = [
             int(each["name"].removeprefix(_TRAINER))
@@ -258,7 +258,7 @@ class TrainerLocator:
 
 
 class SearcherProcess:
-    """`search_process.search` in a process of its own; Ray restarts a process that dies."""
+    """`search_process.search` as a Ray actor; Ray restarts the process when it dies."""
 
     def __init__(
         self, fields: dict[str, Any], workdir: str, searchers: Sequence[int], namespace: str
@@ -294,13 +294,13 @@ class SearcherProcess:
         return True
 
     def _until_dismissed(self, search: Callable[[], str]) -> str:
-        """Search until this process is dismissed for good; return the reason.
+        """Search until the server dismisses this process before the end of the run.
 
-        The end of the run is not final: the trainer may die before it has saved, and another one
-        continues. The driver ends this process.
+        After the end of the run this process waits: the trainer may die before it has saved, and
+        another trainer continues. The driver ends this process.
         """
         while (end := search()).endswith(RUN_ENDED):
-            if end != RUN_ENDED:  # the response to every later join request
+            if end != RUN_ENDED:  # also the response to every later join request
                 self._lines.append(end)
             self._stop.wait(_ENDED_S)
         return end
@@ -309,7 +309,7 @@ class SearcherProcess:
         """Return why the process has ended ("" while it searches) and lines from `since` on.
 
         Raises:
-            WorkerError: it failed.
+            WorkerError: the search failed.
         """
         try:
             self._stop.check()
@@ -322,7 +322,7 @@ class SearcherProcess:
 
 
 def actor_classes() -> tuple[Any, Any]:
-    """`TrainerProcess` and `SearcherProcess` as classes of actors."""
+    """Return `TrainerProcess` and `SearcherProcess` as Ray actor classes."""
     remote: Any = ray.remote
     groups = {"run": 1, "driver": 4}
     return remote(concurrency_groups=groups)(TrainerProcess), remote(SearcherProcess)

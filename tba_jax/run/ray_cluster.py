@@ -31,10 +31,10 @@ from tba_jax.run.lock import Hold
 from tba_jax.run.ray_machines import Machines, refuses_connections
 from tba_jax.run.workdir import Outcome, claim, finished_before
 
-_LOOK_S = 0.2  # between two looks at everything
-_REMIND_S = 60.0  # between two lines about a machine that is waited for
+_LOOK_S = 0.2  # between two checks of all actors
+_REMIND_S = 60.0  # between two lines about a missing machine
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # read by Ray when it is imported
-_AGAIN_S = 1.0  # before a searcher that failed is made again
+_AGAIN_S = 1.0  # before a failed searcher is restarted
 
 
 def train_fleet(
@@ -45,17 +45,17 @@ def train_fleet(
     accept_changed: Collection[str] = (),
     display: Display,
 ) -> Outcome:
-    """Begin a run of placement=fleet, or go on with the one in the work directory.
+    """Begin a run with placement=fleet, or continue the run in the work directory.
 
     Args:
         config: validated.
-        workdir: which all machines see.
-        interrupted: looked at all the time; what it stops can be continued.
+        workdir: work directory, visible on all machines.
+        interrupted: checked all the time; an interrupted run can be continued.
         accept_changed: as in `session.train`.
-        display: what is shown goes there.
+        display: where progress is shown.
 
     Raises:
-        UserError: as `session.train`; Ray is not installed, or not to be reached.
+        UserError: as `session.train`; or Ray is not installed or not reachable.
         FleetError: processes die without progress.
     """
     hold = claim(workdir, config)
@@ -82,7 +82,7 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
     # Ray gives workers the priority of background work (15): on a laptop with anything else to do a
     # step would take a minute. It reads this when it starts a cluster, not when it joins one.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    # What it prints of every death is a red paragraph; the driver says the same in a line.
+    # Ray prints a paragraph for each death; the driver prints one line instead.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")
     try:
         import ray
@@ -95,17 +95,17 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
     handlers = [signal.getsignal(number) for number in numbers]
     options: dict[str, Any] = {"address": address}
     if address == "local":
-        # Processes, not cores: a laptop's share its cores among as many as are asked for.
+        # Ray counts processes, not cores, so that a laptop can run all of them.
         wanted = [_resources(config.fleet.trainer)] * config.fleet.trainer_hosts
         wanted += [_resources(config.fleet.searcher)] * num_hosts(config)
         cpus = sum(each.get("num_cpus", 0) for each in wanted)
         options |= {"num_cpus": max(1, round(cpus + 0.5)), "include_dashboard": False}
-        options |= {"object_store_memory": 2**27}  # no message travels through it
-    # Ray's processes inherit it: a closed terminal must not end them before the run is saved.
+        options |= {"object_store_memory": 2**27}  # no messages use the object store
+    # Inherited by Ray: a closed terminal must not end its processes before the run is saved.
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ray.init(log_to_driver=False, logging_level=logging.ERROR, **options)
-    except Exception as error:  # Ray raises it as such where a node does not start in time
+    except Exception as error:  # raised where a node does not start in time
         first = (str(error).strip().splitlines() or [""])[0]
         why = (
             f"no Ray cluster there ({first:.200}); start one with `ray start --head`, or give local"
@@ -135,12 +135,12 @@ def _ray(config: Config, display: Display) -> Iterator[Any]:
 
 
 def num_hosts(config: Config) -> int:
-    """Processes of searchers that there may be."""
+    """Return the maximum number of searcher processes."""
     return config.fleet.max_searchers // config.num_searchers
 
 
 def _resources(text: str) -> dict[str, Any]:
-    """As options of an actor."""
+    """Return resources as options of a Ray actor."""
     found = parse_resources(text)
     assert found is not None, "validated"
     options: dict[str, Any] = {
@@ -149,7 +149,7 @@ def _resources(text: str) -> dict[str, Any]:
     }
     has_accelerator = options["num_gpus"] or "TPU" in found
     options["resources"] = found
-    # Without a GPU of its own an actor sees all of them, and the first would take their memory.
+    # An actor without a GPU resource sees all GPUs and would take their memory.
     variables = {} if has_accelerator else {"JAX_PLATFORMS": "cpu"}
     variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
     options["runtime_env"] = {"env_vars": variables}
@@ -158,12 +158,12 @@ def _resources(text: str) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class _Searchers:
-    """A process of searchers, as the driver sees it."""
+    """A searcher process as the driver knows it."""
 
     name: str
     numbers: range
     handle: Any
-    asked: Any = None  # its status, under way
+    asked: Any = None  # pending call of its status
     asked_at: float = 0.0
     num_lines: int = 0
     is_up: bool = False
@@ -176,9 +176,9 @@ class _Fleet:
     """The actors of a run.
 
     Args:
-        ray: connected.
+        ray: the connected Ray module.
         config, workdir, accept_changed, display: as in `train_fleet`.
-        hold: of the work directory.
+        hold: lease of the work directory.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class _Fleet:
         ]
 
     def run(self, interrupted: Callable[[], bool]) -> Outcome:
-        """Until the trainer has ended."""
+        """Start and supervise the actors until the trainer has ended."""
         while True:
             number = len(self._running)
             done, _ = self._ray.wait(self._running, num_returns=number, timeout=_LOOK_S)
@@ -242,7 +242,7 @@ class _Fleet:
         """Show machines that joined or left.
 
         Raises:
-            FleetError: the cluster does not work any more.
+            FleetError: the cluster has failed.
         """
         self._stop.check()
         for line in self._machines.changes():
@@ -263,7 +263,7 @@ class _Fleet:
 
     def _make_trainer(self) -> None:
         options = _resources(self._config.fleet.trainer)
-        # A name of its own: Ray may keep that of one that died for minutes.
+        # A new name each time: Ray may keep the name of a dead actor for minutes.
         self._members = [
             self._trainer_class.options(
                 name=self._name_of(self._num_trainers, member),
@@ -281,7 +281,7 @@ class _Fleet:
         ]
         self._trainer = self._members[0]
         self._num_trainers += 1
-        # None begins before all are there: who has joined waits for minutes only.
+        # Start only when all are placed: `jax.distributed` waits a few minutes only.
         placed = self._placed = [each.address.remote() for each in self._members]
         self._running = [each.run.remote(i, *placed) for i, each in enumerate(self._members)]
         self._asked: Any = None
@@ -303,7 +303,7 @@ class _Fleet:
         return _Searchers(name, slots, handle, reminded_at=time.monotonic())
 
     def _relay(self) -> None:
-        """Show what the trainer has to say, and end one that says nothing any more."""
+        """Show the trainer's progress, and kill a trainer that has stopped responding."""
         if self._asked is None:
             self._asked = self._trainer.news.remote(self._shown)
         done, _ = self._ray.wait([self._asked], timeout=0)
@@ -328,22 +328,23 @@ class _Fleet:
                 self._kill_trainer()
             return
         asked, self._asked = self._asked, None
-        with contextlib.suppress(self._ray.exceptions.RayActorError):  # `_ended` says so
+        with contextlib.suppress(self._ray.exceptions.RayActorError):  # reported by `_ended`
             self._shown, items = self._ray.get(asked, timeout=_LOOK_S)
             self._heard_at, self._is_up = now, True
             show(items, self._display)
 
     def _kill_trainer(self) -> None:
-        """All of its processes: what is left of a trainer group cannot continue."""
+        """Kill all processes of the trainer: the rest of a trainer group cannot continue."""
         for each in self._members:
             self._ray.kill(each)
 
     def _ended(self, done: Sequence[Any]) -> Outcome | None:
-        """What the trainer's first process returned; None where others go on, or one died and all
-        were made again.
+        """Return the outcome of the trainer's first process, or None.
+
+        None: other processes still run, or one died and all were started again.
 
         Args:
-            done: of `_running`, those that have ended.
+            done: members of `_running` that have ended.
         """
         try:
             self._ray.get(list(done), timeout=_LOOK_S)
@@ -359,7 +360,7 @@ class _Fleet:
         return None
 
     def _again(self, error: BaseException) -> None:
-        """Make the trainer again of which a process died."""
+        """Restart a trainer of which a process died."""
         self._kill_trainer()
         step = self._newest_step()
         self._deaths = 1 if step > self._step else self._deaths + 1
@@ -384,13 +385,13 @@ class _Fleet:
         self._make_trainer()
 
     def _newest_step(self) -> int:
-        """Of the newest checkpoint on disk, -1 without one."""
+        """Return the step of the newest checkpoint on disk, -1 without one."""
         folder = self._workdir / "checkpoints"
         steps = [int(p.name) for p in folder.glob("*") if p.name.isdigit()]
         return max(steps, default=-1)
 
     def _look_at(self, searchers: _Searchers) -> None:
-        """Say what became of a process of searchers, and make one again that failed."""
+        """Report changes of a searcher process, and restart it if it failed."""
         now = time.monotonic()
         if searchers.is_over or now < searchers.asked_at:
             return
@@ -432,7 +433,7 @@ class _Fleet:
                 raise FleetError(f"no searcher may search: {end}")
 
     def _failed(self, searchers: _Searchers, why: str) -> None:
-        """A searcher's code raised something: begin it anew, a few times."""
+        """Restart a searcher process whose code raised an error, a limited number of times."""
         searchers.failures += 1
         searchers.is_up, searchers.num_lines = False, 0
         if searchers.failures > self._config.fleet.max_failures:
@@ -446,13 +447,13 @@ class _Fleet:
 
 
 def _cause(error: Any) -> BaseException:
-    """What was raised in the other process."""
+    """Return the error that was raised in the actor."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, Exception) else error
 
 
 def _brief(error: BaseException) -> str:
-    """Why an actor is gone; Ray's own words are many. Of machines `Machines` tells."""
+    """Return in a few words why an actor died; `Machines` reports lost machines."""
     return "out of memory" if "out of memory" in str(error).lower() else "its process ended"
 
 

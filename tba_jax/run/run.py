@@ -34,18 +34,18 @@ from tba_jax.train.trainer import Trainer
 Wanted = Callable[[dict[str, Any]], bool]
 
 
-# A program that nobody needs any more gets this long to be compiled: a thread in native code must
-# not meet the end of the interpreter.
+# Time for a background compilation to end: the interpreter must not exit while a thread runs native
+# code.
 COMPILED_S = 30.0
 
 
 class Logs:
-    """Where a process writes.
+    """The log files of a process and its display.
 
     Args:
-        metrics: all sinks of metrics, `own` and the display among them.
+        metrics: all sinks of metrics, including `own` and the display.
         progress: the display.
-        schedule: the order in which things were done.
+        schedule: log of the order of events.
         own: metrics.jsonl; None in processes other than 0.
         samples: samples.jsonl; None in processes other than 0.
     """
@@ -66,26 +66,26 @@ class Logs:
         self._saved: dict[str, int] = {}
 
     def state(self) -> PartState:
-        """How long the files are: what was logged before lies below that."""
+        """Return the lengths of the files, which contain all earlier events."""
         return PartState({}, {file.path.name: file.num_bytes() for file in self._files()})
 
     def restore(self, state: PartState) -> None:
-        """Take note of how long they were; `cut_back` compares."""
+        """Remember the saved lengths for `cut_back`."""
         self._saved = dict(state.meta)
 
     def cut_back(self, step: int, is_kept_metric: Wanted, is_kept_event: Wanted) -> None:
-        """Drop lines of work that will be done again, and say which lines were lost.
+        """Drop lines of work that will be repeated, and report files that lost lines.
 
         Args:
-            step: of the checkpoint that was restored, 0 without one.
-            is_kept_metric: of metrics.jsonl and samples.jsonl.
-            is_kept_event: of the schedule log.
+            step: step of the restored checkpoint, 0 without one.
+            is_kept_metric: whether a line of metrics.jsonl or samples.jsonl stays.
+            is_kept_event: whether a line of the schedule log stays.
         """
         lost = [found for file in self._files() if (found := self._lost(file)) is not None]
         for file in self._files():
             start = self._saved.get(file.path.name, 0)
             if any(one.path == file.path for one in lost):
-                start = 0  # what there is may be of any time
+                start = 0  # check every line: the file was replaced or cut
             file.keep(is_kept_event if file is self.schedule else is_kept_metric, start)
         for path, then, now in lost:
             self.progress.note(
@@ -103,14 +103,14 @@ class Logs:
         return _Lost(file.path, then, file.num_bytes())
 
     def replaced(self) -> list[str]:
-        """Names of the logs that another process has replaced by copies."""
+        """Return the names of logs that another process has replaced."""
         return [file.path.name for file in self._files() if file.is_replaced()]
 
     def _files(self) -> list[JsonlWriter]:
         return [file for file in (self.schedule, self._own, self.samples) if file is not None]
 
     def close(self) -> None:
-        """Complete the files."""
+        """Close all files."""
         self.progress.close()
         self.metrics.close()
         self.schedule.close()
@@ -119,7 +119,7 @@ class Logs:
 
 
 class _Lost(NamedTuple):
-    """A log that should be longer."""
+    """A log file that is shorter than its checkpoint says."""
 
     path: Path
     then: int
@@ -133,11 +133,11 @@ def open_logs(
     extra: list[Any],
     confirm: Callable[[], None] = lambda: None,
 ) -> Logs:
-    """The logs of a process, appended to where they are.
+    """Open the logs of a process for appending.
 
     Args:
-        workdir: of the run.
-        cluster: its processes; only process 0 writes metrics.jsonl and samples.jsonl.
+        workdir: work directory of the run.
+        cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
         progress: the display.
         extra: more metric sinks.
         confirm: raises where this process no longer holds the work directory.
@@ -150,18 +150,18 @@ def open_logs(
 
 
 def schedule_name(process_id: int) -> str:
-    """File name of a process's schedule log."""
+    """Return the file name of a process's schedule log."""
     return "schedule.jsonl" if process_id == 0 else f"schedule.{process_id}.jsonl"
 
 
 @dataclasses.dataclass
 class Evaluated:
-    """Evaluations so far, as the report compares them.
+    """First and newest evaluation of a run, for the report.
 
     Attributes:
-        before: the first one with its sample texts, None until it is done.
-        after: the newest one.
-        last_eval_step: step of the newest one, -1 before the first.
+        before: first evaluation with sample texts, None before it.
+        after: newest evaluation.
+        last_eval_step: step of the newest evaluation, -1 before the first.
     """
 
     before: dict[str, Any] | None = None
@@ -169,18 +169,18 @@ class Evaluated:
     last_eval_step: int = -1
 
     def add(self, record: dict[str, Any]) -> None:
-        """Take in one more, of the version `step`."""
+        """Add an evaluation."""
         if self.before is None:
             self.before = record
         self.after = record
         self.last_eval_step = max(self.last_eval_step, record["step"])
 
     def state(self) -> PartState:
-        """Both records and the step."""
+        """Return both evaluations and the step."""
         return PartState({}, dict(vars(self)))
 
     def restore(self, state: PartState) -> None:
-        """Go on from there."""
+        """Restore what `state` returned."""
         vars(self).update(state.meta)
 
 
@@ -189,16 +189,17 @@ class Run:
     """The connected parts of one run.
 
     Attributes:
-        shared: what all of them stand on.
+        shared: parts that all others use.
         search: searchers, prompt streams, outboxes and the weight transport of this process.
-        ahead: compiles what will be called.
-        evaluations: evaluates a version, now or on another thread; evaluated: what came of it.
+        ahead: background compiler.
+        evaluations: queue of evaluations.
+        evaluated: results of evaluations.
         last_saved_step: step of the newest checkpoint, -1 before the first.
-        hold: of the work directory; None where another process has it, or nobody needs it.
-        sections: of the report, by key, beside those that every run has.
-        callbacks: of the user, called with (step, values); returns further values.
-        link: to the other processes of the run; None: there are none.
-        advice: on what slows the run or keeps it from learning.
+        hold: lease of the work directory; None where another process holds it.
+        sections: further sections of the report, by key.
+        callbacks: functions of the user, called with (step, values), that return more values.
+        link: connection to the other processes of the run; None: there are none.
+        advice: finds what slows the run or keeps it from learning.
     """
 
     shared: Shared
@@ -243,9 +244,10 @@ class Run:
         return self.shared.clock
 
     def parts(self) -> dict[str, Saveable]:
-        """Everything with state but the train state, by name, in the order of restoring."""
+        """Return all parts with host state, by name, in the order of restoring."""
         return {
-            "logs": self.logs,  # first: of what it has logged, nothing is missing in the others
+            # First: saved logs must not miss an event that another part contains.
+            "logs": self.logs,
             "buffer": self.buffer,
             **self.search.parts(),
             "trainer": self.trainer.counters,
@@ -254,56 +256,56 @@ class Run:
         }
 
     def host_state(self) -> HostState:
-        """Everything that is not train state, copied, for one atomic checkpoint."""
+        """Return a copy of all host state, for one atomic checkpoint."""
         states = {name: part.state() for name, part in self.parts().items()}
         step = self.trainer.step_index
         return HostState(dataclasses.replace(self.shared.facts, step=step), states)
 
     def restore(self, state: HostState) -> None:
-        """Put back what `host_state` saved; the train state is the trainer's constructor's."""
+        """Restore a saved host state; the trainer was built with the train state."""
         for name, part in self.parts().items():
             part.restore(state.parts[name])
         self.last_saved_step = self.trainer.step_index
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Whether this process was told to stop, or another one that reports to it."""
+        """Return whether this process, or another one that reports to it, was told to stop."""
         return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
 
     def save(self) -> None:
         """Start an asynchronous checkpoint at the trainer's step, unless it has one.
 
-        With several hosts a call of all of them.
+        All processes of the run call this method.
         """
         step = self.trainer.step_index
         if step == self.last_saved_step:
             return
         self.confirm_hold()
-        # The next step is donated this state; the save has its own copy by then.
+        # The save copies the state before it returns; the next step donates it.
         self.shared.checkpoints.save(step, self.trainer.state, self.host_state())
         self.last_saved_step = step
 
     def confirm_hold(self) -> None:
-        """Look whether the work directory is there and still this run's.
+        """Check that this process still holds the work directory.
 
         Raises:
-            WorkdirLost: it is not.
+            WorkdirLost: the directory is gone, or another process has taken it over.
         """
         if self.hold is not None:
             self.hold.confirm()
 
     def evaluate(self, version: int, params: Any) -> None:
-        """Evaluate on this thread, and record it."""
+        """Evaluate on this thread, and record the result."""
         self._record(self.evaluations.evaluate(version, params))
 
     def record_evaluations(self) -> bool:
-        """Record the evaluations that were requested and are done; whether there are any."""
+        """Record finished evaluations; return whether there were any."""
         finished = self.evaluations.poll()
         for each in finished:
             self._record(each)
         return bool(finished)
 
     def _record(self, finished: Finished) -> None:
-        """Log one evaluation and keep what the report compares."""
+        """Log an evaluation and keep it for the report."""
         step, evaluation, start_s = finished
         end = self.clock()
         values = evaluation.metrics()
@@ -320,14 +322,14 @@ class Run:
         self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
 
     def abort(self) -> None:
-        """Release what would outlive a failure; waits little for storage, which may have failed."""
+        """Release processes and threads after a failure, with a short wait for storage."""
         self.shared.rewards.close()
         self.ahead.close(timeout_s=COMPILED_S)
         self.shared.checkpoints.abandon(timeout_s=30.0)
         self.logs.close()
 
     def close(self) -> None:
-        """Release processes, threads and files; complete what is being written."""
+        """Complete pending writes, then release processes, threads and files."""
         self.shared.rewards.close()
         self.ahead.close(timeout_s=COMPILED_S)
         self.search.transport.close()
@@ -336,7 +338,7 @@ class Run:
 
 
 def forget_after(run: Run, step: int) -> None:
-    """Drop log lines of work that was done after the restored checkpoint and is now redone.
+    """Drop log lines of work after the restored checkpoint, which will be repeated.
 
     A metrics line of step n was written after update n; schedule events carry the number of
     updates done when they began.
@@ -347,16 +349,18 @@ def forget_after(run: Run, step: int) -> None:
         is_evaluation = "eval/n" in record or record.get("of") == "eval"
         return record["step"] <= (last_eval_step if is_evaluation else step)
 
-    # Rounds of searchers that other hosts have now stay: this log is where they were done.
+    # Keep rounds of searchers that are now on other hosts: they are logged only here.
     searchers = {searcher.index: searcher for searcher in run.search.searchers}
 
     def is_kept_event(record: Mapping[str, Any]) -> bool:
         if record["event"] == "eval":
             return record["step"] <= last_eval_step
         searcher = searchers.get(record.get("searcher", -1))
-        if record["event"] == "round":  # an interruption may save rounds merged at this very step
+        # An interruption may save rounds that were merged at this step.
+        if record["event"] == "round":
             return searcher is None or searcher.outbox.is_merged(record["round"])
-        if record["event"] == "chunk":  # saved after the outbox: no committed ticket loses one
+        # Saved after the outbox, so that no committed ticket loses its event.
+        if record["event"] == "chunk":
             return searcher is None or record["chunk"] < searcher.num_chunks
         # Weights are published again at the restored step, which changes nothing.
         return record["step"] < step or (record["event"] == "sync" and record["step"] == step)

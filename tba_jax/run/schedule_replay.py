@@ -29,18 +29,18 @@ from tba_jax.weights.transport import Published
 
 
 class ReplayError(ValueError):
-    """The log is not usable, or the replay no longer does what the log says."""
+    """The log is not usable, or the replay differs from it."""
 
 
 Event = Mapping[str, Any]
 
 
 class Admissions:
-    """Before which chunk a searcher's tickets were admitted last.
+    """For each ticket of a searcher, the chunk before which it was admitted last.
 
-    A ticket that a process left uncommitted was admitted again by the next one; only what came of
-    its last admission was committed. Most are admitted once, in the order of their numbers, so only
-    the others are kept.
+    A ticket that a killed process left uncommitted was admitted again by the next process; only the
+    last admission counts. Most tickets are admitted once, in the order of their numbers, so only
+    exceptions are stored.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Admissions:
         self._others: dict[int, int] = {}
 
     def add(self, chunk: int, tickets: Sequence[int]) -> None:
-        """The next event of the log."""
+        """Add the next event of the log."""
         for ticket in tickets:
             if self._newest is None or ticket > self._newest:
                 self._newest = ticket
@@ -56,30 +56,30 @@ class Admissions:
                 self._others[ticket] = chunk
 
     def is_last(self, ticket: int, chunk: int) -> bool:
-        """Whether a ticket that was admitted before this chunk was not admitted again."""
+        """Return whether a ticket that was admitted before this chunk was not admitted again."""
         return self._others.get(ticket, chunk) == chunk
 
 
 class Admitted:
-    """In the place of an admission: the log says what was admitted, so nobody is asked."""
+    """An admission that admits every ticket: the log decides."""
 
     def admit(self, searcher: int, version: int) -> bool:
-        """Everything is."""
+        """Return True."""
         return True
 
     def commit(self, searcher: int, latency_s: float, version: int) -> None:
-        """Nothing is counted."""
+        """Do nothing."""
 
 
 class Schedule:
-    """A schedule log: the events that decide what is computed, in order, as often as wanted.
+    """A schedule log, read as often as needed.
 
     Args:
-        path: of the log, which may be compressed (NAME.gz).
+        path: path of the log; may be compressed (NAME.gz).
 
     Attributes:
-        uses: of each searcher, how many events need each version.
-        admissions: of each searcher that has chunks.
+        uses: for each searcher, the number of events that need each version.
+        admissions: admissions of each searcher with chunks.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -88,7 +88,7 @@ class Schedule:
         self.admissions: dict[int, Admissions] = {}
 
     def note(self, event: Event) -> None:
-        """Count what an event needs; each is noted once, in order."""
+        """Count the needs of an event; called once for each event, in order."""
         if event["event"] == "chunk":
             admissions = self.admissions.setdefault(event["searcher"], Admissions())
             admissions.add(event["chunk"], event["tickets"])
@@ -97,7 +97,7 @@ class Schedule:
             uses[event["version"]] += 1
 
     def events(self, *kinds: str) -> Iterator[Event]:
-        """Those of these kinds.
+        """Yield the events of these kinds.
 
         Raises:
             ValueError: a line that is no JSON object, with file and line number.
@@ -110,8 +110,8 @@ class Schedule:
                     yield event
 
     def chunks(self, searcher: int) -> Iterator[Event]:
-        """Decode chunks of a searcher."""
-        # As a run writes them: those of other searchers are not parsed.
+        """Yield the decode chunks of a searcher."""
+        # Compare text first: lines of other searchers need not be parsed.
         others = (
             b'{"event": "chunk", "searcher": ',
             b'{"event": "chunk", "searcher": %d,' % searcher,
@@ -126,17 +126,19 @@ class Schedule:
 
 
 def read_schedule(path: str | os.PathLike[str]) -> Schedule:
-    """The schedule of a run.
+    """Read the schedule of a run.
 
     Raises:
-        ReplayError: no such file, it holds no steps, or it says that lines of it were lost.
+        ReplayError: the file is missing, holds no steps, or records lost lines.
         ValueError: a damaged line.
     """
     if not Path(path).is_file():
         raise ReplayError(f"no schedule log {str(path)!r}; give the schedule.jsonl of a run")
     has_steps = False
     schedule = Schedule(path)
-    for event in stream_jsonl(path, wrong_event):  # all of it: a line that is no event is damaged
+    for event in stream_jsonl(
+        path, wrong_event
+    ):  # read all lines: a line that is no event is damaged
         has_steps = has_steps or event["event"] == "step"
         schedule.note(event)
         if event["event"] == "lost" and event["log"] == "schedule.jsonl":
@@ -151,10 +153,10 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
 
 
 def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]) -> None:
-    """Do what the schedule says, in its order, and check that it is what happened.
+    """Repeat the events of a schedule in order, and compare each with the log.
 
     Raises:
-        ReplayError: prompts, rejections or drawn responses differ from the log; says where.
+        ReplayError: prompts, rejections or drawn responses differ; the message says where.
     """
     trainer = run.trainer
     weights = _Weights(run, schedule)
@@ -210,7 +212,7 @@ class _Weights:
                 self._known[published.version, searcher.index] = published
 
     def use(self, version: int, searcher: int) -> Published:
-        """The weights of an event; dropped with the last event that needs them.
+        """Return the weights of an event; the last event that needs them drops them.
 
         Raises:
             ReplayError: the log did not publish them.
@@ -229,13 +231,13 @@ class _Weights:
 
 
 class SearcherReplay:
-    """One searcher, doing again what the log says, as late as possible.
+    """Repeats the events of one searcher, each as late as possible.
 
     Args:
-        search: of the searcher, at the beginning of the run.
-        use: (version, searcher) -> the weights of one of its events.
+        search: search of the searcher, at the beginning of the run.
+        use: (version, searcher) -> weights of one of its events.
         chunks: its chunks, in order.
-        admissions: of all of them; None for a searcher that works in rounds.
+        admissions: admissions of its tickets; None for a searcher that works in rounds.
     """
 
     def __init__(
@@ -255,7 +257,7 @@ class SearcherReplay:
         self._finished: dict[int, Finished] = {}
 
     def do(self, event: Event) -> None:
-        """The round or ticket of this event, committed to the outbox."""
+        """Repeat the round or ticket of an event up to its commit to the outbox."""
         searcher, number = self._search.searcher, event["round"]
         published = self._use(event["version"], searcher.index)
         if searcher.num_given_rounds_left or self._admissions is None:
@@ -267,7 +269,7 @@ class SearcherReplay:
         del self._tickets[number]
 
     def _advance(self, wanted: int) -> None:
-        """One chunk more, with what the log says before it."""
+        """Decode one more chunk, after the admissions before it."""
         searcher = self._search.searcher
         assert self._admissions is not None
         published: Published | None = None
@@ -289,7 +291,7 @@ class SearcherReplay:
                 self._finished[number] = finished
 
     def _ticket(self, number: int) -> Ticket:
-        """The prompt of this number; one that was cut off by the end of a process comes again."""
+        """Return the prompt of a ticket; a ticket that a killed process left comes again."""
         while number not in self._tickets:
             ticket = self._search.take()
             self._tickets[ticket.number] = ticket

@@ -62,16 +62,16 @@ def make_references(
     sites: Sites,
     params: Any,
 ) -> dict[Site, Reference]:
-    """A reference scorer for each set of searcher devices.
+    """Make a reference scorer for each set of searcher devices.
 
-    Its parameters are its own; with adapters they are frozen and those of the trainer's devices are
-    shared with the trainer.
+    Each scorer has its own parameters. With adapters a trainer on the same devices shares the frozen
+    parameters.
     """
     plain = dataclasses.replace(policy, adapters=None)
     mesh = sites.publication.mesh
     if policy.adapters is None or mesh != sites.trainer.mesh:
-        # A copy, because the train state will be made of `params` and then donated; or because
-        # they span processes.
+        # A copy: the train state is made of `params` and then donated, or the parameters
+        # span processes.
         copy = make_publish_program(
             jnp.dtype(config.model.param_dtype), None, param_shardings(plain, mesh)
         )
@@ -94,7 +94,7 @@ def make_start_data(
     model_config: TransformerConfig,
     sites: Sites,
 ) -> StartData | None:
-    """The responses that searcher 0 begins with, if the config gives any."""
+    """Return the given responses with which searcher 0 begins; None without task.start_path."""
     if not config.task.start_path:
         return None
     search = config.search
@@ -123,13 +123,13 @@ def make_start_data(
 
 
 class Arrival(NamedTuple):
-    """What becomes of weights that were read from files, or of adapters however they came.
+    """How published weights are converted for searchers.
 
     Attributes:
-        layout: makes of what is read what the readers want, on the devices that it was read on;
-            None: it is that.
-        shardings: where each searcher wants it.
-        merges: of each searcher: adapters there -> whole weights; empty without adapters.
+        layout: converts weights from files to the decoder's layout; None: no conversion.
+        shardings: shardings for each searcher.
+        merges: for each searcher, a function from adapters to whole weights; empty without
+            adapters.
     """
 
     layout: Callable[[Any], Any] | None
@@ -138,18 +138,18 @@ class Arrival(NamedTuple):
 
 
 def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: Any) -> Arrival:
-    """How weights arrive at the searchers of a process; arguments as in `make_transport`."""
+    """Return the conversion of published weights; arguments as in `make_transport`."""
     plain = dataclasses.replace(policy, adapters=None)
     dtype = jnp.dtype(config.model.rollout_dtype)
     quantization, mesh = config.search.quantization, sites.publication.mesh
     layout, published = make_publication(plain, mesh, quantization)
     wanted = [searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers]
     if policy.adapters is None:
-        # Files have the trainer's layout; what is read is arranged and quantised then.
+        # Files have the trainer's layout: convert and quantise after reading.
         arrange = make_publish_program(dtype, layout, published, quantization)
         return Arrival(sites.trainer.in_turn(arrange), wanted, [])
-    # Each set of devices has the base once, in the decoder's layout: what adapters are added to is
-    # exact, and rounded with them.
+    # One base for each set of devices, in the decoder's layout and in full precision: adapters are
+    # added before rounding.
     exact = make_publish_program(dtype, *make_publication(plain, mesh))(base)
     held = exact
     if quantization != "none":
@@ -180,15 +180,15 @@ def make_transport(
     publish: Callable[[Any], Any] | None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """The weight transport; where adapters are trained they alone travel, and `base` stays.
+    """Make the weight transport; with adapters only they are published.
 
     Args:
         config: of the run.
-        policy: the architecture as it is trained.
-        sites: where trainer and searchers are.
+        policy: architecture that is trained.
+        sites: sites of trainer and searchers.
         workdir: of the run.
         base: frozen parameters under adapters; None without adapters.
-        publish: as `make_publication_program` makes it; None in a process that only reads.
+        publish: program of a publication; None in a process that only reads.
         confirm: raises where this process no longer holds the work directory.
     """
     arrival = make_arrival(config, policy, sites, base)
@@ -198,7 +198,7 @@ def make_transport(
     way = transport_of(config)
     if publish is None:
         files = published_files(config, policy, sites.publication.mesh)
-        # In a job of several processes Orbax's barriers would wait for the others.
+        # Restricted to this process: Orbax's barriers would wait for the others.
         number = jax.process_index()
         versions = Versions(workdir, readers=Members(number, (number,)).options)
         transport = VersionReader(
@@ -224,10 +224,10 @@ def make_transport(
 def make_version_writer(
     shared: Shared, publish: Callable[[Any], Any], kept: Callable[[], Collection[int]]
 ) -> VersionWriter:
-    """Weights as files, written by all trainer processes together; a call of all of them.
+    """Make the writer of published weights; all trainer processes call this.
 
     Args:
-        shared: what it stands on.
+        shared: parts of the run.
         publish: copy and cast of the weights.
         kept: versions that stay on disk beyond the newest.
     """
@@ -244,7 +244,7 @@ def make_version_writer(
 
 
 def published_files(config: Config, policy: TransformerConfig, mesh: Mesh) -> Any:
-    """What a publication through Orbax holds, as a process reads it on its own mesh."""
+    """Return shapes and shardings of published weights in files, for a reader's mesh."""
     dtype = jnp.dtype(config.model.rollout_dtype)
     if policy.adapters is None:
         shapes, shardings = abstract_params(policy, dtype), param_shardings(policy, mesh)
@@ -264,7 +264,7 @@ def make_decoders(
     tokenizer: Tokenizer,
     sites: Sites,
 ) -> dict[Site, Decoder]:
-    """The decoder of each set of searcher devices; one serves all that have one device each."""
+    """Make the decoder of each set of searcher devices; single devices share one."""
     programs = {
         key: make_decoder(config, model_config, tokenizer, key)
         for key in dict.fromkeys(site.program_site for site in sites.searchers)
@@ -278,9 +278,9 @@ class RemoteSearcher:
 
     Attributes:
         index: searcher ID.
-        outbox: its responses until they are merged.
-        decoded_tokens, idle_s, num_chunks, num_given: as those of `Searcher`.
-        num_given_rounds: rounds of given responses, which are its first.
+        outbox: responses that are not merged yet.
+        decoded_tokens, idle_s, num_chunks, num_given: as in `Searcher`.
+        num_given_rounds: number of rounds of given responses, which come first.
     """
 
     index: int
@@ -293,29 +293,29 @@ class RemoteSearcher:
 
     @property
     def num_given_rounds_left(self) -> int:
-        """Rounds of given responses that did not arrive yet."""
+        """Return the rounds of given responses that have not arrived."""
         return max(0, self.num_given_rounds - self.outbox.committed[0])
 
     def state(self) -> PartState:
-        """Its counters, as `Searcher.state`."""
+        """Return the counters, as `Searcher.state`."""
         names = ("decoded_tokens", "idle_s", "num_chunks")
         return PartState({}, {name: getattr(self, name) for name in names})
 
     def restore(self, state: PartState) -> None:
-        """Count on from there."""
+        """Restore the counters."""
         vars(self).update(state.meta)
 
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The searching side of one process.
+    """Searchers of a process, with their weights and prompts.
 
     Attributes:
-        transport: how weights come to its searchers, or leave for other processes.
-        local: searchers that this process runs.
-        streams: prompt streams, one for each of them.
-        decoders: by site.
-        remote: in the owner of the buffer, the searchers of other processes.
+        transport: delivers weights to searchers of this process, or writes them to files.
+        local: searchers of this process.
+        streams: prompt stream of each local searcher.
+        decoders: decoder of each site.
+        remote: counters of searchers in other processes, in the owner of the buffer.
     """
 
     transport: Transport
@@ -326,34 +326,34 @@ class Search:
 
     @property
     def searchers(self) -> tuple[Searcher | RemoteSearcher, ...]:
-        """Counters of all searchers whose responses come to this process, in order."""
+        """Return the searchers whose responses come to this process, in order."""
         return (*self.local, *self.remote)
 
     @property
     def outboxes(self) -> tuple[Outbox, ...]:
-        """One for each of `searchers`."""
+        """Return the outboxes of `searchers`."""
         return tuple(searcher.outbox for searcher in self.searchers)
 
     @property
     def num_skipped(self) -> int:
-        """Prompts that were too long."""
+        """Return the number of prompts that were too long."""
         positions = [searcher.outbox.committed[1] for searcher in self.remote]
         skipped = sum(each["num_skipped"] for each in positions if each is not None)
         return skipped + sum(stream.num_skipped for stream in self.streams)
 
     @property
     def num_compiled(self) -> int:
-        """Decode programs that were compiled for the first searcher's devices."""
+        """Return the number of decode programs compiled for the first searcher."""
         return next((decoder.compile_count for decoder in self.decoders.values()), 0)
 
     @property
     def num_drawn(self) -> int:
-        """Responses that searchers sampled, without those that were given."""
+        """Return the number of sampled responses, without given ones."""
         generated = sum(outbox.counts.generated for outbox in self.outboxes)
         return generated - sum(searcher.num_given for searcher in self.searchers)
 
     def parts(self) -> dict[str, Saveable]:
-        """Everything with state; outboxes first, which know the position of each prompt stream."""
+        """Return all parts with state; outboxes first, which hold prompt positions."""
         return {
             **{f"outbox_{s.index}": s.outbox for s in self.searchers},
             **{f"searcher_{s.index}": s for s in self.searchers},
@@ -361,16 +361,16 @@ class Search:
 
 
 def remote_searchers(config: Config, indices: Iterable[int]) -> tuple[RemoteSearcher, ...]:
-    """Counters of searchers in other processes."""
+    """Return counters for searchers in other processes."""
     max_bytes = outbox_bytes(config)
     return tuple(RemoteSearcher(i, Outbox(max_bytes)) for i in indices)
 
 
 def outbox_bytes(config: Config) -> int:
-    """Bytes that an outbox holds before its searcher waits.
+    """Return the bytes of an outbox at which its searcher waits.
 
-    The synchronous driver decides itself how far searchers run ahead. So does an exact lag: a full
-    outbox would keep back what the trainer waits for.
+    Unlimited with driver=sync and with an exact lag, which limit searchers themselves: a full
+    outbox would hold back responses that the trainer waits for.
     """
     is_bounded = config.driver == "async" and not config.search.exact_lag
     return config.search.outbox_bytes if is_bounded else sys.maxsize
@@ -384,14 +384,14 @@ def build_searchers(
     wants_given: bool,
     note: Callable[[str], None],
 ) -> Search:
-    """This process's searchers with their streams, outboxes and decoders.
+    """Build the searchers of this process with streams, outboxes and decoders.
 
     Args:
-        shared: what they stand on.
-        transport: how weights come to them; its readers are they.
-        references: by site; none where the trainer scores.
-        wants_given: the run's first rounds are still to come, so start data is read.
-        note: told how much is given.
+        shared: parts of the run.
+        transport: delivers weights to these searchers.
+        references: reference of each site; empty where the trainer scores.
+        wants_given: whether start data is read, before the first step.
+        note: receives one line about start data.
     """
     config, sites, task = shared.config, shared.sites, shared.task
     decoders = make_decoders(config, shared.model.config, shared.tokenizer, sites)
@@ -448,7 +448,7 @@ def _stream(shared: Shared, i: int) -> PromptStream:
 
 
 def make_demand(config: Config) -> Demand:
-    """What the trainer takes of the searchers."""
+    """Return the trainer's demand for responses."""
     return Demand(
         prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
@@ -460,7 +460,7 @@ def make_demand(config: Config) -> Demand:
 
 
 def swaps_in_flight(config: Config) -> bool:
-    """Whether newer weights are taken between chunks: never where each has its own quota."""
+    """Return whether searchers take newer weights between chunks; never with an exact lag."""
     if config.search.exact_lag:
         return False
     needs_behavior = config.objective.built.needs_behavior
@@ -474,7 +474,7 @@ def make_searches(
     admission: TicketOffice,
     log_event: Callable[[Mapping[str, Any]], None],
 ) -> list[ContinuousSearch]:
-    """Searchers of this process as they run beside a trainer."""
+    """Return the continuous searches of this process's searchers."""
     in_flight = swaps_in_flight(config)
     return [
         ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)

@@ -40,15 +40,15 @@ def train(
 
     Args:
         config: validated; its placement is not pod.
-        workdir: is made, or holds a run with this very config.
-        interrupted: looked at between steps; a run that it stops can be continued.
+        workdir: is created, or holds a run with this config.
+        interrupted: checked between steps; an interrupted run can be continued.
         accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
-        schedule: to replay in place of driving; then the directory holds no run.
-        start_s: `time.perf_counter` when time began to count; None: now.
+        schedule: schedule to replay; the directory must not hold a run.
+        start_s: `time.perf_counter` at the start of the run's time; None: now.
 
     Raises:
-        UserError: the directory holds another run, or another process holds it; what the run was
-            made of changed; or the reward function cannot be used.
+        UserError: the directory holds another run, or another process holds it; model, data or
+            another kind of KINDS changed; or the reward function cannot be used.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
     """
     start_s = time.perf_counter() if start_s is None else start_s
@@ -83,15 +83,15 @@ def train_in_bucket(
     accept_changed: Collection[str] = (),
     start_s: float | None = None,
 ) -> Outcome:
-    """As `train`, with a work directory in an object store.
+    """Train as `train` does, with a work directory in an object store.
 
     Args:
-        config: validated; of one process.
+        config: validated, for one process.
         address: gs://BUCKET/FOLDER or s3://BUCKET/FOLDER.
         interrupted, accept_changed, start_s: as `train`.
 
     Raises:
-        StorageError: the store cannot be used, or refuses for too long.
+        StorageError: the store cannot be used, or fails for too long.
         UserError, ValueError, RuntimeError, OSError: as `train`.
     """
     from tba_jax.run.lock import BucketSlots, Hold, Mirroring, folder_of
@@ -145,7 +145,7 @@ def _train_fleet(
     accept_changed: Collection[str],
     schedule: "Schedule | None",
 ) -> Outcome:
-    """`train` where other processes do the work."""
+    """Train with placement=fleet: processes that Ray starts do the work."""
     if schedule is not None:
         raise UserError("a schedule is replayed in one process; give another placement")
     from tba_jax.run.conduct import make_display

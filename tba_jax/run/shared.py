@@ -44,12 +44,12 @@ from tba_jax.tasks.registry import Task, get_task
 
 
 def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) -> Placement:
-    """Meshes of the trainer and of each searcher.
+    """Place the meshes of the trainer and of each searcher.
 
     Args:
         config: validated.
-        devices: as in `placement.arrange`.
-        process_index: whose searchers.
+        devices: devices as in `placement.arrange`.
+        process_index: process whose searchers are placed.
 
     Raises:
         PlacementError: the devices cannot be divided so.
@@ -64,13 +64,13 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
 
 
 def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
-    """As many of these devices as divide the model evenly: to look at it without training it."""
+    """Return a mesh of the most devices that divide the model evenly, for reading a model."""
     num = max(n for n in range(1, len(devices) + 1) if model_config.hidden_size % n == 0)
     return Mesh(np.array(devices[:num]).reshape(1, num, 1), MESH_AXES)
 
 
 class Sites(NamedTuple):
-    """Where the parts of a run are, as one process sees them, and whose turn it is there.
+    """Meshes and device locks of the parts of a run, as one process sees them.
 
     Attributes:
         trainer: its mesh has the axes MESH_AXES.
@@ -93,31 +93,31 @@ class Sites(NamedTuple):
 
     @property
     def evaluation(self) -> Site:
-        """Where the judge lies, and where what is not divided is evaluated: at searcher 0."""
+        """Return the site of searcher 0, for the judge and for undivided evaluations."""
         return self.searchers[0]
 
     def reading(self, model_config: TransformerConfig) -> Site:
-        """To load a model on, with the trainer's devices of this process: the others go on."""
+        """Return a site for loading a model, with devices of this process only."""
         devices = self.trainer.mesh.local_devices
         return Site(reading_mesh(model_config, devices), self.trainer.turns)
 
 
 def open_sites(config: Config, placement: Placement) -> Sites:
-    """The sites of a placement; turns are for the threads of the asynchronous driver."""
+    """Return the sites of a placement, with device locks for the asynchronous driver."""
     turns = None
     trains = bool(placement.trainer_mesh.local_devices)
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
     is_beside = not writes_versions(config)
     if not is_beside:
-        publication = trainer  # files have the trainer's layout
+        publication = trainer  # weights in files have the trainer's layout
         if not trains and placement.searcher_meshes:
             devices = placement.searcher_meshes[0].devices
             trainer = publication = Mesh(devices.reshape(1, 1, -1), MESH_AXES)
     if config.driver == "async":
         launchers = [trainer, *placement.searcher_meshes]
         if transport_of(config) != "memory" and (is_beside or not trains):
-            launchers.append(trainer)  # the weight poller lays restored weights out
-        # Half: the error says more than the watchdog, and comes first.
+            launchers.append(trainer)  # the weight poller converts restored weights
+        # Half of it, so that this clearer error comes before the watchdog's.
         turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
         Site(trainer, turns),
@@ -130,10 +130,10 @@ def open_sites(config: Config, placement: Placement) -> Sites:
 
 
 def make_task(config: Config) -> Task:
-    """The task of a config; its data is read when first used.
+    """Return the task of a config; its data is read at first use.
 
     Raises:
-        ValueError: no such task, or not with this data.
+        ValueError: the task is unknown, or does not accept this data.
     """
     task = config.task
     return get_task(
@@ -142,11 +142,11 @@ def make_task(config: Config) -> Task:
 
 
 class Rewards(NamedTuple):
-    """What gives rewards and what judges.
+    """Sources of rewards.
 
     Attributes:
-        source: what training learns from and evaluation reports.
-        gold: the judge of the win rate, None where the config names none.
+        source: rewards for training and evaluation.
+        gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
     """
 
     source: RewardSource
@@ -158,15 +158,18 @@ class Rewards(NamedTuple):
             source.check()
 
     def close(self) -> None:
-        """Stop what computes rewards."""
+        """Stop the processes that compute rewards."""
         for source in filter(None, self):
             source.close()
 
 
 def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites) -> Rewards:
-    """Rewards and judge of a run; raises ValueError as `make_rewards` and `make_gold`.
+    """Open rewards and judge of a run.
 
-    Where nobody searches nothing is asked for: those that are elsewhere have them.
+    A process without searchers opens none.
+
+    Raises:
+        ValueError: as `make_rewards` and `make_gold`.
     """
     if not sites.searchers:
         judges = config.eval.gold_model or config.eval.gold_reward
@@ -183,7 +186,7 @@ def make_rewards(
     policy_tokenizer: Tokenizer,
     sites: Sequence[Site],
 ) -> RewardSource:
-    """The source of rewards for training and evaluation; close it after use.
+    """Make the source of rewards for training and evaluation; the caller closes it.
 
     Args:
         config: the config.
@@ -219,7 +222,7 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
 
 
 def make_grader(task: Task, tokenizer: Tokenizer, rewards: RewardSource) -> Grader:
-    """Grades as the task's kinds and these rewards want it."""
+    """Make the grader of a task with these rewards."""
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     data_sets = task.data_sets if isinstance(task, Mixture) else ()
     return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets)
@@ -231,7 +234,7 @@ def make_gold(
     policy_tokenizer: Tokenizer,
     site: Site,
 ) -> RewardSource | None:
-    """The judge of the win rate, None where the config names none; close it after use.
+    """Make the judge of the win rate, or return None; the caller closes it.
 
     Args:
         config: the config.
@@ -271,19 +274,19 @@ def make_gold(
 
 
 def make_vine(config: Config, sampler: Sampler, grader: Grader) -> Vine | None:
-    """What estimates values of states; None where the objective reads none."""
+    """Make the estimator of state values; None where the objective reads none."""
     if not config.search.vine_tokens:
         return None
     return Vine(sampler, grader, config.search.vine_tokens, config.search.vine_samples)
 
 
 class Seat(NamedTuple):
-    """Where the searchers of a process lie that only searches, and which they are.
+    """Placement and IDs of the searchers of a process that only searches.
 
     Attributes:
-        sites: the trainer's is where weights are read.
-        first_searcher: index in the run of the first of them.
-        num_searchers: of the whole run.
+        sites: sites; weights are read on the trainer's.
+        first_searcher: ID of the first searcher of this process.
+        num_searchers: searchers of the whole run.
     """
 
     sites: Sites
@@ -293,14 +296,14 @@ class Seat(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """What all parts of a run stand on.
+    """Parts that trainer, searchers and evaluator of a process share.
 
     Attributes:
-        cluster: the processes of the run; everything made for it is this one's.
+        cluster: the processes of the run.
         clock: seconds of running time, accumulated over resumes.
-        first_searcher: index in the run of this process's first searcher.
-        num_searchers: of all processes.
-        model: the one that the run starts from.
+        first_searcher: ID of the first searcher of this process.
+        num_searchers: searchers of all processes.
+        model: the start model.
     """
 
     config: Config
@@ -318,24 +321,24 @@ class Shared:
 
     @property
     def policy(self) -> TransformerConfig:
-        """The architecture as it is trained."""
+        """Return the architecture that is trained."""
         return policy_config(self.config, self.model.config)
 
     @property
     def stations(self) -> range:
-        """Which of this process's searchers have devices here, and evaluate."""
+        """Return the indices of this process's searchers that evaluate."""
         elsewhere = MODES[self.config.placement].searches_elsewhere
         number = len(self.sites.searchers)
         return range(min(1, number) if elsewhere else number)
 
     @property
     def is_follower(self) -> bool:
-        """Whether this process trains on what another one draws."""
+        """Return whether this process receives its batches from another process."""
         return not self.cluster.is_primary
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What the states that are saved belong to; reads files of the model and the data."""
+        """Return the facts that checkpoints of this run hold; reads files of model and data."""
         return Facts(
             self.config.seed,
             self.num_searchers,
@@ -346,10 +349,11 @@ class Shared:
 
     @property
     def identity(self) -> dict[str, str]:
-        """Names of code, run, model, tokenizer, data and reward: equal in all processes of a run.
+        """Return digests of code, run, model, tokenizer, data and reward.
 
-        Else responses would be of another policy or task without an error. Python, JAX and the
-        kind of device may differ: log-probs of sampling are stored with every response.
+        They are equal in all processes of a run; otherwise responses of another policy or task
+        would be trained on without an error. Versions of Python and JAX and the kind of device
+        may differ, because every response carries the log-probs of its sampler.
         """
         return {"code": code_name(), "run": self.facts.run_id, **self.facts.fingerprints}
 
@@ -364,15 +368,15 @@ def open_shared(
     seat: Seat | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Shared:
-    """Place the run and open what its parts share.
+    """Place the run on its devices and open the shared parts.
 
     Args:
         config: validated.
-        workdir: exists.
-        cluster: the processes of the run, all of which call this.
-        clock: started when the process did.
-        note: told what the task has.
-        seat: of a process that only searches, and writes no checkpoints.
+        workdir: existing folder.
+        cluster: the processes of the run; all of them call this function.
+        clock: clock that started with the process.
+        note: receives one line about the task.
+        seat: placement of a process that only searches; such a process writes no checkpoints.
         confirm: raises where this process no longer holds the work directory.
 
     Raises:
@@ -382,14 +386,14 @@ def open_shared(
     folder = Path(workdir).absolute()
     if seat is None:
         validate_devices(config, len(jax.local_devices()), jax.process_count())
-        # Only a pod spans processes; with one process these are the same devices.
+        # In a job of one process these are the local devices.
         sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
         seat = Seat(sites, sites.first_searcher, sites.num_searchers)
         is_reader = not sites.trains
     else:
         sites, is_reader = seat.sites, True
     task = make_task(config)
-    # Before the model, which may take minutes to load: data that cannot be read ends the run.
+    # Before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
     note(f"{task.name}: {task.train_size():,} prompts{sets}, {task.eval_size():,} held out")
     model = describe_model(config)

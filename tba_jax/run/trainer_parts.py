@@ -39,15 +39,15 @@ from tba_jax.weights.transport import Transport
 def make_step_settings(
     config: Config, eos_ids: tuple[int, ...], mesh: Mesh | None = None
 ) -> StepSettings:
-    """The settings of the training step.
+    """Return the settings of the train step.
 
     Args:
-        config: of the run.
-        eos_ids: of the tokenizer.
-        mesh: of the trainer; None: as `config.mesh`.
+        config: config of the run.
+        eos_ids: end tokens of the tokenizer.
+        mesh: mesh of the trainer; None: as `config.mesh`.
 
     Raises:
-        ConfigError: the objective reads more of the reference than its placement gives.
+        ConfigError: the objective needs token log-probs of the reference, and searchers keep sums.
     """
     o, objective = config.objective, config.objective.built
     need(
@@ -81,9 +81,9 @@ def make_step_settings(
 
 
 def make_optimizer_from(config: Config) -> tuple[Any, Any]:
-    """(optax transformation, learning-rate schedule) of a config.
+    """Return (optax transformation, learning-rate schedule) of a config.
 
-    The schedule is of steps; the updates of a step have its rate.
+    The schedule counts steps; all updates of a step have the rate of the step.
     """
     schedule = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
     num_updates = config.objective.built.num_updates
@@ -92,18 +92,18 @@ def make_optimizer_from(config: Config) -> tuple[Any, Any]:
 
 
 def micro_batch_rows(config: Config) -> int:
-    """Responses of a micro-batch; 0, all at once, where a batch has no more than are asked for."""
+    """Return the responses of a micro-batch; 0 (all at once) where a batch is not larger."""
     wanted = config.batch.micro_batch_rows
     return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
 
 
 def groups_stay_whole(config: Config) -> bool:
-    """Whether the rows of a micro-batch hold whole groups, so that rows are scored once."""
+    """Return whether micro-batches hold whole groups, so that rows are scored once."""
     return micro_batch_rows(config) >= config.objective.group_size
 
 
 def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packing:
-    """How draws become the rows of a batch.
+    """Return how draws become the rows of a batch.
 
     Args:
         config: of the run.
@@ -129,7 +129,7 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
 
 
 def _row_parts(config: Config, mesh: Mesh | None) -> int:
-    """Parts that the rows of a batch are divided into; a pod may have more than `config.mesh`."""
+    """Return the number of devices that share the rows of a batch."""
     if mesh is None:
         return config.mesh.data * config.mesh.fsdp
     return mesh.shape["data"] * mesh.shape["fsdp"]
@@ -138,7 +138,7 @@ def _row_parts(config: Config, mesh: Mesh | None) -> int:
 def make_step_shardings(
     config: Config, model_config: TransformerConfig, mesh: Mesh
 ) -> StepShardings:
-    """Where train state and batches lie on the trainer's mesh, and how the step is compiled there.
+    """Return the shardings of train state and batches, and the compiler options of the step.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -158,18 +158,18 @@ def make_step_shardings(
 
 
 def _log_z_layers(config: Config) -> int:
-    """Of the head of log Z or of values; 0: there is none."""
+    """Return the layers of the head of log Z or of values; 0 without a head."""
     objective = config.objective.built
     return objective.log_z_layers if objective.heads else 0
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
-    """The train state as shapes, dtypes and shardings: what a checkpoint is restored into.
+    """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint.
 
     Args:
         config: of the run.
         model_config: the architecture.
-        mesh: any with the axes `sharding.MESH_AXES`; not necessarily that of the run.
+        mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
     optimizer, _ = make_optimizer_from(config)
     keep_reference = config.reference.placement == "trainer"
@@ -193,13 +193,13 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
 
 
 def make_buffer(config: Config) -> ReplayBuffer:
-    """The replay buffer of a run, empty."""
+    """Return an empty replay buffer with the settings of a run."""
     settings = dataclasses.replace(config.replay, pace=_pace(config))
     return ReplayBuffer(settings, config.seed, make_soft_values(config))
 
 
 def make_soft_values(config: Config) -> SoftValues | None:
-    """What a cached log Z reads; None where log Z is another."""
+    """Return the cache of soft values; None for objectives without it."""
     objective = config.objective.built
     if not objective.needs_soft_value:
         return None
@@ -208,21 +208,24 @@ def make_soft_values(config: Config) -> SoftValues | None:
 
 
 def _pace(config: Config) -> Literal["off", "trainer"]:
-    """What is missing is replay where the trainer cannot wait for more: in one thread it would
-    wait for itself, and with an exact lag it has merged all that this step may have."""
+    """Return replay.pace, or "off" where waiting for fresh responses could never end.
+
+    With driver=sync the trainer would wait for its own thread. With an exact lag all responses that
+    this step may use are already merged.
+    """
     waits = config.driver == "async" and not config.search.exact_lag
     return config.replay.pace if waits else "off"
 
 
 class StepProgram(NamedTuple):
-    """The jitted train step of a run, and where its arguments lie."""
+    """The jitted train step of a run with the shardings of its arguments."""
 
     program: Any
     shardings: StepShardings
 
 
 def make_step_program(shared: Shared) -> StepProgram:
-    """The train step, not compiled yet."""
+    """Return the jitted train step; compilation happens later."""
     config = shared.config
     shardings = make_step_shardings(config, shared.model.config, shared.sites.trainer.mesh)
     optimizer, schedule = make_optimizer_from(config)
@@ -244,13 +247,13 @@ def build_trainer(
     transport: Transport,
     log_event: Callable[[Mapping[str, Any]], None],
 ) -> Trainer:
-    """The trainer of a process.
+    """Build the trainer of a process.
 
     Args:
-        shared: what it stands on.
+        shared: parts of the run.
         step: the train step.
-        ahead: compiles it for batches of the shapes that `ahead` knows.
-        state: the train state; the trainer's from now on.
+        ahead: background compiler of the train step.
+        state: the train state; the trainer donates it.
         base: frozen parameters under adapters; None without adapters.
         buffer, batches, outboxes, transport, log_event: as in `Trainer`.
     """
@@ -265,7 +268,7 @@ def build_trainer(
         shardings = step.shardings.of_batch(batch)
         if is_alone:
             placed = jax.device_put(batch, shardings)
-        else:  # every process has all rows, and its devices take theirs
+        else:  # Every process has all rows; each device copies its own.
             placed = jax.tree.map(_from_whole, batch, shardings)
         return program(state, placed, *frozen)
 
@@ -283,10 +286,10 @@ def build_trainer(
 
 
 def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatches:
-    """Batches from this process's buffer, for all trainer processes.
+    """Return the source of batches in the process that owns the buffer.
 
     Args:
-        shared: what the trainer stands on.
+        shared: parts of the run.
         buffer: the replay buffer.
         peers: the other trainer processes.
     """
@@ -302,7 +305,7 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
 
 
 def step_job(batch: Batch | PackedBatch) -> tuple[str, tuple[int, ...]]:
-    """What compiling the train step for this batch is called."""
+    """Return the name of the job that compiles the train step for this batch."""
     return "train_step", (*batch.tokens.shape, *batch.slots.shape)
 
 

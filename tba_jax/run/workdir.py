@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 
 _LOGS = ("metrics.jsonl", "samples.jsonl")
 _FILES = (*_LOGS, "versions.json", "report.json", "report.html", "prompts.json")
-# Folders whose entries a run names itself, and those of TensorBoard and W&B.
+# Folders that a run fills, and those of TensorBoard and W&B.
 _OWN_FOLDERS = ("checkpoints", "weights", "plots", "lock", "damaged_checkpoints")
 _FOLDERS = (*_OWN_FOLDERS, "tensorboard", "wandb")
 _CONFIG = "config.json"
 _SCHEDULE = re.compile(r"schedule(\.\d+)?\.jsonl")
-# What is there before config.json.
+# Files that exist before config.json.
 _BEFORE = {"lock": re.compile(r"\d{8}\.(json|unfinished)")}
-# What remains of a file that was replaced when its process was killed.
+# Suffixes that a killed process leaves when it replaces a file.
 _REMAINDERS = (".unfinished", ".new", ".kept")
-# How a file begins that a run wrote. Damage behind that is named by whoever reads the file.
+# First bytes of the files that a run writes. The reader of a file reports later damage.
 _BEGINNINGS = {
     **dict.fromkeys(_LOGS, b'{"'),
     "versions.json": b"{\n",
@@ -67,10 +67,10 @@ class Contents(NamedTuple):
     """What a work directory holds under the names that a run writes.
 
     Attributes:
-        run_id: of the run in the directory, "" where there is none.
+        run_id: ID of the run in the directory; "" without a run.
         config: flat config of the run; {} without a run, and for a run whose config.json is lost
             and whose checkpoints do not hold the config.
-        lost_config: config.json is lost, and the newest checkpoint says which run it is.
+        lost_config: config.json is lost, and the run ID comes from the newest checkpoint.
     """
 
     run_id: str = ""
@@ -92,7 +92,7 @@ def inspect(workdir: Path) -> Contents:
         run_id, config = _run_of(workdir / _CONFIG)
         _check_checkpoints(workdir / "checkpoints", run_id)
         return Contents(run_id, config)
-    # A folder without entries is nobody's.
+    # An empty folder belongs to no program.
     rest = sorted(
         name for name in found if not _is_empty(workdir / name) and not _is_before(workdir / name)
     )
@@ -242,13 +242,13 @@ def _is_empty(path: Path) -> bool:
 
 
 def _is_before(path: Path) -> bool:
-    """Whether it is a folder with nothing but what a run writes before its config.json."""
+    """Return whether a folder holds only files that a run writes before config.json."""
     wanted = _BEFORE.get(path.name)
     return wanted is not None and all(wanted.fullmatch(entry.name) for entry in path.iterdir())
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Folders of a checkpoint folder whose names are step numbers, the newest first."""
+    """Return the step folders of a checkpoint folder, newest first."""
     if not folder.is_dir():
         return []
     return sorted((e for e in folder.iterdir() if e.name.isdigit()), key=lambda e: -int(e.name))
@@ -263,7 +263,7 @@ def _newest_facts(folder: Path) -> Facts | None:
 
 
 def _facts_of(path: Path) -> Facts | None:
-    """Return what a checkpoint says of itself; None where that is missing or damaged."""
+    """Return the facts of a checkpoint; None where they are missing or damaged."""
     for file in sorted((path / "host_state").glob("process_*.npz")):
         try:
             return read_facts(file)
@@ -310,7 +310,7 @@ def _check_checkpoints(folder: Path, run_id: str) -> None:
 
 
 def _is_half_deleted(path: Path) -> bool:
-    """Whether it can be a checkpoint of a run that was killed while it deleted the checkpoint."""
+    """Return whether a folder may be a checkpoint whose deletion was interrupted by a kill."""
     entries = list(path.iterdir())
     if any(entry.is_symlink() or entry.name not in CHECKPOINT_ENTRIES for entry in entries):
         return False
@@ -319,12 +319,12 @@ def _is_half_deleted(path: Path) -> bool:
 
 
 class Outcome(NamedTuple):
-    """What became of a run.
+    """Outcome of a call that trains.
 
     Attributes:
         step: optimiser steps made so far.
-        is_finished: all of them are made and the outcome is evaluated.
-        was_finished: they were when this was asked for, so nothing was done.
+        is_finished: all steps are made and the final policy is evaluated.
+        was_finished: the run was already finished, so nothing was done.
         report: contents of report.json; {} in processes other than 0.
     """
 
@@ -340,11 +340,11 @@ def default_workdir(config: Config) -> str:
 
 
 def holds_run(workdir: Path, config: Config) -> bool:
-    """Whether the directory holds a run with this very config; only looks.
+    """Return whether the directory holds a run with this config; only reads.
 
     Raises:
         UserError: it holds a run with another config (the difference is shown), files of another
-            program (see `ownership`), or it cannot be a work directory.
+            program (see `inspect`), or cannot be a work directory.
     """
     wild = sorted(set(str(workdir.absolute())) & _WILD)
     if wild:
@@ -354,7 +354,7 @@ def holds_run(workdir: Path, config: Config) -> bool:
             "--workdir"
         )
     found = inspect(workdir)
-    # A start that failed before it left anything may be corrected in place.
+    # The config of a start that left no files may be corrected in place.
     if not (found.run_id and _is_begun(workdir)):
         return False
     old = upgrade(found.config) if found.config else config_lib.flatten(config)
@@ -370,10 +370,10 @@ def holds_run(workdir: Path, config: Config) -> bool:
 
 
 def saved_config(workdir: Path) -> dict[str, Any]:
-    """The config of the run in a directory, field by field.
+    """Return the flat config of the run in a directory.
 
     Raises:
-        UserError: there is none, or it is damaged.
+        UserError: config.json is missing or damaged.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -391,12 +391,12 @@ def saved_config(workdir: Path) -> dict[str, Any]:
 
 
 def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
-    """Make the directory a run's.
+    """Write config.json of a new run.
 
     Args:
-        workdir: held by this process, or about to be.
-        config: of the run.
-        run_id: its name; "": a new one.
+        workdir: directory that this process holds or will hold.
+        config: config of the run.
+        run_id: ID of the run; "": a new one.
 
     Raises:
         UserError: the directory cannot be written to.
@@ -415,9 +415,9 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
 
 
 def begin_or_continue(workdir: Path, config: Config) -> bool:
-    """Begin a run unless the directory holds one; whether it does.
+    """Begin a run unless the directory holds one; return whether it does.
 
-    A run whose config.json is lost gets it back: its checkpoint says which run it is.
+    A lost config.json is written again with the run ID from the newest checkpoint.
 
     Args:
         workdir: held by this process.
@@ -436,7 +436,7 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
 
 
 def _is_begun(workdir: Path) -> bool:
-    """Whether a run has left anything there; one that failed before its first step has not."""
+    """Return whether a run has left logs or checkpoints in the directory."""
     metrics = workdir / "metrics.jsonl"
     has_file = any(
         path.exists() and path.stat().st_size > 0 for path in (metrics, workdir / "report.json")
@@ -445,7 +445,7 @@ def _is_begun(workdir: Path) -> bool:
 
 
 def is_finished(workdir: Path, num_steps: int) -> bool:
-    """Whether the run has made its last step, evaluated the outcome and written the report."""
+    """Return whether the run made its last step, evaluated it and wrote the report."""
     path = workdir / "report.json"
     if not path.is_file() or not (workdir / "report.html").is_file():
         return False
@@ -453,17 +453,17 @@ def is_finished(workdir: Path, num_steps: int) -> bool:
         after = sealed.read(path)["eval"]["after"]
         return after is not None and after["step"] == num_steps
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # damaged: it is made again from the checkpoint
+        return False  # A damaged report is written again from the checkpoint.
 
 
 def command_of(config: Config, workdir: Path) -> dict[str, Any]:
-    """What all processes of a run must have in common, as it is after a way through JSON."""
+    """Return the fields that must be equal in all processes, as JSON values."""
     flat = json.loads(json.dumps(config_lib.flatten(config)))
     return {**flat, "workdir": str(workdir), "version": versions()}
 
 
 def differences(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """What is not common to the commands of process 0 and of this one, a clause for each."""
+    """Return one clause for each difference between the commands of process 0 and this process."""
     return [
         f"{field}: {theirs.get(field)!r} there, {mine[field]!r} here"
         for field in sorted(mine)
@@ -481,15 +481,15 @@ def claim_together(
     """Check that every process has the same command; the owner claims the directory for all.
 
     Args:
-        cluster: the processes, all of which call this.
-        config: of the run.
-        workdir: its directory.
-        held: lets go of it when it ends.
+        cluster: the processes; all of them call this function.
+        config: config of the run.
+        workdir: work directory of the run.
+        held: releases the directory when it closes.
         owner: number of the process that owns the replay buffer.
 
     Returns:
-        Whether the run in it is finished; and what holds the directory, in the owner alone, unless
-        it is.
+        (whether the run is finished, lease of the directory). Only the owner of an unfinished run
+        gets a lease.
 
     Raises:
         UserError: configs differ, or the directory is refused; the same in all processes.
@@ -524,10 +524,10 @@ def claim_together(
 
 
 def claim(workdir: Path, config: Config) -> "Hold | None":
-    """Hold the directory for a run, begin that or find it there.
+    """Hold the work directory and begin its run, unless it holds one.
 
     Returns:
-        What holds it; None where the run in it is finished, which needs none.
+        The lease of the directory; None where its run is finished.
 
     Raises:
         UserError: another process holds it, it holds another run, or it cannot be written to.
@@ -538,7 +538,7 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
         return None
     hold = Hold(FolderSlots(workdir))
     try:
-        begin_or_continue(workdir, config)  # no other process can begin one now
+        begin_or_continue(workdir, config)  # no other process can begin a run now
     except BaseException:
         hold.release()
         raise
@@ -546,6 +546,6 @@ def claim(workdir: Path, config: Config) -> "Hold | None":
 
 
 def finished_before(config: Config, workdir: Path) -> Outcome:
-    """The outcome of a run that was finished when it was asked for."""
+    """Return the outcome of a run that was already finished."""
     report = sealed.read(workdir / "report.json")
     return Outcome(config.num_steps, is_finished=True, was_finished=True, report=report)
