@@ -48,6 +48,18 @@ class MultiWriter:
         for writer in self._writers:
             writer.write(step, values)
 
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Give responses to the trackers.
+
+        Args:
+            step: of the responses.
+            of: "train" or "eval".
+            samples: as the lines of samples.jsonl.
+        """
+        for writer in self._writers:
+            if isinstance(writer, TensorBoardWriter | WandbWriter):
+                writer.write_samples(step, of, samples)
+
     def close(self) -> None:
         """Close every writer."""
         with contextlib.ExitStack() as stack:
@@ -75,34 +87,61 @@ def _finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardWriter:
-    """Scalars to TensorBoard event files (extra `tensorboard`); lists and texts are left out.
+    """Scalars and responses to TensorBoard event files (extra `tensorboard`).
+
+    A resumed run replaces what it wrote before from its first step on.
+
+    Args:
+        folder: of the event files.
+        config: flat config fields shown with the run.
 
     Raises:
         ValueError: when tensorboardX is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        module = _optional("tensorboardX", "tensorboardX", "tensorboard", "config.log.tensorboard")
-        self._writer = module.SummaryWriter(str(folder))
+    def __init__(self, folder: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+        self._module = _optional(
+            "tensorboardX", "tensorboardX", "tensorboard", "config.log.tensorboard"
+        )
+        self._folder, self._config = str(folder), config
+        self._opened: Any = None
+
+    def _writer(self, step: int) -> Any:
+        if self._opened is None:
+            self._opened = self._module.SummaryWriter(self._folder, purge_step=step)
+            text = "".join(f"    {name} = {value}\n" for name, value in self._config.items())
+            self._opened.add_text("config", text, step)
+        return self._opened
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Add the finite numbers of `values`."""
         for name, value in _finite_numbers(values).items():
-            self._writer.add_scalar(name, value, step)
+            self._writer(step).add_scalar(name, value, step)
+
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Add responses as indented text, in which nothing is markup."""
+        text = "\n\n".join(
+            f"reward {sample['reward']}\n{sample['prompt']}\n-> {''.join(sample['tokens'])}"
+            for sample in samples
+        )
+        indented = "".join(f"    {line}\n" for line in text.splitlines())
+        self._writer(step).add_text(f"samples/{of}", indented, step)
 
     def close(self) -> None:
         """Flush and close the event file."""
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 class WandbWriter:
-    """Scalars to Weights & Biases (extra `wandb`); a resumed work directory continues its run.
+    """Scalars and responses to Weights & Biases (extra `wandb`).
 
     Args:
         project: W&B project.
         name: name of the run there.
-        workdir: where W&B keeps its files; also how it recognises a resumed run.
+        workdir: where W&B keeps its files.
         config: flat config fields shown with the run.
+        run_id: of the run: a resumed work directory continues its run there; "": a new one.
 
     Raises:
         ValueError: when wandb is not installed.
@@ -115,15 +154,27 @@ class WandbWriter:
         name: str,
         workdir: str | os.PathLike[str],
         config: Mapping[str, Any],
+        run_id: str = "",
     ) -> None:
-        module = _optional("wandb", "wandb", "wandb", "config.log.wandb_project")
-        self._run = module.init(
-            project=project, name=name, dir=str(workdir), config=dict(config), resume="auto"
+        self._module = _optional("wandb", "wandb", "wandb", "config.log.wandb_project")
+        self._run = self._module.init(
+            project=project,
+            name=name,
+            dir=str(workdir),
+            config=dict(config),
+            id=run_id or None,
+            resume="allow",
         )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the finite numbers of `values`."""
         self._run.log(_finite_numbers(values), step=step)
+
+    def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Log responses as a table."""
+        columns = ["step", "prompt", "response", "reward"]
+        rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
+        self._run.log({f"samples/{of}": self._module.Table(columns=columns, data=rows)}, step=step)
 
     def close(self) -> None:
         """Finish the run."""

@@ -44,8 +44,6 @@ from tba_jax.rewards.functions import (
 )
 from tba_jax.rewards.source import ScoreResult
 
-REASONS = ("reward_timeout", "reward_error", "reward_crash", "reward_nan", "reward_none")
-
 # Starting a process and importing the reward's module: seconds, generous for a loaded machine.
 START_TIMEOUT_S = 60.0
 # A first chunk is small because the function's speed is not known; later chunks are sized to take

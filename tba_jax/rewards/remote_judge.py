@@ -102,7 +102,7 @@ class HttpReward:
         for attempt in range(self._retries + 1):
             self._wait()
             answer = self._once(body)
-            if isinstance(answer, float):
+            if isinstance(answer, int | float):
                 with self._lock:
                     self._cache[body] = answer
                     if len(self._cache) > self._cache_size:

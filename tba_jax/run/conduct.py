@@ -27,7 +27,7 @@ from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
-from tba_jax.run import evaluations
+from tba_jax.run import evaluations, identity
 from tba_jax.run.async_search import drive_async
 from tba_jax.run.build import build
 from tba_jax.run.checkpoint import CheckpointError, Checkpoints
@@ -226,7 +226,7 @@ def resume_display(progress: Display, workdir: Path) -> None:
 def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list[Any]:
     writers: list[Any] = [ReportProcess(workdir, config.report, note)]
     if config.log.tensorboard:
-        writers.append(TensorBoardWriter(workdir / "tensorboard"))
+        writers.append(TensorBoardWriter(workdir / "tensorboard", flatten(config)))
     if config.log.wandb_project:
         writers.append(
             WandbWriter(
@@ -234,6 +234,7 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
                 name=workdir.name,
                 workdir=workdir,
                 config=flatten(config),
+                run_id=identity.run_id_of(workdir),
             )
         )
     return writers

@@ -226,7 +226,8 @@ class Run:
     @functools.cached_property
     def samples(self) -> Samples:
         """Writes some of the responses."""
-        return Samples(self.logs.samples, self.shared.tokenizer, self.config)
+        track = self.logs.metrics.write_samples
+        return Samples(self.logs.samples, self.shared.tokenizer, self.config, track)
 
     @property
     def is_fleet(self) -> bool:

@@ -2,7 +2,7 @@
 """samples.jsonl: some responses of the whole run, for the sample browser of the report."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,17 @@ class Samples:
         log: samples.jsonl; None where another process writes it.
         tokenizer: of the policy.
         config: of the run.
+        track: gives responses to trackers: step, "train" or "eval", and the responses.
     """
 
-    def __init__(self, log: JsonlWriter | None, tokenizer: Tokenizer, config: Config) -> None:
+    def __init__(
+        self,
+        log: JsonlWriter | None,
+        tokenizer: Tokenizer,
+        config: Config,
+        track: Callable[[int, str, list[dict[str, Any]]], None] = lambda step, of, samples: None,
+    ) -> None:
+        self._track = track
         self._log, self._texts = log, TokenTexts(tokenizer)
         self._step_period = -(-config.num_steps // MOST_STEPS)
         self._num_steps, self._newest_eval = config.num_steps, -1
@@ -77,7 +85,7 @@ class Samples:
         """
         if self._log is None or shown is None or (step - 1) % self._step_period:
             return
-        draw = shown.draw
+        draw, records = shown.draw, []
         for k, y in enumerate(draw.trajectories[:MOST_RESPONSES]):
             n = len(y.response_tokens)
             kept = np.arange(n) if n <= _HEAD + _TAIL else np.r_[0:_HEAD, n - _TAIL : n]
@@ -104,7 +112,8 @@ class Samples:
             record["reference_sum"] = float(policy.sum()) - total
             if y.is_sampled is not None:
                 record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
-            self._write(step, "train", draw.prompt, record)
+            records.append((draw.prompt, record))
+        self._write(step, "train", records)
 
     def add_evaluation(
         self, step: int, evaluation: Evaluation, prompts: list[Prompt], most: int
@@ -118,15 +127,23 @@ class Samples:
         if len(prompts) == 1:  # several of its responses are shown
             prompts = prompts * len(evaluation.texts)
         shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
-        for prompt, text, reward in itertools.islice(shown, min(most, MOST_RESPONSES)):
-            self._write(step, "eval", prompt, {"reward": reward, "version": step, "tokens": [text]})
+        first = itertools.islice(shown, min(most, MOST_RESPONSES))
+        records = [(p, {"reward": r, "version": step, "tokens": [text]}) for p, text, r in first]
+        self._write(step, "eval", records)
 
-    def _write(self, step: int, of: str, prompt: Prompt, record: Mapping[str, Any]) -> None:
+    def _write(
+        self, step: int, of: str, records: Sequence[tuple[Prompt, Mapping[str, Any]]]
+    ) -> None:
         assert self._log is not None
-        answer = str(prompt.columns.get("answer", ""))[-500:]
-        facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
-        text = prompt.text if len(prompt.text) < 4000 else f"[…] {prompt.text[-4000:]}"
-        self._log.append({**facts, "prompt": text, "answer": answer, **record})
+        lines = []
+        for prompt, record in records:
+            facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
+            text = prompt.text if len(prompt.text) < 4000 else f"[…] {prompt.text[-4000:]}"
+            answer = str(prompt.columns.get("answer", ""))[-500:]
+            lines.append({**facts, "prompt": text, "answer": answer, **record})
+            self._log.append(lines[-1])
+        if lines:
+            self._track(step, of, lines)
 
 
 def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:

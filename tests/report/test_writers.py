@@ -42,7 +42,7 @@ def test_missing_tracker_packages_name_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"tba_jax\[tensorboard\]"):
-        metrics.TensorBoardWriter(tmp_path)
+        metrics.TensorBoardWriter(tmp_path, {})
     with pytest.raises(ValueError, match=r"tba_jax\[wandb\]"):
         metrics.WandbWriter("p", name="n", workdir=tmp_path, config={})
 
@@ -50,28 +50,42 @@ def test_missing_tracker_packages_name_the_extra(monkeypatch, tmp_path):
 def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
     calls = []
     board = types.SimpleNamespace(
-        add_scalar=lambda *args: calls.append(args), close=lambda: calls.append("closed")
+        add_scalar=lambda *args: calls.append(args),
+        add_text=lambda *args: calls.append(args),
+        close=lambda: calls.append("closed"),
     )
-    module = types.SimpleNamespace(SummaryWriter=lambda folder: board)
+    module = types.SimpleNamespace(
+        SummaryWriter=lambda folder, purge_step: calls.append(purge_step) or board
+    )
     monkeypatch.setitem(sys.modules, "tensorboardX", module)
     values = {"a": np.float32(0.5), "b": math.nan, "c": [[1, 2]], "d": "text", "e": 3}
-    writer = metrics.TensorBoardWriter(tmp_path)
+    samples = [{"reward": 1.0, "prompt": "2+2\n", "tokens": ["fo", "ur"]}]
+    writer = metrics.TensorBoardWriter(tmp_path, {"seed": 1})
     writer.write(7, values)
+    metrics.MultiWriter([writer]).write_samples(7, "train", samples)
     writer.close()
-    assert calls == [("a", 0.5, 7), ("e", 3.0, 7), "closed"]
+    assert calls[:4] == [7, ("config", "    seed = 1\n", 7), ("a", 0.5, 7), ("e", 3.0, 7)]
+    text = "    reward 1.0\n    2+2\n    \n    -> four\n"
+    assert calls[4:] == [("samples/train", text, 7), "closed"]
 
     logged = []
     run = types.SimpleNamespace(
         log=lambda numbers, step: logged.append((step, numbers)),
         finish=lambda: logged.append("finished"),
     )
-    fake = types.SimpleNamespace(init=lambda **settings: logged.append(settings) or run)
+    fake = types.SimpleNamespace(
+        init=lambda **settings: logged.append(settings) or run,
+        Table=lambda columns, data: [columns, *data],
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = metrics.WandbWriter("p", name="n", workdir=tmp_path, config={"seed": 1})
+    tracker = metrics.WandbWriter("p", name="n", workdir=tmp_path, config={"seed": 1}, run_id="r")
     tracker.write(7, values)
+    tracker.write_samples(7, "eval", samples)
     tracker.close()
     assert logged[0]["project"] == "p" and logged[0]["config"] == {"seed": 1}
-    assert logged[1:] == [(7, {"a": 0.5, "e": 3.0}), "finished"]
+    assert logged[0]["id"] == "r" and logged[0]["resume"] == "allow"
+    table = [["step", "prompt", "response", "reward"], [7, "2+2\n", "four", 1.0]]
+    assert logged[1:] == [(7, {"a": 0.5, "e": 3.0}), (7, {"samples/eval": table}), "finished"]
 
 
 @pytest.mark.parametrize(
