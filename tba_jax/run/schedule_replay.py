@@ -136,9 +136,8 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
         raise ReplayError(f"no schedule log {str(path)!r}; give the schedule.jsonl of a run")
     has_steps = False
     schedule = Schedule(path)
-    for event in stream_jsonl(
-        path, wrong_event
-    ):  # read all lines: a line that is no event is damaged
+    # All lines are read: a line that is no event is damage.
+    for event in stream_jsonl(path, wrong_event):
         has_steps = has_steps or event["event"] == "step"
         schedule.note(event)
         if event["event"] == "lost" and event["log"] == "schedule.jsonl":

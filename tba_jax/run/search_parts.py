@@ -64,8 +64,8 @@ def make_references(
 ) -> dict[Site, Reference]:
     """Make a reference scorer for each set of searcher devices.
 
-    Each scorer has its own parameters. With adapters a trainer on the same devices shares the frozen
-    parameters.
+    Each scorer has its own parameters. With adapters a trainer on the same devices shares the
+    frozen parameters.
     """
     plain = dataclasses.replace(policy, adapters=None)
     mesh = sites.publication.mesh
