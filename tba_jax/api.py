@@ -108,11 +108,12 @@ def run_training(
         )
     config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
     validate(config)
-    from tba_jax.run.lengths import with_lengths
+    from tba_jax.planning.choices import choose
+    from tba_jax.run.workdir import begun_config
 
-    config, _ = with_lengths(config)
-    validate(config)
     workdir = local_folder(workdir, "workdir")
+    config, _ = choose(config, begun_config(workdir))
+    validate(config)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     take_gpu_memory()
     interruption = None

@@ -33,7 +33,7 @@ from tba_jax.devices.placement import MODES
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
 from tba_jax.run.session import train, train_in_bucket
-from tba_jax.run.workdir import Outcome, default_workdir
+from tba_jax.run.workdir import Outcome, begun_config, default_workdir
 from tba_jax.settings import ConfigError, listed
 from tba_jax.storage.bucket import is_address
 
@@ -83,17 +83,17 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no --config given; try --config=math")
     config = freeze(_CONFIG.value)
     _check(config)
-    if not config.task.max_prompt_tokens:
-        from tba_jax.run.lengths import with_lengths
-        from tba_jax.run.preflight import all_problems
-
-        with all_problems(config):
-            config, chosen = with_lengths(config)
-        validate(config)
-        print(chosen, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     given = _WORKDIR.value or default_workdir(config)
     address = given if is_address(given) else ""
     workdir = Path(given) if address else local_folder(given)
+    from tba_jax.planning.choices import choose
+    from tba_jax.run.preflight import all_problems
+
+    with all_problems(config):
+        config, chosen = choose(config, {} if address else begun_config(workdir))
+    validate(config)
+    for line in chosen:
+        print(line, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     if _DRY_RUN.value:
         print(json.dumps({"workdir": given, **config_lib.flatten(config)}, indent=1))
         for line in notes(config):

@@ -390,6 +390,16 @@ def saved_config(workdir: Path) -> dict[str, Any]:
     return config
 
 
+def begun_config(workdir: Path) -> dict[str, Any]:
+    """Return the config of the run that a directory holds, field by field; {} if it has none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    is_run = (workdir / "config.json").is_file() and _is_begun(workdir)
+    return upgrade(saved_config(workdir)) if is_run else {}
+
+
 def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
     """Write config.json of a new run.
 
