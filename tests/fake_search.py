@@ -50,6 +50,8 @@ class CountdownSession:
         self._slots = []
         self._requests = itertools.count()
 
+    is_waiting = False
+
     @property
     def is_idle(self):
         return not (self._queue or self._slots)
@@ -97,7 +99,7 @@ class CountdownSampler:
         return CountdownSession(published, self._lengths)
 
     def submit(self, session, prompt, number):
-        return session.submit(prompt), np.ones(2)
+        return session.submit(prompt.tokens), np.ones(2)
 
 
 class FirstToken:

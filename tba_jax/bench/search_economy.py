@@ -201,7 +201,7 @@ class SlotSampler:
 class NoRewards:
     """A reward of 0 for everything."""
 
-    def grade(self, prompts: Any, responses: Any, has_eos: Any) -> Grades:
+    def grade(self, prompts: Any, responses: Any, has_eos: Any, verdicts: Any) -> Grades:
         """n grades."""
         n = len(responses)
         return Grades([""] * n, [0.0] * n, [None] * n, {}, [False] * n)

@@ -41,7 +41,15 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.run.evaluations import make_evaluator, make_judging
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
-    from tba_jax.run.shared import make_gold, make_grader, make_rewards, make_task, reading_mesh
+    from tba_jax.run.shared import (
+        make_environments,
+        make_episodes,
+        make_gold,
+        make_grader,
+        make_rewards,
+        make_task,
+        reading_mesh,
+    )
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -60,13 +68,14 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         return start_weights(config, model_config, source, site.mesh)
 
     rewards = make_rewards(config, task, tokenizer, [site])
-    gold = None
+    environments, gold = make_environments(config), None
     try:
         gold = make_gold(config, task, tokenizer, site)
         judging = make_judging(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, site)
         grader = make_grader(task, tokenizer, rewards)
-        station = Station(decoder, grader, *judging.measures)
+        episodes = make_episodes(config, task, tokenizer, environments)
+        station = Station(decoder, grader, *judging.measures, episodes=episodes)
         evaluator = make_evaluator(config, task, tokenizer, [station], judging.metrics)
         # On standard error: a big model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
@@ -74,9 +83,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         weights = decoder_weights(config, model_config, params, source, site.mesh)
         return evaluator.run(weights).metrics()
     finally:
-        rewards.close()
-        if gold is not None:
-            gold.close()
+        for each in filter(None, (rewards, gold, environments)):
+            each.close()
 
 
 def _note(line: str) -> None:

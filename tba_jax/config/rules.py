@@ -422,6 +422,21 @@ def _packed_rows(config: Config) -> None:
     )
 
 
+def _environment(config: Config) -> None:
+    """What episodes of several turns go with."""
+    if not config.task.environment:
+        return
+    for name, value, reason in (
+        ("search.vine_tokens", config.search.vine_tokens, "no values of states are estimated"),
+        ("search.min_new_tokens", config.search.min_new_tokens, "each turn may end at once"),
+        ("task.start_path", config.task.start_path, "given responses have no environment"),
+        ("eval.reference_metrics", config.eval.reference_metrics, "observations would count"),
+    ):
+        rule = f"with task.environment it cannot be set: {reason}"
+        default = SETTINGS[name].default
+        need(value == default, name, value, rule, f"Set --config.{name}={default!r}.")
+
+
 _RULES: tuple[Callable[[Config], None], ...] = (
     _sections,
     _compilation_cache,
@@ -441,4 +456,5 @@ _RULES: tuple[Callable[[Config], None], ...] = (
     _task,
     _reward_weights,
     _reward,
+    _environment,
 )

@@ -119,6 +119,11 @@ class Session:
         return not (self._requests or self._waiting or any(self._occupants))
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether it cannot go on by itself: never."""
+        return False
+
+    @property
     def room(self) -> int:
         """Free slots that nothing in the queue will take; negative where more is queued.
 

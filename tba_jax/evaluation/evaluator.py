@@ -18,11 +18,12 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoded, Decoder, row_keys
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.environments.episodes import Episodes, EpisodeSession
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.flow.evaluation_shard import EvaluationShard
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import part_means
+from tba_jax.rewards.source import Verdict, part_means
 
 
 class Responses(NamedTuple):
@@ -58,11 +59,12 @@ MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
 class Station(NamedTuple):
-    """What evaluates on one set of devices: decoder, grader, and measures."""
+    """What evaluates on one set of devices: decoder, grader, measures, makers of episodes."""
 
     decoder: Decoder
     grader: Grader
     measures: tuple[Measure, ...] = ()
+    episodes: Episodes | None = None
 
 
 class Evaluation(NamedTuple):
@@ -241,22 +243,32 @@ class Evaluator:
         self, params: Any, begin: int, stop: int, first: int, station: int
     ) -> EvaluationShard:
         """Decode prompts `begin` to `stop`; grade and measure those from `first` on."""
-        decoder, grader, measures = self._stations[station]
+        decoder, grader, measures, episodes = self._stations[station]
         n, params = self._num_samples, decoder.weights(params)
         keys = row_keys(jax.random.key(0), len(self.prompts) * n).reshape(-1, n, 2)
-        decoded = decoder.decode(
-            params,
-            [p.tokens for p in self.prompts[begin:stop]],
-            num_samples=n,
-            key=keys[begin:stop],
-            settings=self._sampling,
-            num_slots=self._num_slots,
-        )
-        decoded = Decoded(*(x[first - begin :] for x in decoded))
         prompts = self.prompts[first:stop]
+        verdicts: list[Verdict | None] = []
+        if episodes is None:
+            decoded = decoder.decode(
+                params,
+                [p.tokens for p in self.prompts[begin:stop]],
+                num_samples=n,
+                key=keys[begin:stop],
+                settings=self._sampling,
+                num_slots=self._num_slots,
+            )
+            decoded = Decoded(*(x[first - begin :] for x in decoded))
+        else:
+            session = decoder.session(
+                params, num_slots=self._num_slots, prefill_prompts=self._num_slots, is_fed=True
+            )
+            decoded, verdicts = _episodes(
+                episodes.over(session), prompts, keys[first:stop], self._sampling
+            )
         at = list(np.ndindex(decoded.lengths.shape))
         tokens = [decoded.tokens[i, j, : decoded.lengths[i, j]] for i, j in at]
-        grades = grader.grade([prompts[i] for i, _ in at], tokens, decoded.has_eos.ravel().tolist())
+        has_eos = decoded.has_eos.ravel().tolist()
+        grades = grader.grade([prompts[i] for i, _ in at], tokens, has_eos, verdicts)
 
         def by_prompt(flat: Sequence[Any]) -> list[list[Any]]:
             return [list(flat[i : i + n]) for i in range(0, len(flat), n)]
@@ -283,6 +295,31 @@ class Evaluator:
             by_prompt(grades.is_first_kind),
             measured,
         )
+
+
+def _episodes(
+    session: EpisodeSession, prompts: Sequence[Prompt], keys: np.ndarray, settings: SamplingSettings
+) -> tuple[Decoded, list[Verdict | None]]:
+    """Episodes of the prompts as responses, and the verdicts of their environments."""
+    n = keys.shape[1]
+    temperatures = np.full(n, settings.temperature, np.float32)
+    for prompt, own in zip(prompts, keys, strict=True):
+        session.submit(prompt, own, settings, temperatures)
+    episodes = sorted(session.run(), key=lambda y: (y.request, y.sample))
+    shape = len(prompts), n
+    decoded = Decoded(
+        np.zeros((*shape, settings.max_new_tokens), np.int32),
+        np.array([len(y.tokens) for y in episodes]).reshape(shape),
+        np.zeros((*shape, settings.max_new_tokens), np.float32),
+        np.array([y.has_eos for y in episodes]).reshape(shape),
+        np.array([y.version_min for y in episodes]).reshape(shape),
+        np.array([y.version_max for y in episodes]).reshape(shape),
+    )
+    for y in episodes:
+        at = (y.request, y.sample)
+        decoded.tokens[at][: len(y.tokens)] = y.tokens
+        decoded.token_logprobs[at][: len(y.tokens)] = y.token_logprobs
+    return decoded, [y.verdict for y in episodes]
 
 
 def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:

@@ -11,7 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-FinishReason = Literal["eos", "length"]
+FinishReason = Literal["eos", "length", "turns", "done"]
+"""Why a response ended: by itself, by the limit of tokens or of turns, or by its environment."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +52,7 @@ class Trajectory:
         searcher: index of the searcher that made it.
         round: that searcher's round number.
         sampling_temperature: temperature the searcher drew with.
-        finish_reason: "eos" or "length".
+        finish_reason: why it ended.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
         token_advantages: float32 [t], by drawing on from states of the response; None: none were.

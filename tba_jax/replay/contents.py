@@ -124,6 +124,7 @@ class Contents:
             "buffer/fresh_short": float(totals["fresh_short"]),
             "buffer/redrawn": float(totals["redrawn"]),
             "buffer/skipped": float(totals["skipped"]),
+            **{f"buffer/rejected_{k}": float(n) for k, n in self.ledger.rejected.items()},
             **self.economy.stats(self.fresh.num_untouched, self._settings.max_staleness),
         }
 

@@ -35,9 +35,17 @@ class RewardSettings(Section):
         at_most=MAX_WORKERS,
         on_resume=True,
     )
-    timeout_s: float = field(10.0, "per item; a hung worker is killed", above=0, on_resume=True)
+    timeout_s: float = field(
+        10.0,
+        "per item, and per call of an environment; a hung process is killed",
+        above=0,
+        on_resume=True,
+    )
     max_memory_gib: float = field(
-        16.0, "that a reward process may allocate; 0: any", at_least=0, on_resume=True
+        16.0,
+        "that a process of a reward or environment may allocate; 0: any",
+        at_least=0,
+        on_resume=True,
     )
     max_failure_rate: float = share(
         0.5, "above this share of a round the run stops", on_resume=True

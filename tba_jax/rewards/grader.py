@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.source import RewardSource, ScoreResult, Verdict
 
 
 class Grades(NamedTuple):
@@ -73,6 +73,7 @@ class Grader:
         prompts: Sequence[Prompt],
         responses: Sequence[np.ndarray],
         has_eos: Sequence[bool],
+        verdicts: Sequence[Verdict | None] = (),
     ) -> Grades:
         """Grade n responses, one group's or a whole round's.
 
@@ -80,15 +81,20 @@ class Grader:
             prompts: one for each response.
             responses: int32 [t] each, end-of-sequence included.
             has_eos: False where the length limit cut the response.
+            verdicts: of their environments; None: the rewards are asked.
         """
         texts = self.decode_text(responses)
-        scores = self.rewards.score(
-            [p.text for p in prompts],
-            texts,
-            {name: [p.columns[name] for p in prompts] for name in prompts[0].columns},
-            completion_ids=responses,
-            has_eos=has_eos,
-        )
+        asked = [i for i in range(len(texts)) if not verdicts or verdicts[i] is None]
+        scores = ScoreResult([], [], "")
+        if asked:
+            scores = self.rewards.score(
+                [prompts[i].text for i in asked],
+                [texts[i] for i in asked],
+                {name: [prompts[i].columns[name] for i in asked] for name in prompts[0].columns},
+                completion_ids=[responses[i] for i in asked],
+                has_eos=[has_eos[i] for i in asked],
+            )
+        scores = _merged(scores, asked, verdicts) if len(asked) < len(texts) else scores
         is_first = [
             bool(self.first_kind) and self.response_kind(x) == self.first_kind for x in texts
         ]
@@ -101,3 +107,18 @@ class Grader:
         }
         parts = {**scores.parts, **of_sets}
         return Grades(texts, scores.rewards, scores.reasons, parts, is_first)
+
+
+def _merged(
+    scores: ScoreResult, asked: Sequence[int], verdicts: Sequence[Verdict | None]
+) -> ScoreResult:
+    """The scores of the responses that were asked for, and the verdicts of the others."""
+    given = [verdict or Verdict(None, None) for verdict in verdicts]
+    rewards = [verdict.reward for verdict in given]
+    reasons = [verdict.reason for verdict in given]
+    parts = {name: [math.nan] * len(given) for name in scores.parts}
+    for place, i in enumerate(asked):
+        rewards[i], reasons[i] = scores.rewards[place], scores.reasons[place]
+        for name, values in scores.parts.items():
+            parts[name][i] = values[place]
+    return ScoreResult(rewards, reasons, scores.first_traceback, parts)

@@ -16,9 +16,7 @@ class starts another one and sends again what was under way.
 
 import math
 import multiprocessing
-import multiprocessing.util
 import os
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -42,6 +40,7 @@ from tba_jax.rewards.functions import (
     trial_error,
     weighted_sum,
 )
+from tba_jax.rewards.processes import enter_process
 from tba_jax.rewards.source import ScoreResult
 
 # Starting a process and importing the reward's module: seconds, generous for a loaded machine.
@@ -73,20 +72,7 @@ def _start_process(
     functions: Sequence[str], folder: str, parent: int, groups: str, max_memory_bytes: int
 ) -> None:
     """Make a new process ready: its imports are over before the clock of its first task starts."""
-    output.redirect(groups)
-    containment.enter(groups, max_memory_bytes)
-
-    def exit_with_parent() -> None:
-        # A parent that was killed cannot stop a process that hangs in user code.
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        containment.leave(groups)
-
-    # Not atexit's: multiprocessing leaves without those.
-    multiprocessing.util.Finalize(None, containment.end, (groups, parent), exitpriority=0)
-    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's file must not hide a module of the library
+    enter_process(folder, parent, groups, max_memory_bytes)
     preload(functions)
 
 

@@ -35,6 +35,18 @@ class ScoreResult(NamedTuple):
     parts: Mapping[str, Sequence[float]] = {}
 
 
+class Verdict(NamedTuple):
+    """What an environment said of an episode.
+
+    Attributes:
+        reward: a finite number, or None where there is a reason.
+        reason: a named reason, or None where there is a reward.
+    """
+
+    reward: float | None
+    reason: str | None
+
+
 def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Mean of each named part over the items it applies to, as metrics reward_part_NAME."""
     means = {}

@@ -181,6 +181,7 @@ def first_batch(config: Config, packing: Packing) -> Batch | PackedBatch:
         round=0,
         sampling_temperature=packing.policy_temperature,
         finish_reason="length",
+        is_sampled=np.ones(length, bool) if config.task.environment else None,
         token_advantages=np.zeros(length, np.float32) if packing.has_advantages else None,
     )
     weights = (size - distinct + 1, *(1,) * (distinct - 1))

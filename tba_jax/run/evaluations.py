@@ -27,7 +27,7 @@ from tba_jax.run.errors import FleetError
 from tba_jax.run.model_parts import make_padding, make_rollout_scoring, start_weights
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run
-from tba_jax.run.shared import Shared
+from tba_jax.run.shared import Shared, make_episodes
 from tba_jax.run.user_functions import UserFunctions
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.search.reference import Reference
@@ -167,8 +167,9 @@ def build_evaluator(
         sites,
         note,
     )
+    episodes = make_episodes(config, shared.task, shared.tokenizer, shared.rewards.environments)
     stations = [
-        Station(decoders[site], grader, measures)
+        Station(decoders[site], grader, measures, episodes)
         for site, grader, measures in zip(sites, graders, judging.measures, strict=True)
     ]
     evaluator = make_evaluator(config, shared.task, shared.tokenizer, stations, judging.metrics)

@@ -18,6 +18,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.environments.host import TOOL_END
 from tba_jax.flow.padding import Padding, length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
@@ -272,14 +273,27 @@ def make_decoder(
             *length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets),
             # VinePPO prefills a prompt with the beginning of a response.
             *((longest,) if config.search.vine_tokens else ()),
+            *_conversation_lengths(config, longest),
         ),
         max_length=longest,
         chunk_steps=config.search.chunk_steps,
         cache_dtype=config.search.cache_dtype or None,
         site=site,
     )
-    if config.search.stop_strings:
+    stop_strings = config.search.stop_strings
+    if config.task.environment:
+        stop_strings = (*stop_strings, TOOL_END)
+    if stop_strings:
         # Special tokens keep their text, so that one can be a stop string.
         text_of = functools.partial(tokenizer.decode, skip_special=False)
-        decoder.stop_strings = StopStrings(config.search.stop_strings, text_of)
+        decoder.stop_strings = StopStrings(stop_strings, text_of)
     return decoder
+
+
+def _conversation_lengths(config: Config, longest: int) -> tuple[int, ...]:
+    """Prompt buckets of later turns, which begin with everything before them."""
+    if not config.task.environment:
+        return ()
+    least = config.task.max_prompt_tokens
+    lengths = length_buckets(longest, max(2, config.batch.num_length_buckets))
+    return tuple(n for n in lengths if n > least)

@@ -157,6 +157,11 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
     Raises:
         ReplayError: prompts, rejections or drawn responses differ; the message says where.
     """
+    if run.config.task.environment:
+        raise ReplayError(
+            "a run with task.environment cannot be replayed: its schedule does not hold what the "
+            "environment said"
+        )
     trainer = run.trainer
     weights = _Weights(run, schedule)
     searches = searches_of(run, Admitted())

@@ -39,7 +39,7 @@ from tba_jax.run.model_parts import (
     reference_shardings,
     searcher_shardings,
 )
-from tba_jax.run.shared import Shared, Sites, make_grader, make_vine
+from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader, make_vine
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
@@ -403,8 +403,9 @@ def build_searchers(
     if given is not None:
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
+    episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
     samplers = [
-        Sampler(decoders[site], config.search, key, shared.first_searcher + i)
+        Sampler(decoders[site], config.search, key, shared.first_searcher + i, episodes)
         for i, site in enumerate(sites.searchers)
     ]
     graders = [

@@ -26,6 +26,8 @@ from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
 from tba_jax.devices.turns import turns_for
+from tba_jax.environments.episodes import Episodes
+from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
@@ -147,10 +149,12 @@ class Rewards(NamedTuple):
     Attributes:
         source: rewards for training and evaluation.
         gold: judge of the win rate; None without eval.gold_model and eval.gold_reward.
+        environments: answer the policy's turns; None without task.environment.
     """
 
     source: RewardSource
     gold: RewardSource | None
+    environments: EnvironmentPool | None = None
 
     def check(self) -> None:
         """Raise RuntimeError where one of them cannot be used."""
@@ -177,7 +181,43 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
     return Rewards(
         make_rewards(config, task, tokenizer, sites.searchers),
         make_gold(config, task, tokenizer, sites.evaluation),
+        make_environments(config),
     )
+
+
+def make_environments(config: Config) -> EnvironmentPool | None:
+    """Return the processes of the environment that the config names, if it names one."""
+    if not config.task.environment:
+        return None
+    return EnvironmentPool(
+        config.task.environment,
+        timeout_s=config.reward.timeout_s,
+        max_memory_bytes=int(config.reward.max_memory_gib * 2**30),
+    )
+
+
+def make_episodes(
+    config: Config, task: Task, tokenizer: Tokenizer, environments: EnvironmentPool | None
+) -> Episodes | None:
+    """Return how episodes are made; None without an environment.
+
+    Raises:
+        ValueError: the environment, or the chat template with it, cannot be used.
+    """
+    if environments is None:
+        return None
+    environments.check()
+    search = config.search
+    episodes = Episodes(environments, tokenizer, search.max_turns, search.max_episodes)
+    if isinstance(task.eval_problem(0)[0], list):
+        if environments.has_tools:
+            raise ValueError(
+                f"task.environment = {environments.name!r} has tools, and the prompts are chats: "
+                "tool calls in the format of a chat template are not read yet. Use prompts that "
+                "are plain text, or a class with init() and step()"
+            )
+        episodes.check_template()
+    return episodes
 
 
 def make_rewards(

@@ -17,7 +17,17 @@ class SearchSettings(Section):
     prompts_per_round: int = field(
         16, "prompts a searcher takes per round, and has under way with driver=async", at_least=1
     )
-    max_new_tokens: int = field(48, "response limit in tokens", at_least=1)
+    max_new_tokens: int = field(
+        48, "response limit in tokens; of an episode, observations included", at_least=1
+    )
+    max_turns: int = field(8, "with task.environment: the policy's turns in an episode", at_least=1)
+    max_episodes: int = field(
+        0,
+        "with task.environment: episodes that a searcher has under way, each with a process of its "
+        "own; 0: twice its slots, at most 64",
+        at_least=0,
+        on_resume=True,
+    )
     num_devices: int = field(
         1,
         "devices of each searcher, which divide its weights and cache",

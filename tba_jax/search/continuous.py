@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
+from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.groups import measure
@@ -110,7 +111,7 @@ class ContinuousSearch:
         self._admission = admission
         self._swaps_in_flight = swaps_in_flight
         self._log_event = log_event
-        self._session: Session | None = None
+        self._session: Session | EpisodeSession | None = None
         self._published: Published | None = None  # the session's weights, where a vine needs them
         self._open: dict[int, _Open] = {}  # by the session's number of the request
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
@@ -129,7 +130,7 @@ class ContinuousSearch:
         is_newer = published.version > session.version
         is_draining = is_newer and not (self._swaps_in_flight or session.is_idle)
         tickets = [] if is_draining else self._admit(session, published.version)
-        if session.is_idle and not tickets:
+        if not tickets and (session.is_idle or session.is_waiting):
             return False
         self.advance(None if is_draining else published, tickets)
         return True
@@ -219,7 +220,7 @@ class ContinuousSearch:
         self._reported = now
         return now.tokens - before.tokens, now.slot_steps - before.slot_steps
 
-    def _opened(self, published: Published) -> Session:
+    def _opened(self, published: Published) -> Session | EpisodeSession:
         if self._session is None:
             self._session = self._parts.sampler.open(published)
             self._hold(published)
@@ -229,7 +230,7 @@ class ContinuousSearch:
         """Keep the weights while something is to be drawn with them again."""
         self._published = published if self._parts.vine is not None else None
 
-    def _admit(self, session: Session, version: int) -> list[Ticket]:
+    def _admit(self, session: Session | EpisodeSession, version: int) -> list[Ticket]:
         """Prompts for the free slots, to begin with weights of this version."""
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
@@ -255,10 +256,8 @@ class ContinuousSearch:
             if not self._parts.outbox.is_committed(number):
                 return Ticket(number, prompt, self._parts.stream.state())
 
-    def _submit(self, session: Session, ticket: Ticket) -> None:
-        request, temperatures = self._parts.sampler.submit(
-            session, ticket.prompt.tokens, ticket.number
-        )
+    def _submit(self, session: Session | EpisodeSession, ticket: Ticket) -> None:
+        request, temperatures = self._parts.sampler.submit(session, ticket.prompt, ticket.number)
         self._open[request] = _Open(
             ticket,
             session.version,
@@ -269,7 +268,7 @@ class ContinuousSearch:
             self._published,
         )
 
-    def _decode(self, session: Session) -> None:
+    def _decode(self, session: Session | EpisodeSession) -> None:
         """One chunk; tickets that are complete go to whoever grades."""
         for response in session.step():
             group = self._open[response.request]
@@ -280,11 +279,11 @@ class ContinuousSearch:
                 del self._open[response.request]
                 self._finished.put(self._ended(session, group))
 
-    def _ended(self, session: Session, group: _Open) -> Finished:
+    def _ended(self, session: Session | EpisodeSession, group: _Open) -> Finished:
         transcripts = tuple(y for y in group.responses if y is not None)
         spent = session.statistics
         per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
-        decode_s = per_token * sum(len(y.tokens) for y in transcripts)
+        decode_s = per_token * sum(y.num_sampled for y in transcripts)
         return Finished(
             group.ticket, group.version, group.start_s, transcripts, decode_s, group.published
         )
@@ -301,7 +300,7 @@ class ContinuousSearch:
         for f, rollout, group in zip(finished, rollouts, groups, strict=True):
             own = grades.between(start, start + len(f.transcripts))
             start += len(f.transcripts)
-            num_tokens = sum(len(y.tokens) for y in f.transcripts)
+            num_tokens = sum(y.num_sampled for y in f.transcripts)
             share = 1 / len(finished)
             times = PhaseTimes(f.start_s, end_s, f.decode_s, reward_s * share, reference_s * share)
             parts.outbox.put(

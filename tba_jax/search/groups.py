@@ -172,6 +172,7 @@ def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
         [prompt for prompt, _ in flat],
         [y.tokens for _, y in flat],
         [y.has_eos for _, y in flat],
+        [y.verdict for _, y in flat],
     )
 
 
@@ -235,7 +236,7 @@ def _assemble(
                 searcher=searcher,
                 round=round,
                 sampling_temperature=y.temperature,
-                finish_reason="eos" if y.has_eos else "length",
+                finish_reason=y.finish_reason,
                 is_sampled=y.is_sampled,
                 token_advantages=None if advantages is None else advantages[j],
             )

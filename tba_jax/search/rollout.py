@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts: prompts and a sampler become transcripts, who wrote each token included.
 
-Today a response is one turn of the policy, so every token of it is sampled. An environment that
-answers will call the sampler again, and mark what it wrote itself. This module knows neither
-rewards nor references. Invariant: a transcript has the log-prob of the distribution that each of
-its sampled tokens was drawn from.
+A response is one turn of the policy, or an episode of several with what an environment said
+between. This module knows neither reward functions nor references. Invariant: a transcript has the
+log-prob of the distribution that each of its sampled tokens was drawn from.
 """
 
 import dataclasses
@@ -18,7 +17,9 @@ from tba_jax.decoding.engine import Decoded, Decoder, row_keys
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.session import Session
-from tba_jax.flow.trajectory import Prompt
+from tba_jax.environments.episodes import Episode, Episodes, EpisodeSession
+from tba_jax.flow.trajectory import FinishReason, Prompt
+from tba_jax.rewards.source import Verdict
 from tba_jax.search.config import SearchSettings
 from tba_jax.weights.transport import Published
 
@@ -38,6 +39,8 @@ class Transcript(NamedTuple):
         has_eos: False where the length limit cut it.
         version_min, version_max: span of the versions that read its prompt or drew it.
         temperature: it was drawn at.
+        finish: why it ended; None: `has_eos` says.
+        verdict: of its environment; None: reward functions are asked.
     """
 
     tokens: np.ndarray
@@ -47,6 +50,18 @@ class Transcript(NamedTuple):
     version_min: int
     version_max: int
     temperature: float
+    finish: FinishReason | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why it ended."""
+        return self.finish or ("eos" if self.has_eos else "length")
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of the policy."""
+        return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
 class Rollout(NamedTuple):
@@ -99,8 +114,20 @@ def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
     ]
 
 
-def transcript_of(response: Response, temperature: float) -> Transcript:
-    """A response of a session, all of it the policy's."""
+def transcript_of(response: Response | Episode, temperature: float) -> Transcript:
+    """A response of a session, all of it the policy's; or an episode."""
+    if isinstance(response, Episode):
+        return Transcript(
+            response.tokens,
+            response.token_logprobs,
+            response.is_sampled,
+            response.has_eos,
+            response.version_min,
+            response.version_max,
+            temperature,
+            response.finish,
+            response.verdict,
+        )
     return Transcript(
         tokens=response.tokens.astype(np.int32),
         token_logprobs=response.token_logprobs.astype(np.float32),
@@ -120,12 +147,19 @@ class Sampler:
         settings: of searchers.
         key: root key of the run.
         searcher: index of the searcher.
+        episodes: of a task with an environment.
     """
 
     def __init__(
-        self, decoder: Decoder, settings: SearchSettings, key: jax.Array, searcher: int
+        self,
+        decoder: Decoder,
+        settings: SearchSettings,
+        key: jax.Array,
+        searcher: int,
+        episodes: Episodes | None = None,
     ) -> None:
         self.settings = settings
+        self.episodes = episodes
         self._decoder = decoder
         self._sampling = sampling_settings(settings)
         self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
@@ -159,8 +193,35 @@ class Sampler:
         )
         return Drawn(decoded, temperatures)
 
-    def open(self, published: Published) -> Session:
+    def rollouts(
+        self, prompts: Sequence[Prompt], *, round: int, published: Published
+    ) -> list[Rollout]:
+        """S episodes of each of p prompts; arguments as of `draw`."""
+        key = fold_in(self._key, round)
+        temperatures = self._temperatures(key, len(prompts))
+        keys = row_keys(key, temperatures.size).reshape(*temperatures.shape, 2)
+        session = self.open(published)
+        assert isinstance(session, EpisodeSession)
+        for i, prompt in enumerate(prompts):
+            session.submit(prompt, keys[i], self._sampling, temperatures[i])
+        found = {(y.request, y.sample): y for y in session.run()}
+        return [
+            Rollout(
+                prompt,
+                tuple(
+                    transcript_of(found[i, j], temperature)
+                    for j, temperature in enumerate(temperatures[i].tolist())
+                ),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def open(self, published: Published) -> Session | EpisodeSession:
         """An empty session that tickets are submitted to while it runs."""
+        session = self._open(published)
+        return session if self.episodes is None else self.episodes.over(session)
+
+    def _open(self, published: Published) -> Session:
         size = self.settings.samples_per_prompt
         num_slots = self.settings.num_slots or self.settings.prompts_per_round * size
         return self._decoder.session(
@@ -171,12 +232,14 @@ class Sampler:
             is_fed=True,
         )
 
-    def submit(self, session: Session, prompt: np.ndarray, number: int) -> tuple[int, np.ndarray]:
+    def submit(
+        self, session: Session | EpisodeSession, prompt: Prompt, number: int
+    ) -> tuple[int, np.ndarray]:
         """Queue S samples of a prompt.
 
         Args:
             session: made by `open`.
-            prompt: token ids.
+            prompt: the prompt.
             number: of the ticket; no two tickets or rounds use the same random numbers.
 
         Returns:
@@ -185,7 +248,9 @@ class Sampler:
         key = fold_in(self._key, number)
         (temperatures,) = self._temperatures(key, 1)
         keys = row_keys(key, self.settings.samples_per_prompt)
-        return session.submit(prompt, keys, self._sampling, temperatures), temperatures
+        if isinstance(session, EpisodeSession):
+            return session.submit(prompt, keys, self._sampling, temperatures), temperatures
+        return session.submit(prompt.tokens, keys, self._sampling, temperatures), temperatures
 
     def go_on(
         self,
@@ -209,7 +274,7 @@ class Sampler:
             place: of the prompt in the round.
             published: the weights.
         """
-        session = self.open(published)
+        session = self._open(published)
         key = fold_in(fold_in(fold_in(self._key, number), _CONTINUED), place)
         for i, state in enumerate(states):
             limits = dataclasses.replace(

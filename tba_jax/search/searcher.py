@@ -252,6 +252,9 @@ class Searcher:
             temperatures = np.full(decoded.lengths.shape, settings.sampling_temperature)
             return rollouts_of(prompts, Drawn(decoded, temperatures)), 0
         prompts = parts.stream.take(settings.prompts_per_round)
+        if parts.sampler.episodes is not None:
+            rollouts = parts.sampler.rollouts(prompts, round=number, published=published)
+            return rollouts, sum(y.num_sampled for r in rollouts for y in r.transcripts)
         draw = functools.partial(parts.sampler.draw, round=number, published=published)
         rollouts = rollout(prompts, draw)
         return rollouts, sum(len(y.tokens) for r in rollouts for y in r.transcripts)

@@ -42,6 +42,11 @@ class TaskSettings(Section):
         "one per function of task.reward, then one for reward.model_path where both are set; "
         "empty: 1 for each",
     )
+    environment: str = field(
+        "",
+        "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns "
+        "(docs/guide/environments.md); empty: a response is one turn",
+    )
     columns: str = field(
         "",
         "task custom: new names of columns, for example prompt=asked,answer=solution; others keep "
@@ -70,6 +75,17 @@ class TaskSettings(Section):
             self._check_start,
             self._check_columns,
             self._check_reward,
+            self._check_environment,
+        )
+
+    def _check_environment(self) -> None:
+        module, _, name = self.environment.rpartition(":")
+        need(
+            not self.environment or bool(module and name),
+            "task.environment",
+            self.environment,
+            "must read package.module:CLASS or path/to/file.py:CLASS",
+            "For example --config.task.environment=my_game.py:Game.",
         )
 
     def _check_reward(self) -> None:

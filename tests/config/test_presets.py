@@ -15,14 +15,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_names_are_those_of_the_files():
-    assert {name.split(":")[0] for name in names()} == {"custom", "math", "tldr", "redteam"}
-    assert {p.stem for p in (ROOT / "configs").glob("*.py")} == {
+    assert {name.split(":")[0] for name in names()} == {
+        "agent",
         "custom",
         "math",
         "tldr",
         "redteam",
     }
-    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 16
+    assert {p.stem for p in (ROOT / "configs").glob("*.py")} == {
+        "agent",
+        "custom",
+        "math",
+        "tldr",
+        "redteam",
+    }
+    assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 17
 
 
 @pytest.mark.parametrize("name", sorted({*names()} - {"custom:default"}))  # it needs data

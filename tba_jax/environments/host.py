@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a user's environment in a process of its own, one episode at a time.
+
+Two kinds of classes are taken as they are. One is written for TRL's `environment_factory`: `reset`,
+public typed methods that are tools, and perhaps `get_reward`. The other is gym-like: `init` and
+`step`. The parent process sends one JSON request and waits for one JSON answer. Nothing here knows
+tokens, and neither jax nor transformers is imported.
+
+Invariant: whatever the environment does, a request gets an answer or the process ends.
+"""
+
+import asyncio
+import functools
+import importlib
+import inspect
+import json
+import math
+import numbers
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from tba_jax.environments.gym import GymLike
+from tba_jax.rewards.processes import enter_process
+from tba_jax.settings import import_file
+
+TOOL_START, TOOL_END = "<tool>", "</tool>"
+RESULT = "<result>{}</result>"
+MOST_CHARACTERS = 2**18
+"""Of an observation; a longer one is a failure."""
+_MOST_TEXT = 4000  # characters of a traceback
+_CALL = re.compile(re.escape(TOOL_START) + "(.*?)" + re.escape(TOOL_END), re.DOTALL)
+
+
+class _Failure(Exception):
+    """The environment broke its contract.
+
+    Attributes:
+        name: of the rejection.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
+class _Kind(Protocol):
+    """How one kind of class is called."""
+
+    has_reward: bool
+
+    def begin(self, row: Mapping[str, Any]) -> Any:
+        """Begin an episode; a text, or None."""
+        ...
+
+    def turn(self, text: str) -> tuple[Any, str]:
+        """What the environment answers to a turn, and why the episode ends with it, or ""."""
+        ...
+
+    def reward(self) -> Any:
+        """Reward of the episode."""
+        ...
+
+
+class Tools:
+    """A class written for TRL's `environment_factory`.
+
+    Args:
+        environment: an instance.
+
+    Raises:
+        TypeError: a public method lacks annotations or a docstring.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+        self.has_reward = hasattr(environment, "get_reward")
+        self._tools: dict[str, Callable[..., Any]] = {}
+        for name, method in inspect.getmembers(environment, inspect.ismethod):
+            if name.startswith("_") or name in ("reset", "get_reward"):
+                continue
+            parameters = inspect.signature(method).parameters.values()
+            if not method.__doc__ or any(p.annotation is p.empty for p in parameters):
+                raise TypeError(
+                    f"the tool {name} wants a docstring and an annotation for each argument; hide "
+                    "a method that is no tool with a leading underscore"
+                )
+            self._tools[name] = method
+
+    def begin(self, row: Mapping[str, Any]) -> Any:
+        return _result(_call_with(self._environment.reset, row))
+
+    def turn(self, text: str) -> tuple[Any, str]:
+        calls = _CALL.findall(text)
+        if not calls:
+            return None, "eos"
+        return "".join(RESULT.format(self._call(each)) for each in calls), ""
+
+    def reward(self) -> Any:
+        return _result(self._environment.get_reward())
+
+    def _call(self, text: str) -> str:
+        """Result of a tool call; an error of the policy's call, or of the tool, is a result too."""
+        try:
+            call = json.loads(text)
+            name, arguments = call["name"], call.get("arguments", {})
+            if name not in self._tools:
+                return f"error: no tool {name!r}; there are {', '.join(self._tools)}"
+            return str(_result(self._tools[name](**arguments)))
+        except Exception as error:  # as in TRL: the policy sees what went wrong
+            return f"error: {type(error).__name__}: {error!s:.200}"
+
+
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among those offered that a function takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    return {name: value for name, value in offered.items() if name in names}
+
+
+def _call_with(function: Callable[..., Any], offered: Mapping[str, Any]) -> Any:
+    return function(**accepted(function, offered))
+
+
+def _result(value: Any) -> Any:
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def load(name: str) -> Callable[[], _Kind]:
+    """Return what makes an environment of package.module:CLASS or path/to/file.py:CLASS.
+
+    Raises:
+        Whatever the import raises; AttributeError, TypeError: it is no environment.
+    """
+    module_name, _, own = name.rpartition(":")
+    if module_name.endswith(".py"):
+        module: Any = import_file(module_name)
+    else:
+        module = importlib.import_module(module_name)
+    factory = getattr(module, own)
+    if hasattr(factory, "init") and hasattr(factory, "step"):
+        return lambda: GymLike(factory())
+    if not callable(factory) or (isinstance(factory, type) and not hasattr(factory, "reset")):
+        raise TypeError(f"{own} has neither reset() and tools, nor init() and step()")
+    return lambda: Tools(factory())
+
+
+class Host:
+    """The environment of a process.
+
+    Args:
+        name: package.module:CLASS or path/to/file.py:CLASS.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._environment: _Kind | None = None
+
+    @functools.cached_property
+    def _make(self) -> Callable[[], _Kind]:
+        return load(self._name)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what a request says; a failure is an answer."""
+        try:
+            return self._answer(request)
+        except _Failure as failure:
+            self._environment = None
+            return {"failure": failure.name, "text": str(failure)}
+        except BaseException as error:  # a boundary: user code, even sys.exit()
+            self._environment = None
+            report = "".join(traceback.format_exception(error))
+            *_, last = traceback.format_exception_only(error)
+            return {
+                "failure": "environment_error",
+                "text": last.strip()[:_MOST_TEXT],
+                "traceback": report[-_MOST_TEXT:],
+            }
+
+    def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self._environment is None:
+            self._environment = self._make()
+        environment = self._environment
+        match request["do"]:
+            case "describe":
+                is_tools = isinstance(environment, Tools)
+                return {"has_reward": environment.has_reward, "has_tools": is_tools}
+            case "begin":
+                return {"observation": _text(environment.begin(request["row"]))}
+            case "turn":
+                observation, finish = environment.turn(request["text"])
+                answer = {"observation": _text(observation), "finish": finish}
+                return {**answer, "reward": self._reward(environment) if finish else None}
+            case _:
+                return {"finish": "end", "reward": self._reward(environment)}
+
+    def _reward(self, environment: _Kind) -> float | None:
+        if not environment.has_reward:
+            return None
+        value = environment.reward()
+        value = value.item() if hasattr(value, "item") else value
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            kind = type(value).__name__
+            raise _Failure("environment_type", f"the reward is a {kind}; want a number")
+        if not math.isfinite(value):
+            raise _Failure("environment_nan", f"the reward is {value}")
+        return float(value)
+
+
+def _text(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        kind = type(value).__name__
+        raise _Failure("environment_type", f"the observation is a {kind}; want a text or None")
+    if value is not None and len(value) > MOST_CHARACTERS:
+        raise _Failure(
+            "environment_flood",
+            f"the observation has {len(value):,} characters; at most {MOST_CHARACTERS:,} are taken",
+        )
+    return value
+
+
+def serve(
+    connection: Connection, name: str, folder: str, groups: str, max_memory_bytes: int
+) -> None:
+    """Answer requests until the parent process closes the connection."""
+    enter_process(folder, os.getppid(), groups, max_memory_bytes)
+    sys.stdin = open(os.devnull)
+    host = Host(name)
+    while True:
+        try:
+            request = json.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            return
+        connection.send_bytes(json.dumps(host.answer(request)).encode())

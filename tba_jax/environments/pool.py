@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that run environments: one for each episode under way, used again for later ones.
+
+An environment is user code with a state: it may hang, raise, end its process, or answer nonsense.
+So each episode has its process for itself, and each call has a deadline that really ends it. No
+call waits: whoever drives the episodes asks for answers with `poll`.
+
+Invariant: a failure is a named reason, never a reward, and costs no other episode anything.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from tba_jax.environments.host import serve
+from tba_jax.rewards import containment, output
+
+START_TIMEOUT_S = 60.0
+"""Starting a process and importing the environment's module, in seconds."""
+_REPORT_S = 30.0  # between two lines about failures of one name
+_MOST_BYTES = 2**22  # of an answer
+
+
+class Answer(NamedTuple):
+    """What an environment said.
+
+    Attributes:
+        observation: text for the policy, None for none.
+        finish: why the episode ended, "" while it goes on.
+        reward: of an episode that ended; None where the environment gives none.
+        failure: name of what went wrong; "" for nothing.
+    """
+
+    observation: str | None = None
+    finish: str = ""
+    reward: float | None = None
+    failure: str = ""
+
+
+class _Process:
+    """A process and its connection.
+
+    Attributes:
+        is_started: it has answered once, so its imports are done.
+    """
+
+    def __init__(self, pool: "EnvironmentPool") -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tba_jax.environments.host"])
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(
+            target=serve,
+            args=(theirs, pool.name, os.getcwd(), pool.groups.folder, pool.max_memory_bytes),
+            daemon=True,
+        )
+        self.process.start()
+        theirs.close()
+        self.is_started = False
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join(1.0)
+
+
+class Environment:
+    """The environment of one episode; one thread drives it."""
+
+    def __init__(self, pool: "EnvironmentPool", process: _Process) -> None:
+        self._pool, self._process = pool, process
+        self._doing, self._deadline_s = "", 0.0
+
+    def begin(self, row: Mapping[str, Any]) -> None:
+        """Ask for the beginning of an episode on a row of the data, its prompt included."""
+        self._send("reset", {"do": "begin", "row": dict(row)})
+
+    def turn(self, text: str) -> None:
+        """Ask what the environment says to a turn of the policy."""
+        self._send("a turn", {"do": "turn", "text": text})
+
+    def end(self) -> None:
+        """Ask for the reward of an episode that a limit ends."""
+        self._send("the reward", {"do": "end"})
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether `poll` returns an answer, or a failure."""
+        connection = self._process.connection
+        try:
+            return connection.poll() or time.monotonic() >= self._deadline_s
+        except OSError:
+            return True
+
+    def poll(self) -> Answer | None:
+        """Return the answer to the newest request; None while there is none.
+
+        After a failure the environment is gone.
+        """
+        process, pool = self._process, self._pool
+        try:
+            if process.connection.poll():
+                answer = json.loads(process.connection.recv_bytes(_MOST_BYTES))
+                process.is_started = True
+                if "failure" in answer:
+                    pool.report(answer["failure"], answer["text"])
+                    pool.give_back(process)
+                    return Answer(failure=answer["failure"])
+                return Answer(**answer)
+        except (EOFError, OSError):
+            return self._lost("environment_crash", f"its process ended during {self._doing}")
+        if time.monotonic() < self._deadline_s:
+            return None
+        text = f"{self._doing} took longer than {pool.timeout_s:g} s (reward.timeout_s)"
+        return self._lost("environment_timeout", text)
+
+    def release(self) -> None:
+        """Give the process back, for another episode."""
+        self._pool.give_back(self._process)
+
+    def _send(self, doing: str, request: Mapping[str, Any]) -> None:
+        self._doing = doing
+        start_s = 0.0 if self._process.is_started else START_TIMEOUT_S
+        self._deadline_s = time.monotonic() + self._pool.timeout_s + start_s
+        try:
+            self._process.connection.send_bytes(json.dumps(request).encode())
+        except OSError:
+            self._deadline_s = 0.0  # `poll` finds that it has ended
+
+    def _lost(self, name: str, text: str) -> Answer:
+        self._process.kill()
+        self._pool.groups.sweep(now=True)
+        self._pool.report(name, text)
+        return Answer(failure=name)
+
+
+class EnvironmentPool:
+    """Processes for episodes; safe to share between threads.
+
+    Args:
+        name: package.module:CLASS or path/to/file.py:CLASS.
+        timeout_s: seconds that a call may take.
+        max_memory_bytes: of each process; 0: any.
+
+    Attributes:
+        groups: what processes leave behind is found with it.
+        has_reward, has_tools: of the environment, once it is checked.
+    """
+
+    def __init__(self, name: str, *, timeout_s: float, max_memory_bytes: int = 0) -> None:
+        self.name = name
+        self.timeout_s = timeout_s
+        self.max_memory_bytes = max_memory_bytes
+        self.groups = containment.Groups()
+        self._output = output.Output(self.groups.folder)
+        self._lock = threading.Lock()
+        self._idle: list[_Process] = []
+        self._all: set[_Process] = set()
+        self._is_closed = False
+        self._failures: dict[str, int] = {}  # not reported yet
+        self._reported_s: dict[str, float] = {}
+        self._is_checked = False
+        self.has_reward = self.has_tools = False
+
+    def check(self) -> None:
+        """Wait until the environment can be made.
+
+        Raises:
+            ValueError: it cannot; with the reason.
+        """
+        if self._is_checked:
+            return
+        process = self._take()
+        process.connection.send_bytes(b'{"do": "describe"}')
+        try:
+            if not process.connection.poll(START_TIMEOUT_S + self.timeout_s):
+                raise ValueError(
+                    f"task.environment = {self.name!r} was not made within "
+                    f"{START_TIMEOUT_S + self.timeout_s:.0f} s; move slow work out of its "
+                    "constructor, or raise reward.timeout_s"
+                )
+            answer = json.loads(process.connection.recv_bytes(_MOST_BYTES))
+        except (EOFError, OSError):
+            raise ValueError(
+                f"task.environment = {self.name!r}: its process ended while it was made; see "
+                "standard error"
+            ) from None
+        if "failure" in answer:
+            raise ValueError(
+                f"task.environment = {self.name!r} cannot be used: {answer['text']}. Want "
+                "package.module:CLASS or path/to/file.py:CLASS, made without arguments"
+            )
+        process.is_started = True
+        self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
+        self._is_checked = True
+        self.give_back(process)
+
+    def open(self) -> Environment:
+        """Return an environment for an episode."""
+        return Environment(self, self._take())
+
+    def _take(self) -> _Process:
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError(f"the environments of {self.name} were closed")
+            process = self._idle.pop() if self._idle else _Process(self)
+            self._all.add(process)
+            return process
+
+    def give_back(self, process: _Process) -> None:
+        """Keep a process for another episode."""
+        with self._lock:
+            self._all = {p for p in self._all if p.process.is_alive()}
+            self._idle.append(process)
+
+    def report(self, name: str, text: str) -> None:
+        """Print a line about a failure; of later ones with this name once in a while."""
+        with self._lock:
+            self._failures[name] = self._failures.get(name, 0) + 1
+            now = time.monotonic()
+            if now - self._reported_s.get(name, -_REPORT_S) < _REPORT_S:
+                return
+            self._reported_s[name] = now
+            num = self._failures.pop(name)
+        text = " ".join(text.split())
+        line = f"environment {self.name}: {text}; {num} episode(s) rejected as {name}\n"
+        sys.stderr.write(line)
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        """End the processes, whatever they are doing."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            processes, self._all = self._all, set()
+        for process in processes:
+            process.kill()
+        self.groups.close()
+        self._output.close()

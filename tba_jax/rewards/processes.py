@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process does first that runs user code: a reward function or an environment."""
+
+import multiprocessing.util
+import os
+import sys
+import threading
+import time
+
+from tba_jax.rewards import containment, output
+
+
+def enter_process(folder: str, parent: int, groups: str, max_memory_bytes: int) -> None:
+    """Make a new process ready for user code, and let it end with its parent.
+
+    Args:
+        folder: user modules may lie there.
+        parent: process ID of who started it.
+        groups: folder of `containment.Groups`, and of `output.Output`.
+        max_memory_bytes: that it may allocate; 0: any.
+    """
+    output.redirect(groups)
+    containment.enter(groups, max_memory_bytes)
+
+    def exit_with_parent() -> None:
+        # A parent that was killed cannot stop a process that hangs in user code.
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        containment.leave(groups)
+
+    # Not atexit's: multiprocessing leaves without those.
+    multiprocessing.util.Finalize(None, containment.end, (groups, parent), exitpriority=0)
+    threading.Thread(target=exit_with_parent, name="exit-with-parent", daemon=True).start()
+    if folder not in sys.path:
+        sys.path.append(folder)  # last: a user's file must not hide a module of the library

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of the preset agent:toy: sums of the task `arithmetic`, with a calculator.
+
+    prompt          7+5-3+8-6+2
+    a guess         =13             ends the episode: 1 if it is right
+    a call          :               is answered with all running totals but the last, 12,9,17,11,
+    then            13              ends the episode too
+
+Guesses of the start model are often wrong, and it seldom calls. The stop string ":" ends a turn.
+"""
+
+import re
+
+from tba_jax.tasks.arithmetic import running_totals
+
+_INTEGER = re.compile(r"-?\d+")
+
+
+class Calculator:
+    """Gym-like."""
+
+    def init(self, prompt: str) -> None:
+        """Begin an episode."""
+        self._totals = running_totals(prompt)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Return (observation, reward, done) for a turn of the policy."""
+        if text.endswith(":"):
+            return ",".join(map(str, self._totals[:-1])) + ",", 0.0, False
+        found = _INTEGER.findall(text)
+        is_right = bool(found) and int(found[-1]) == self._totals[-1]
+        return "", float(is_right), True

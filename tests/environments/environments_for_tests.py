@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that processes of tests import."""
+
+import os
+import time
+
+
+class Game:
+    """Gym-like; what it is told says what it does."""
+
+    def init(self, prompt):
+        self.prompt = prompt
+
+    def step(self, text):
+        match text:
+            case "hang":
+                time.sleep(1000)
+            case "die":
+                os._exit(3)
+            case "raise":
+                raise KeyError("no such key")
+            case "type":
+                return 3, 1.0, False
+            case "flood":
+                return "x" * 10**7, 1.0, False
+            case "nan":
+                return "", float("nan"), True
+            case "mapping":
+                said = [{"role": "user", "content": "hi"}]
+                return {"observations": said, "reward": 1.0, "done": False}
+        return f"{self.prompt}:{text}", 1.0, text == "end"
+
+
+class Counter:
+    """As TRL wants one."""
+
+    def __init__(self):
+        self._n = 0
+
+    def reset(self, start, **row):
+        self._n = start
+        return f"from {start}"
+
+    def add(self, n: int) -> int:
+        """Add n.
+
+        Args:
+            n: how much.
+        """
+        self._n += n
+        return self._n
+
+    async def get_reward(self):
+        return self._n
+
+
+class Untyped(Counter):
+    def undescribed(self, n):
+        return n
+
+
+class Slow:
+    def __init__(self):
+        raise OSError("no such server")
+
+    def init(self, prompt): ...
+
+    def step(self, text): ...

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in processes: what they say, and every way in which they fail."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tba_jax.environments.pool import EnvironmentPool
+
+FILE = Path(__file__).with_name("environments_for_tests.py")
+
+
+def answer(environment, limit_s=60.0):
+    end = time.monotonic() + limit_s
+    while (found := environment.poll()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture(scope="module")
+def games():
+    pool = EnvironmentPool(f"{FILE}:Game", timeout_s=2.0)
+    pool.check()
+    yield pool
+    pool.close()
+
+
+def begun(pool):
+    environment = pool.open()
+    environment.begin({"prompt": "p"})
+    assert answer(environment).failure == ""
+    return environment
+
+
+def test_a_gym_like_environment_is_asked_turn_by_turn_and_its_rewards_are_added(games):
+    environment = begun(games)
+    for text, observation in (("a", "p:a"), ("mapping", "hi")):
+        environment.turn(text)
+        found = answer(environment)
+        assert (found.observation, found.finish, found.reward) == (observation, "", None)
+    environment.turn("end")
+    assert answer(environment)[1:] == ("done", 3.0, "")
+    environment.release()
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("hang", "environment_timeout"),
+        ("die", "environment_crash"),
+        ("raise", "environment_error"),
+        ("type", "environment_type"),
+        ("flood", "environment_flood"),
+        ("nan", "environment_nan"),
+    ],
+)
+def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, name, capsys):
+    other, bad = begun(games), begun(games)
+    bad.turn(text)
+    start = time.monotonic()
+    assert answer(bad).failure == name
+    assert time.monotonic() - start < 2.0 + 5.0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(FILE) in line and name in line
+    other.turn("a")
+    assert answer(other).observation == "p:a"
+    other.release()
+
+
+def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited(capsys):
+    pool = EnvironmentPool(f"{FILE}:Counter", timeout_s=5.0)
+    try:
+        pool.check()
+        assert pool.has_tools and pool.has_reward
+        environment = pool.open()
+        environment.begin({"prompt": "p", "start": 3, "more": 1})
+        assert answer(environment).observation == "from 3"
+        for text, said in (
+            ('so <tool>{"name": "add", "arguments": {"n": 4}}</tool>', "7"),
+            ('<tool>{"name": "add", "arguments": {"m": 4}}</tool>', "error: TypeError"),
+            ('<tool>{"name": }</tool>', "error: JSONDecodeError"),
+            ('<tool>{"name": "reset"}</tool>', "error: no tool 'reset'; there are add"),
+        ):
+            environment.turn(text)
+            assert f"<result>{said}" in answer(environment).observation
+        environment.turn("7")
+        assert answer(environment)[1:] == ("eos", 7.0, "")
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("Untyped", "the tool undescribed wants a docstring"),
+        ("Slow", "OSError: no such server"),
+        ("Absent", "has no attribute 'Absent'"),
+        ("os", "neither reset"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
+    pool = EnvironmentPool(f"{FILE}:{name}", timeout_s=5.0)
+    try:
+        with pytest.raises(ValueError, match=reason) as error:
+            pool.check()
+        assert "\n" not in str(error.value)
+    finally:
+        pool.close()

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes over a real decode session, with environments of this process that take their time."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_models import load_folder
+
+from tba_jax.config.schema import make_config
+from tba_jax.decoding.engine import row_keys
+from tba_jax.environments.episodes import Episodes, _Segment
+from tba_jax.environments.pool import Answer
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.transformer import unstack_layers
+from tba_jax.run.modeling import START_MODEL, make_decoder
+from tba_jax.search.reference import Reference, make_reference_program
+from tba_jax.search.rollout import sampling_settings
+
+LIMIT = 20
+
+
+class Environment:
+    """Says a z and how long a turn was; ends with the third turn. Answers when asked often."""
+
+    def __init__(self, world, delay):
+        self.world, self.delay = world, delay
+        self.num_turns = 0
+
+    def begin(self, row):
+        assert row["prompt"]
+        self._asked, self._answer = 0, Answer()
+
+    def turn(self, text):
+        self.num_turns += 1
+        self.world.texts.append(text)
+        self._asked = 0
+        is_over = self.num_turns == self.world.most
+        self._answer = Answer(f"z{len(text)}", "done" if is_over else "", 1.0 if is_over else None)
+        if text in self.world.fails:
+            self._answer = Answer(failure="environment_error")
+
+    def end(self):
+        self._asked, self._answer = 0, Answer(finish="end", reward=0.5)
+
+    @property
+    def is_answered(self):
+        self._asked += 1
+        return self._asked > self.delay
+
+    def poll(self):
+        return self._answer if self.is_answered else None
+
+    def release(self):
+        self.world.released += 1
+
+
+class World:
+    """In the place of a pool."""
+
+    def __init__(self, delays=(0,), most=3, fails=()):
+        self.delays, self.most, self.fails = delays, most, fails
+        self.texts, self.lines, self.opened, self.released = [], [], 0, 0
+
+    def open(self):
+        self.opened += 1
+        return Environment(self, self.delays[self.opened % len(self.delays)])
+
+    def report(self, name, text):
+        self.lines.append((name, text))
+
+
+@pytest.fixture(scope="module")
+def model():
+    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
+    tokenizer = Tokenizer.load(str(START_MODEL))
+    settings = make_config(
+        {
+            "task.max_prompt_tokens": 12,
+            "task.environment": "unused:Unused",
+            "search.max_new_tokens": LIMIT,
+            "eval.max_new_tokens": LIMIT,
+            "search.stop_strings": (",", ":"),
+            "search.num_slots": 4,
+        }
+    )
+    return config, params, tokenizer, settings, make_decoder(settings, config, tokenizer)
+
+
+def prompts_of(tokenizer):
+    texts = ["7+5-3+8-6+2", "1-1+6+8-7+3", "9+9-8"]
+    return [Prompt(i, x, tokenizer.encode(x, add_bos=True), {}) for i, x in enumerate(texts)]
+
+
+def drawn(model, world, *, in_turn, max_turns=4, limit=LIMIT, num=2):
+    """All episodes, in order."""
+    config, params, tokenizer, settings, decoder = model
+    inner = decoder.session(
+        unstack_layers(params, config), num_slots=4, prefill_prompts=4, is_fed=True, version=3
+    )
+    session = Episodes(world, tokenizer, max_turns).over(inner)
+    sampling = dataclasses.replace(sampling_settings(settings.search), max_new_tokens=limit)
+    keys = row_keys(jax.random.key(5), 3 * num).reshape(3, num, 2)
+    for prompt, own in zip(prompts_of(tokenizer), keys, strict=True):
+        session.submit(prompt, own, sampling, np.ones(num))
+    found = []
+    if in_turn:
+        found = list(session.run())
+    else:
+        for _ in range(10_000):
+            if session.is_idle:
+                break
+            if not session.is_waiting:
+                found += session.step()
+    assert session.is_idle and session.room == 4
+    return sorted(found, key=lambda y: (y.request, y.sample))
+
+
+def scored(model, episodes, masks):
+    """log pi of the marked tokens of each episode, by the scorer of the reference."""
+    config, params, tokenizer, _, _ = model
+    program = make_reference_program(config, Scoring(eos_ids=tokenizer.eos_ids))
+    prompts = prompts_of(tokenizer)
+    rows = [prompts[y.request].tokens for y in episodes]
+    responses = np.zeros((len(rows), 1, LIMIT), np.int32)
+    is_sampled = np.zeros(responses.shape, bool)
+    lengths = np.array([[len(y.tokens)] for y in episodes])
+    for i, (y, mask) in enumerate(zip(episodes, masks, strict=True)):
+        responses[i, 0, : len(y.tokens)] = y.tokens
+        is_sampled[i, 0, : len(y.tokens)] = mask
+    padded = Padding((12,), (LIMIT,), tokenizer.pad_id).rows(rows, responses, lengths)
+    return np.asarray(Reference(program, params)(*padded, is_sampled))[:, 0]
+
+
+def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
+    episodes = drawn(model, World(), in_turn=True)
+    assert {y.finish for y in episodes} <= {"done", "length"}
+    assert any((~y.is_sampled).sum() > 2 for y in episodes)
+    for y in episodes:
+        assert not y.token_logprobs[~y.is_sampled].any()
+        places = np.flatnonzero(y.is_sampled)
+        own = scored(model, [y] * len(places), np.eye(len(y.tokens), dtype=bool)[places])
+        np.testing.assert_allclose(y.token_logprobs[places], own, atol=1e-5)
+
+
+def test_one_wrong_mark_on_one_observation_token_is_seen(model):
+    episodes = drawn(model, World(), in_turn=True)
+    sums = np.array([y.token_logprobs.sum() for y in episodes])
+    np.testing.assert_allclose(
+        scored(model, episodes, [y.is_sampled for y in episodes]), sums, atol=1e-4
+    )
+    wrong = [y for y in episodes if not y.is_sampled.all()]
+    for y in wrong:
+        for place in np.flatnonzero(~y.is_sampled):
+            mask = y.is_sampled.copy()
+            mask[place] = True
+            assert abs(scored(model, [y], [mask])[0] - y.token_logprobs.sum()) > 1e-3
+
+
+@pytest.mark.parametrize("delays", [(0,), (3, 40, 0, 11)])
+def test_what_is_sampled_does_not_depend_on_when_environments_answer(model, delays):
+    first = drawn(model, World(), in_turn=True)
+    again = drawn(model, World(delays), in_turn=False)
+    assert [y.tokens.tolist() for y in first] == [y.tokens.tolist() for y in again]
+    assert [y.verdict for y in first] == [y.verdict for y in again]
+    assert {(y.version_min, y.version_max) for y in again} == {(3, 3)}
+
+
+def test_turns_in_order_are_bit_equal_however_slow_an_environment_is(model):
+    first = drawn(model, World(), in_turn=True)
+    again = drawn(model, World((2, 30, 7)), in_turn=True)
+    for y, z in zip(first, again, strict=True):
+        np.testing.assert_array_equal(y.token_logprobs, z.token_logprobs)
+        np.testing.assert_array_equal(y.tokens, z.tokens)
+
+
+def test_limits_end_an_episode_that_keeps_its_reward(model):
+    world = World(most=10)
+    one_turn = drawn(model, world, in_turn=False, max_turns=1)
+    assert {y.finish for y in one_turn} <= {"turns", "length"}
+    assert any(y.finish == "turns" for y in one_turn)
+    assert all(y.is_sampled.all() and y.verdict.reward == 0.5 for y in one_turn)
+    long = drawn(model, World(most=10), in_turn=False, max_turns=10)
+    assert all(len(y.tokens) <= LIMIT for y in long)
+    assert any(y.finish == "length" for y in long)
+    assert world.released == world.opened
+
+
+def test_a_failure_is_a_rejection_of_its_episode_alone(model):
+    good = drawn(model, World(), in_turn=False)
+    texts = World()
+    drawn(model, texts, in_turn=False)
+    bad = drawn(model, World(fails={texts.texts[0]}), in_turn=False)
+    assert len(bad) == len(good)
+    failed = [y for y in bad if y.verdict.reason]
+    assert failed and {y.verdict for y in failed} == {(None, "environment_error")}
+    for y, z in zip(good, bad, strict=True):
+        assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
+
+
+class Chat:
+    """A tokenizer of characters with a template that drops what was thought before."""
+
+    def __init__(self, drops):
+        self.drops = drops
+
+    def encode(self, text, add_bos):
+        return np.array([ord(c) for c in text], np.int32)
+
+    def decode(self, ids, skip_special=True):
+        return "".join(map(chr, ids))
+
+    def format_chat(self, messages):
+        texts = [
+            m["role"][0] + (m["content"].replace("b", "") if self.drops else m["content"]) + "\n"
+            for m in messages
+        ]
+        return "".join(texts) + "a"
+
+
+def test_an_observation_extends_a_chat_and_a_template_that_cannot_is_refused():
+    Episodes(World(), Chat(drops=False), 2).check_template()
+    with pytest.raises(ValueError, match="the chat template does not extend the conversation"):
+        Episodes(World(), Chat(drops=True), 2).check_template()
+    messages = [{"role": "user", "content": "q"}]
+    prompt = Prompt(0, "uq\na", np.zeros(0, np.int32), {"prompt": messages})
+    chat = Chat(drops=False)
+    turn = _Segment(chat.encode("hm", False), np.zeros(2, np.float32), True, "hm")
+    ids = Episodes(World(), chat, 2).observation(prompt, [turn], "so?")
+    assert chat.decode(ids) == "\nuso?\na"

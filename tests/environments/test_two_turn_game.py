@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A game of two turns, counted out: whose marks lead Trajectory Balance to the soft optimum?"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fake_batches import SCORING, SETTINGS
+from fake_models import random_params, tiny_config
+
+from tba_jax.flow.packing import Packing
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.search.reference import Reference, make_reference_program
+from tba_jax.settings import Schedule
+from tba_jax.train.state import init_state
+from tba_jax.train.step import make_train_step
+from tba_jax.train.target import Target
+
+SIZE = 6
+BETA = 0.5
+CONFIG = tiny_config(vocab_size=SIZE)
+SCORE = replace(SCORING, eos_ids=())
+PROMPT = np.array([3, 5, 1, 4], np.int32)
+# A token, what the game says to it, another token: every episode there is.
+FIRST, SECOND = (x.ravel() for x in np.meshgrid(np.arange(SIZE), np.arange(SIZE), indexing="ij"))
+SAID = (2 * FIRST + 1) % 4
+TOKENS = np.stack([FIRST, SAID, SECOND], axis=1).astype(np.int32)
+REWARD = np.random.default_rng(0).uniform(size=SIZE * SIZE).astype(np.float32)
+IS_SAMPLED = np.array([True, False, True])
+
+
+def logprobs(params, is_sampled):
+    """Of the marked tokens of every episode, [36]."""
+    n = len(TOKENS)
+    lengths = np.full((n, 1), 3, np.int32)
+    rows = Padding((4,), (3,), 0).rows([PROMPT] * n, TOKENS[:, None], lengths)
+    marks = np.broadcast_to(is_sampled, (n, 1, 3))
+    return np.asarray(Reference(make_reference_program(CONFIG, SCORE), params)(*rows, marks))[:, 0]
+
+
+def trained(is_sampled, num_steps):
+    """log pi of every episode after training on all of them, and at the start."""
+    params = random_params(CONFIG)
+    start = logprobs(params, IS_SAMPLED)
+    reference = logprobs(params, is_sampled)
+    n = len(TOKENS)
+    episodes = tuple(
+        Trajectory(
+            prompt_id=0,
+            response_tokens=TOKENS[i],
+            reward=float(REWARD[i]),
+            reward_parts={},
+            behavior_token_logprobs=np.where(is_sampled, -1.8, 0).astype(np.float32),
+            reference_logprob=float(reference[i]),
+            version_min=0,
+            version_max=0,
+            searcher=0,
+            round=0,
+            sampling_temperature=1.0,
+            finish_reason="done",
+            is_sampled=is_sampled,
+        )
+        for i in range(n)
+    )
+    draw = Draw(Prompt(0, "", PROMPT, {}), episodes, (1,) * n, True, tuple(range(n)), 0)
+    packing = Packing(
+        num_prompts=1, group_size=n, padding=Padding((4,), (3,), 0), policy_temperature=1.0
+    )
+    batch = packing.batch([draw])
+    schedule = optax.cosine_decay_schedule(3e-3, num_steps)
+    optimizer = optax.adam(schedule)
+    settings = replace(SETTINGS, target=Target(Schedule(BETA)), scoring=SCORE)
+    step = make_train_step(CONFIG, optimizer, schedule, settings)
+    state = init_state(params, optimizer, keep_reference=False)
+    for _ in range(num_steps):
+        state, _ = step(state, batch)
+    return logprobs(jax.device_get(state.params), IS_SAMPLED), start
+
+
+def kl_to_optimum(is_sampled, num_steps):
+    got, start = trained(np.array(is_sampled), num_steps)
+    np.testing.assert_allclose(np.exp(got).sum(), 1.0, atol=1e-5)
+    optimum = start + REWARD / BETA
+    optimum = optimum - np.log(np.exp(optimum).sum())
+    return float((np.exp(optimum) * (optimum - got)).sum())
+
+
+@pytest.mark.slow
+def test_where_observations_follow_from_the_context_the_optimum_is_reached():
+    assert kl_to_optimum([True, False, True], 1500) < 1e-3
+
+
+@pytest.mark.slow
+def test_an_observation_that_counts_as_sampled_leads_elsewhere():
+    assert kl_to_optimum([True, True, True], 1500) > 1e-2
