@@ -371,7 +371,7 @@ def run_main(*arguments, cwd=ROOT):
         (["--config=math:gsm8"], "; did you mean gsm8k?"),
         (
             ["--config=maths"],
-            "there are agent:toy, custom:default, math:arithmetic, math:gsm8k, math:math, math:gsm8k_offic",
+            "there are agent:toy, custom:default, math:arithmetic, math:gsm8k, math:math, math:gs",
         ),
         (["--config=tdlr:toy"], "tldr:pythia2.8b_slow; did you mean tldr:toy?"),
         (

@@ -77,7 +77,7 @@ def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
 )
 def test_an_unknown_name_lists_the_presets_and_the_nearest(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    listed = rf"there are custom:default, math:arithmetic, .*mean {near}\?$"
+    listed = rf"there are agent:toy, custom:default, .*mean {near}\?$"
     with pytest.raises(ConfigError, match=listed) as info:
         path_of(name)
     assert "\n" not in str(info.value)
