@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
-from tba_jax.run.modeling import START_MODEL, make_decoder
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.engine import row_keys
@@ -19,6 +18,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
+from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.rollout import sampling_settings
 
