@@ -132,6 +132,7 @@ class Slots:
         self._left = np.zeros(SLOTS, np.int64)
         self._owner: list[tuple[int, int, int] | None] = [None] * SLOTS
         self._requests = 0
+        self.is_waiting = False
 
     @property
     def is_idle(self) -> bool:
@@ -193,9 +194,9 @@ class SlotSampler:
         self.session = Slots(published.version, self._serial, self._seed)
         return self.session
 
-    def submit(self, session: Any, prompt: np.ndarray, number: int) -> tuple[int, np.ndarray]:
+    def submit(self, session: Any, prompt: Prompt, number: int) -> tuple[int, np.ndarray]:
         """The samples of a prompt."""
-        return session.submit(int(prompt[0])), np.ones(SAMPLES)
+        return session.submit(prompt.prompt_id), np.ones(SAMPLES)
 
 
 class NoRewards:
