@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a process does first that runs user code: a reward function or an environment."""
 
+import multiprocessing
 import multiprocessing.util
 import os
 import sys
@@ -24,7 +25,9 @@ def enter_process(folder: str, parent: int, groups: str, max_memory_bytes: int) 
 
     def exit_with_parent() -> None:
         # A parent that was killed cannot stop a process that hangs in user code.
-        while os.getppid() == parent:
+        # One that a fork server started has another parent than the process it serves.
+        served = multiprocessing.parent_process()
+        while os.getppid() == parent and (served is None or served.is_alive()):
             time.sleep(1.0)
         containment.leave(groups)
 
