@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectory Balance with Asynchrony in JAX. Importing the package imports nothing heavy.
 
-From Python: `load_config` names a preset and what is different, `run_training` trains, `load_run`
-looks at what a run left (docs/python_api.md).
+From Python: `load_config` returns a preset with changes, `run_training` trains, and `load_run`
+reads the files of a run (docs/python_api.md).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training from Python, in a script or a notebook: the names that `tba_jax` exports.
 
-It is the main command without its flags, its exit and its signals: errors are raised, the process
-goes on, and a second call works. Importing it loads no jax; checking a
-config does, because the objective checks its own settings. No absl flag is left behind.
+It works like the main command without flags, exit codes and signals: errors are raised, and a
+second call works. Importing it loads no jax; checking a config does, because the objective checks
+its own settings. No absl flag stays defined.
 """
 
 import contextlib
@@ -35,26 +35,26 @@ if TYPE_CHECKING:
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.models.transformer import TransformerConfig
 
-# Of a searcher that is in the middle of a round when the last step is made.
+# For a searcher in the middle of a round at the last step.
 _LAST_ROUND_S = 60.0
 _CURVES_S = 15.0  # between two drawings in a notebook
 
 
 def load_config(name: str, /, **overrides: Any) -> Config:
-    """A preset, or a config file, with some fields changed; checked as the command checks it.
+    """Return a preset, or a config file, with some fields changed; checked as in the command.
 
         load_config("math")
         load_config("math:gsm8k", num_steps=20, search={"top_p": 0.9})
 
     Args:
-        name: as `--config` names it: math, math:gsm8k, path/to/file.py:preset.
-        overrides: fields by name; those of a section as a mapping, as presets write them.
+        name: as in `--config`: math, math:gsm8k, path/to/file.py:preset.
+        overrides: fields by name; those of a section as a mapping, as in presets.
 
     Returns:
-        A frozen config: `config.search.top_p`. docs/config.md says what each field means.
+        A frozen config: `config.search.top_p`. docs/config.md describes each field.
 
     Raises:
-        ConfigError: no such preset or field (with the nearest name), or values that cannot work.
+        ConfigError: no such preset or field (with the nearest name), or contradictory values.
     """
     arguments = [
         f"--config.{field}={tuple(value) if isinstance(value, list) else value}"
@@ -77,23 +77,18 @@ def run_training(
     """Train in this process: begin a run, or continue the one in the work directory.
 
     A finished run is not repeated. An interrupt (Ctrl-C, the stop button of a notebook) saves after
-    the current step and then raises; the same call continues. A script that calls this needs the
-    `if __name__ == "__main__":` of every program whose processes are started anew.
+    the current step and then raises; the same call continues. A script that calls this needs
+    `if __name__ == "__main__":`, because reward processes import it.
 
     Args:
-        config: of `load_config`.
-        workdir: folder that is made, or holds a run with this very config.
-        reward: function or functions with the signature of `task.reward`. Functions of a notebook
-            cannot be imported by reward processes: they need `in_process`.
-        objective: an objective, or a class of objectives, as docs/objectives.md describes.
-        callbacks: called with (step, values) after each step; numbers that they return are logged.
-        in_process: call the rewards in this process, where no deadline ends a call that hangs.
+        config: from `load_config`.
+        workdir: folder to create, or with a run of exactly this config.
 
     Returns:
         report.json: `report["eval"]["before"]`, `["after"]`, `["samples"]`, times and counts.
 
     Raises:
-        ConfigError: the config cannot work here. UserError: the folder holds another run.
+        ConfigError: the config cannot run here. UserError: the folder has another run.
         KeyboardInterrupt: the run was interrupted, and is saved.
     """
     import signal
@@ -103,8 +98,8 @@ def run_training(
 
     if MODES[config.placement].spans_hosts:
         raise ConfigError(
-            f"config.placement = {config.placement!r}: a pod has a process per host, and this is "
-            "one; start `python -m tba_jax.main` on every host, or give another placement"
+            f"config.placement={config.placement}: a pod needs a process per host, and this is one "
+            "process. Run `python -m tba_jax.main` on every host, or set another placement"
         )
     config, curves = _with_given(config, reward, objective, callbacks, in_process), Curves(workdir)
     validate(config)
@@ -117,7 +112,7 @@ def run_training(
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     take_gpu_memory()
     interruption = None
-    # Python takes signals in its main thread only; elsewhere a run goes on to its end.
+    # Python handles signals only in the main thread; in another thread a run ends by itself.
     if threading.current_thread() is threading.main_thread():
         interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
     try:
@@ -173,7 +168,7 @@ def _with_given(
 class Curves:
     """Reward and headline metric of a run, shown in a notebook and drawn again while it trains.
 
-    Elsewhere it does nothing.
+    RemoteRewards it does nothing.
 
     Args:
         workdir: of the run.
@@ -211,10 +206,10 @@ class Curves:
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
-    """What a run left in its work directory, finished or not; it is only read.
+    """Return the files of a run, finished or not; read-only.
 
     Raises:
-        ValueError: the folder holds no run.
+        ValueError: the folder has no run.
     """
     from tba_jax.run.lock import run_folder
 
@@ -223,7 +218,7 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture that a notebook shows where it is the value of a cell.
+    """A picture that a notebook displays as the value of a cell.
 
     Attributes:
         png: the file's bytes.
@@ -240,10 +235,10 @@ class Policy:
     """The policy of a checkpoint.
 
     Attributes:
-        step: optimiser steps it was trained for.
+        step: optimiser steps of its training.
         config: the architecture.
         params: parameters, layers stacked, divided over the devices of this machine.
-        tokenizer: of its texts.
+        tokenizer: tokenizer of its texts.
     """
 
     step: int
@@ -254,7 +249,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedRun:
-    """A run, from what it left in its work directory at the moment of `load_run`."""
+    """Files of a run in its work directory, as of the call of `load_run`."""
 
     _files: files.Run
 
@@ -265,32 +260,32 @@ class SavedRun:
 
     @property
     def workdir(self) -> Path:
-        """The folder."""
+        """The work directory."""
         return self._files.workdir
 
     @property
     def config(self) -> Config:
-        """What the run was made with."""
+        """The config of the run."""
         return unflatten(upgrade(self._files.config))
 
     @property
     def report(self) -> Mapping[str, Any]:
-        """report.json; {} before the run has written it."""
+        """Contents of report.json; {} before the run has written it."""
         return self._files.report
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl: one for each step, "step" and the metrics by name.
+        """Lines of metrics.jsonl: one per step, with "step" and the metrics by name.
 
-        Read anew by each use: those of a long run are many, and `column` needs none of them.
+        Every use reads the file again; `column` reads a single metric.
         """
         return read_jsonl(self.workdir / "metrics.jsonl")
 
     def column(self, name: str) -> "tuple[np.ndarray, np.ndarray]":
-        """Steps at which a metric was written, and its values there.
+        """Return the steps at which a metric was written, and its values there.
 
         Raises:
-            ValueError: no line has it; with the nearest names.
+            ValueError: no line has it; the message has the nearest names.
         """
         known = self._files.metrics.names
         if name not in known:
@@ -300,16 +295,16 @@ class SavedRun:
 
     @property
     def plots(self) -> tuple[str, ...]:
-        """Names for `plot`."""
+        """Valid names for `plot`."""
         from tba_jax.report.figures import FIGURES
 
         return tuple(figure.name for figure in FIGURES)
 
     def plot(self, name: str, *, dpi: int = 110) -> Picture:
-        """A figure of the report.
+        """Return a figure of the report.
 
         Raises:
-            ValueError: there is no such figure, or the run has nothing to draw in it.
+            ValueError: there is no such figure, or the run has no data for it.
         """
         from tba_jax.report import plots
         from tba_jax.report.figures import FIGURES
@@ -319,14 +314,14 @@ class SavedRun:
             raise ValueError(f"no plot {name!r}; there are {', '.join(self.plots)}")
         figure = draw(self._files, plots.LIGHT)
         if figure is None:
-            raise ValueError(f"{self.workdir} has nothing to draw for {name!r} yet")
+            raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(plots.to_png(figure, dpi))
 
     def load_policy(self) -> Policy:
-        """The policy of the newest checkpoint; adapters come merged.
+        """Return the policy of the newest checkpoint; adapters are merged.
 
         Raises:
-            ValueError, CheckpointError: there is no checkpoint that can be read.
+            ValueError, CheckpointError: there is no readable checkpoint.
         """
         from tba_jax.commands.saved import load_policy
         from tba_jax.models.tokenizer import Tokenizer

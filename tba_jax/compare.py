@@ -4,7 +4,7 @@
 import sys
 
 from tba_jax.commands.compare import main
-from tba_jax.commands.edge import guarded
+from tba_jax.commands.entry_point import run_command
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_command(main))

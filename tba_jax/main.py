@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command: flags -> config -> build -> drive -> report.
+"""The main command: parse flags, build, train, report.
 
     python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
-Running it again on a work directory that holds a run resumes it. With --config.placement=pod the
-same command runs on every host, under jax.distributed. Nothing heavy is imported at module level:
-reward processes import this module again when they start.
+Running it again on a work directory with a run resumes the run. With --config.placement=pod the
+same command runs on every host, under jax.distributed. Nothing heavy is imported at module level,
+because starting reward processes import this module.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from pathlib import Path
 from absl import flags
 from ml_collections import config_flags
 
-from tba_jax.commands.edge import guarded
+from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import OPEN, local_folder, parse_flags
@@ -40,7 +40,7 @@ from tba_jax.storage.bucket import is_address
 # Before jax is imported, so that times count from the command.
 _PROCESS_START = time.perf_counter()
 
-# What the config flag looks for settings in, which `cli` fills.
+# Argument of the config flag, filled in by `cli`.
 _GIVEN: list[str] = []
 _CONFIG = config_flags.DEFINE_config_file(
     "config",
@@ -76,7 +76,7 @@ _DRY_RUN = flags.DEFINE_bool(
 
 
 def main(argv: Sequence[str]) -> int:
-    """absl entry point."""
+    """Run the command as absl calls it; return the exit code."""
     if len(argv) > 1:
         raise UserError(f"unexpected argument {argv[1]!r}; options begin with --")
     if _CONFIG.value is None:
@@ -108,12 +108,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(config: Config, workdir: Path, address: str) -> int:
-    """Train, replay or say that the run is finished; the exit code.
+    """Train, replay, or report that the run is finished; return the exit code.
 
     Args:
         config: validated.
         workdir: of the run.
-        address: of a work directory in an object store; "": there is none.
+        address: of a work directory in an object store; "": a local one.
     """
     if address:
         return _run_in_bucket(config, address)
@@ -143,7 +143,7 @@ def _run(config: Config, workdir: Path, address: str) -> int:
 
 
 def _run_in_bucket(config: Config, address: str) -> int:
-    """`main` with a work directory in an object store."""
+    """Run with a work directory in an object store; return the exit code."""
     mode = MODES[config.placement]
     if mode.spans_hosts or mode.searches_elsewhere or _REPLAY_SCHEDULE.value:
         what = "a replay" if _REPLAY_SCHEDULE.value else f"placement={config.placement}"
@@ -163,7 +163,7 @@ def _run_in_bucket(config: Config, address: str) -> int:
 
 
 def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int | None) -> int:
-    """Print what became of a run; the exit code of a single process."""
+    """Print the outcome of a run; return the exit code of a single process."""
     if outcome.is_finished:
         before, after = "", ""
         if outcome.was_finished:
@@ -183,12 +183,12 @@ def _say(outcome: Outcome, config: Config, workdir: object, signal_number: int |
 
 
 def _run_pod(config: Config, workdir: Path) -> int:
-    """`main` in a process of a pod: join the others, let process 0 claim the work directory."""
-    from tba_jax.devices.cluster import LastWords, PeerError
+    """Run as a process of a pod: connect to the others; process 0 claims the work directory."""
+    from tba_jax.devices.cluster import FailureNotice, PeerError
 
     interrupted = Interruption()
     everyone = start_cluster(config, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
-    last_words = LastWords(everyone)
+    last_words = FailureNotice(everyone)
     held = contextlib.ExitStack()
     try:
         from tba_jax.run.job import run_job
@@ -207,7 +207,7 @@ def _run_pod(config: Config, workdir: Path) -> int:
             code = _say(outcome, config, workdir, interrupted.signal_number)
         everyone.close()  # the others may still request steps or tickets
         held.close()
-        last_words.unsay()
+        last_words.withdraw()
         # A pod that was told to go and went in order has not failed.
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
@@ -222,22 +222,22 @@ def _run_pod(config: Config, workdir: Path) -> int:
                 f"ends the others within {config.pod.heartbeat_s} s (config.pod.heartbeat_s)",
                 file=sys.stderr,
             )
-        last_words.unsay()
+        last_words.withdraw()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Run the command; what a user can mend becomes one line on standard error."""
+    """Run the command; a user error becomes one line on standard error."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's chatter on standard error
     from tba_jax.devices.platform import take_gpu_memory
 
     take_gpu_memory()
     argv = sys.argv if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        return guarded(_help)
-    return guarded(lambda: main(_parsed(argv)))
+        return run_command(_help)
+    return run_command(lambda: main(_parsed(argv)))
 
 
 def _help() -> int:
@@ -247,10 +247,10 @@ def _help() -> int:
 
 
 def _parsed(argv: Sequence[str]) -> list[str]:
-    """Arguments that are no flags.
+    """Return the arguments that are not flags.
 
     Raises:
-        UserError: a flag that cannot be read; with it, what is wrong with the rest of the command.
+        UserError: a malformed flag; the message also has the problems of the other arguments.
     """
     try:
         _GIVEN[:] = written_out(argv)
@@ -262,7 +262,7 @@ def _parsed(argv: Sequence[str]) -> list[str]:
 
 
 def _check(config: Config) -> None:
-    """Raises UserError with all problems, also of data, model and reward, for an invalid config."""
+    """Raise a UserError with all problems of an invalid config, its data, model and reward."""
     try:
         validate(config)
     except ConfigError as error:
@@ -272,7 +272,7 @@ def _check(config: Config) -> None:
 
 
 def _exit(code: int) -> None:
-    """Leave, also while a thread is in the middle of something that nobody needs any more."""
+    """Exit, even while another thread is inside native code."""
     sys.stdout.flush()
     sys.stderr.flush()
     if any(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a setting is declared: its type, default, range and meaning, once, where it is consumed.
+"""Declarations of settings: type, default, range and meaning, once, in the room that uses them.
 
 A room's `config.py` holds frozen dataclasses of such fields:
 
@@ -33,39 +33,39 @@ from typing import Any, Literal, Self, TypeVar
 
 T = TypeVar("T")
 
-# Counts are int32 on devices and in files; rates, times and bounds are computed in float32.
+# Counts are int32 on devices and in files; rates, times and bounds are float32.
 _LARGEST = 2**31
 _LARGEST_BYTES = 2**53
 _LARGEST_FLOAT = 1e30
-# Smaller numbers are 0 in float32, or their reciprocal is infinite.
+# Smaller numbers are 0 in float32, or have an infinite reciprocal.
 _SMALLEST_FLOAT = 1e-30
 
-# Among the choices of a field: a class in a file of the user, path/to/file.py:CLASS.
+# Stands among the choices of a field for a class in a user's file, path/to/file.py:CLASS.
 IN_A_FILE = "FILE.py:CLASS"
 
 Dtype = Literal["float32", "bfloat16"]
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run; each message says field, value, rule and remedy."""
+    """A configuration that cannot run; each message has field, value, rule and remedy."""
 
     def __str__(self) -> str:
         return listed(self.args)
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Return problems as one text: the only one, or a list with one line for each."""
+    """Return problems as one text: a single one, or a list with one line per problem."""
     if len(problems) == 1:
         return str(problems[0])
     return "\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)])
 
 
 def check_all(*checks: Callable[[], None]) -> None:
-    """Call every check, and raise what all of them found.
+    """Call every check, and raise one error with all messages.
 
     Raises:
-        ConfigError: every message. A plain ValueError is raised only by itself: after other
-            problems it follows from one of them.
+        ConfigError: every message. A plain ValueError is raised only if it is the first error:
+            after other errors it is a consequence.
     """
     found: dict[str, None] = {}
     for check in checks:
@@ -123,12 +123,12 @@ class Schedule:
 
     @property
     def begin(self) -> int:
-        """The step at which the number leaves START."""
+        """Step at which the number leaves START."""
         return self.warmup + self.hold
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """START, and FINAL where the schedule reaches it."""
+        """START, and FINAL if the schedule reaches it."""
         return (self.start,) if self.shape == "constant" else (self.start, self.final)
 
     def is_always(self, value: float) -> bool:
@@ -224,7 +224,7 @@ def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedu
 
 
 def _shortest(number: float) -> str:
-    """The shortest text that reads back as the same float."""
+    """Return the shortest text that reads back as the same float."""
     text = repr(number).removesuffix(".0")
     mantissa, e, exponent = text.partition("e")
     return f"{mantissa.removesuffix('.0')}e{int(exponent)}" if e else text
@@ -244,7 +244,7 @@ class Section:
         return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
 
     def check(self) -> None:
-        """Rules across the fields of this section; single fields are checked as declared.
+        """Check rules across the fields of this section; single fields are checked separately.
 
         Raises:
             ConfigError: see `need`.
@@ -261,15 +261,15 @@ def field(
     among: tuple[str, ...] = (),
     on_resume: bool = False,
 ) -> T:
-    """A field of a section.
+    """Declare a field of a section.
 
     Args:
-        default: its default.
-        meaning: what it means, in its unit.
+        default: default value.
+        meaning: meaning and unit.
         at_least, above, at_most: bounds of a number; `above` is exclusive.
-        among: its choices, where they are found and no `Literal` could name them.
-        on_resume: whether a resumed run may change it: it decides what is logged, kept and risked,
-            not what is computed.
+        among: choices that are not known when a `Literal` type would be written.
+        on_resume: whether a resumed run may change it: settings of logs, storage and limits, not
+            of the computation.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most, "among": among}
     return dataclasses.field(
@@ -278,7 +278,7 @@ def field(
 
 
 def share(default: float, meaning: str, *, on_resume: bool = False) -> float:
-    """A field between 0 and 1."""
+    """Declare a field between 0 and 1."""
     return field(default, meaning, at_least=0, at_most=1, on_resume=on_resume)
 
 
@@ -288,7 +288,7 @@ class Setting:
 
     Attributes:
         name: with its sections, as on the command line: "search.top_p".
-        type: of its values.
+        type: type of its values.
         default, meaning, on_resume, at_least, above, at_most, among: as given to `field`.
     """
 
@@ -304,13 +304,13 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Its values, if they are few; else ()."""
+        """All values, if they are few; else ()."""
         is_literal = typing.get_origin(self.type) is Literal
         return typing.get_args(self.type) if is_literal else self.among
 
     @property
     def rule(self) -> str:
-        """What its value must be; "" for any."""
+        """Rule that values must meet; "" for any value."""
         if self.choices:
             return f"must be one of {', '.join(choice or repr(choice) for choice in self.choices)}"
         if self.at_most is not None:
@@ -322,14 +322,14 @@ class Setting:
 
     @property
     def kind(self) -> str:
-        """What its values are, for people."""
+        """Type of its values, for users."""
         kinds = {str: "text", int: "whole number", float: "number", bool: "True or False"}
         kinds[Schedule] = "number or schedule"
         return kinds.get(self.type, "list")
 
     @property
     def _size(self) -> str:
-        """What every number must be, so that what is computed from it exists."""
+        """Rule on the size of numbers, so that computations with them stay finite."""
         if self.type is int:
             return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
         if self.type in (float, Schedule) and self.at_most is None:
@@ -351,7 +351,7 @@ class Setting:
         return IN_A_FILE in self.choices and is_in_a_file(value)
 
     def check(self, value: Any) -> None:
-        """Refuse a value that is not among the choices or within the bounds.
+        """Refuse a value outside the choices or bounds.
 
         Raises:
             ConfigError: see `need`.
@@ -386,11 +386,11 @@ class Setting:
 
 
 def declared(section: type, prefix: str = "") -> Iterator[Setting]:
-    """The settings of a section and of the sections in it, in their order.
+    """Yield the settings of a section and of its sections, in order.
 
     Args:
         section: a dataclass.
-        prefix: of their names.
+        prefix: prefix of their names.
     """
     types = typing.get_type_hints(section)
     for entry in dataclasses.fields(section):
@@ -402,16 +402,16 @@ def declared(section: type, prefix: str = "") -> Iterator[Setting]:
 
 
 def is_in_a_file(name: str) -> bool:
-    """Whether a name is path/to/file.py:NAME."""
+    """Return whether a name has the form path/to/file.py:NAME."""
     path, _, own = name.rpartition(":")
     return path.endswith(".py") and bool(own)
 
 
 def import_file(path: str) -> ModuleType:
-    """Import a file from anywhere, under a name that cannot hide another module's.
+    """Import a file from anywhere, under a name that cannot hide another module.
 
     Raises:
-        FileNotFoundError: there is no such file. Whatever the file raises.
+        FileNotFoundError: there is no such file. Any exception of the file.
     """
     full = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(full):

@@ -179,7 +179,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def measure(folder: Path, *, num_samples: int, seed: int) -> dict[str, Any]:
-    """What the model in a folder does on every evaluation problem, greedily and sampled.
+    """Return the results of a model folder on all evaluation problems, greedy and sampled.
 
     Args:
         folder: a model folder.

@@ -147,7 +147,7 @@ def comparisons(num: int, name: str) -> tuple[np.ndarray, np.ndarray, float]:
 
 
 def train_reward(policy: Params, seed: int) -> tuple[Params, dict[str, float]]:
-    """A reward model on the trunk of the policy, and how well it agrees with the gold reward."""
+    """Return a reward model on the policy's trunk, and its agreement with the gold reward."""
     key = jax.random.key(seed)
     fresh = transformer.init_params(REWARD, key)
     # A head that says nothing, so that the trunk's features are not shaken at the start.

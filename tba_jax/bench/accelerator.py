@@ -155,7 +155,7 @@ def run_part(part: Part, out: Path, limit_s: float, *, is_dry: bool) -> dict[str
 
 
 def _figures(log: Path, report: Path) -> dict[str, Any]:
-    """What a part found: the last object that it printed, or the report of a run."""
+    """Return the result of a part: the last object that it printed, or the report of a run."""
     if report.exists():
         return json.loads(report.read_text())
     for line in reversed(log.read_text(errors="replace").splitlines()):
@@ -210,7 +210,7 @@ def write(
 def page(
     parts: Sequence[Part], results: Mapping[str, dict[str, Any]], date: str, *, is_dry: bool
 ) -> Iterable[str]:
-    """The results to read."""
+    """Return the results as text."""
     yield "# One accelerator"
     yield ""
     if is_dry:

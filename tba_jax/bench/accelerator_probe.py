@@ -181,7 +181,7 @@ def _decoding_error(config: TransformerConfig, params: Any, here: Any, cpu: Any)
 
 
 def memory(is_dry: bool) -> dict[str, Any]:
-    """What a decode chunk and a train step take: by the compiler, and by the device's own count.
+    """Return times of a decode chunk and a train step, by the compiler and by the device.
 
     The device counts a peak since the process began, so the smaller program comes first.
     """

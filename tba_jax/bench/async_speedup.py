@@ -201,7 +201,7 @@ def read(workdir: Path, skip: int) -> Figures:
 
 
 def write_model(folder: Path) -> None:
-    """A model of random weights with the start model's tokenizer."""
+    """Write a model of random weights with the start model's tokenizer."""
     shutil.copytree(START_MODEL, folder)
     config = dataclasses.replace(models.describe(str(START_MODEL)).config, **_WIDER)
     params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))

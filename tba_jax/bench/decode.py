@@ -210,7 +210,7 @@ def _vocabulary(folder: Path, *, is_ours: bool) -> tuple[int, list[int]]:
 def _repeat(
     args: argparse.Namespace, peers: Sequence[str], base: Mapping[str, Any], folder: Path
 ) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
-    """(reports of our side, reports of each peer), one per repeat, interleaved."""
+    """Return (reports of our side, reports of each peer), one per repeat, interleaved."""
     ours: list[dict[str, Any]] = []
     others: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
     for repeat in range(args.repeats):
@@ -307,7 +307,7 @@ def _peer_figures(
 def _length_figures(
     lengths: Sequence[int], workload: Workload, eos_prob: Mapping[str, float]
 ) -> dict[str, float]:
-    """What was drawn and, where the distribution is known, how far its mean is from expected.
+    """Return the drawn tokens and, for a known distribution, the deviation of their mean.
 
     `z` is in standard errors: of several sides that sample correctly, one above 4 is a chance of
     less than 1 in 10,000.
@@ -323,7 +323,7 @@ def _length_figures(
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     rows = [
         f"{result['model']}, {result['num_params'] / 1e6:.1f}M parameters, {result['dtype']}",

@@ -270,7 +270,7 @@ def _draw(
     num_slots: int,
     seed: int,
 ) -> tuple[Session, list[int]]:
-    """(an idle session, lengths of its responses), everything submitted at once."""
+    """Return (an idle session, lengths of its responses), with everything submitted at once."""
     settings = SamplingSettings(max_new_tokens=decoder.max_length - prompts.shape[1])
     session = decoder.session(
         weights, num_slots=num_slots, prefill_prompts=-(-num_slots // num_samples)

@@ -73,8 +73,10 @@ def _hf(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], dict[
     whole = torch.tensor(prompts, dtype=torch.int64, device=device)
 
     class Watch(transformers.StoppingCriteria):
-        """Notes when the first token is drawn, and ends generation at `length` tokens: a smaller
-        max_new_tokens would make another static cache."""
+        """Records the time of the first token, and stops generation at `length` tokens.
+
+        A smaller max_new_tokens would need another static cache.
+        """
 
         def __init__(self, length: int):
             self.length, self.first = length, 0.0
@@ -176,7 +178,7 @@ def _tunix(job: dict[str, Any], prompts: np.ndarray) -> tuple[dict[str, Any], di
 
 
 def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
-    """The model of a Qwen2 checkpoint and its config, as Tunix has them."""
+    """Return the model of a Qwen2 checkpoint and its config, in Tunix's form."""
     import jax.numpy as jnp
 
     model_lib = importlib.import_module("tunix.models.qwen2.model")
@@ -208,7 +210,7 @@ def _tunix_model(job: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _watched(sampler_class: Any, prompt_tokens: int, most: int) -> Any:
-    """A subclass of Tunix's sampler that records the time of the first token.
+    """Return a subclass of Tunix's sampler that records the time of the first token.
 
     Its attribute `limit` ends generation after as many tokens: a smaller max_generation_steps would
     compile another program.

@@ -94,7 +94,7 @@ class Trainer:
         self._num_bytes, self._since, self._cpu = 0, 0.0, 0.0
 
     def run(self) -> None:
-        """Steps until `end`; each has as much work as took `step_ms` at the beginning."""
+        """Make steps until `end`; each has the work of `step_ms` as calibrated at the start."""
         matrix = np.full((MATRIX, MATRIX), 0.5, np.float32)
         product = np.matmul(matrix, matrix)
         start, count = time.perf_counter(), 0
@@ -121,7 +121,7 @@ class Trainer:
             time.sleep(0.05)
 
     def begin(self) -> None:
-        """A window begins."""
+        """Begin a measurement window."""
         self._steps.clear()
         self._since, self._cpu = time.perf_counter(), time.process_time()
         self._num_bytes = int(self.server.metrics()["fleet/put_bytes"])

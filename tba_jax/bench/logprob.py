@@ -167,7 +167,7 @@ def temporary_bytes(args: argparse.Namespace, where: jax.sharding.Sharding) -> d
 
 
 def tpu_device(topology: str) -> Any:
-    """A chip that is not attached, to compile for.
+    """Return a chip that is not attached, to compile for.
 
     Raises:
         ValueError: no libtpu, or not a topology that it knows.

@@ -116,7 +116,7 @@ def _in_this_process(part: str, workdir: Path) -> dict[str, float]:
 
 
 def _resume(workdir: Path) -> None:
-    """What the logs add to a resume."""
+    """Restore the logs, as in a resume."""
     from tba_jax.devices.cluster import Cluster
     from tba_jax.flow.state import PartState
     from tba_jax.report.writers import ProgressDisplay
@@ -135,14 +135,14 @@ def _resume(workdir: Path) -> None:
 
 
 def _report(workdir: Path) -> None:
-    """What the command does."""
+    """Build the report of the run."""
     from tba_jax.report.build import build_report
 
     build_report(workdir)
 
 
 def _replay(workdir: Path) -> None:
-    """A schedule read as a replay reads it, and nothing done of what it says."""
+    """Read a schedule as a replay does, without executing it."""
     from tba_jax.run.schedule_replay import read_schedule
 
     schedule = read_schedule(workdir / "schedule.jsonl")
@@ -162,7 +162,7 @@ PARTS: Mapping[str, Callable[[Path], None]] = {
 
 
 def make_workdir(workdir: Path, num_steps: int, num_searchers: int) -> None:
-    """The logs of a run that was killed some steps after its newest checkpoint.
+    """Write the logs of a run that was killed some steps after its newest checkpoint.
 
     Beside them saved.json: the step of that checkpoint, and how long its logs were.
     """
@@ -200,7 +200,7 @@ def _records(step: int, rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _events(step: int, num_searchers: int, rng: random.Random) -> Iterator[dict[str, Any]]:
-    """What a step and the searchers beside it log; each admits a ticket and ends 1.5 of them."""
+    """Write the log lines of a step; each admits a ticket and ends 1.5 of them."""
     now = step * _STEP_S
     yield {"event": "sync", "step": step, "version": step, **_times(now, rng.random() / 100)}
     for searcher in range(num_searchers):
@@ -236,7 +236,7 @@ def _times(start: float, seconds: float) -> dict[str, float]:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Return the results as text."""
     lines = [
         f"metrics.jsonl {result['metrics_bytes'] / 1e6:.0f} MB, "
         f"schedule.jsonl {result['schedule_bytes'] / 1e6:.0f} MB"

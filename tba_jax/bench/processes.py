@@ -97,7 +97,7 @@ def check_peers(
 
 
 def hardware(report: Mapping[str, Any]) -> dict[str, Any]:
-    """This machine, with the platform and device that a side reported."""
+    """Describe this machine, with the platform and device that a side reported."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(num_trajectories: int, mean_tokens: int) -> dict[str, float | str | dict[str, float]]:
-    """The figures, by name."""
+    """Return the measurements by name."""
     rng = np.random.default_rng(0)
     num_prompts = num_trajectories // _PER_PROMPT
     buffer = _buffer(max_bytes=2**62)

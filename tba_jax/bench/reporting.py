@@ -15,7 +15,7 @@ from typing import Any
 
 
 def add_comparison_flags(parser: argparse.ArgumentParser, peers: str) -> None:
-    """Flags of a benchmark whose sides run in processes of their own.
+    """Define the flags of a benchmark whose sides run in separate processes.
 
     Args:
         parser: gets --peers, --peer_python, --dtype, --repeats and --seed.

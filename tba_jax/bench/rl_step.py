@@ -156,7 +156,7 @@ def _in_words(x: Mapping[str, float]) -> str:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     rows = [
         f"Qwen2 shape {result['model_shape']}, {result['num_params'] / 1e6:.1f}M parameters, "

@@ -116,7 +116,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_config(job: Mapping[str, Any]) -> Config:
-    """The run that a job asks for."""
+    """Return the config of a job."""
     folder = Path(job["folder"])
     return make_config(
         {

@@ -82,7 +82,7 @@ def _settings(trl: Any, job: dict[str, Any]) -> Any:
 
 
 def _timed(base: type) -> type:
-    """The trainer with a clock around its drawing and around all that comes before training."""
+    """Return a trainer that measures sampling and the rest of the work before training."""
 
     class Timed(base):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -108,7 +108,7 @@ def _timed(base: type) -> type:
 
 
 def _watch(base: type, trainer: Any) -> Any:
-    """What takes the times of a step, from its first micro-batch to its update."""
+    """Return a callback that times a step, from its first micro-batch to its update."""
 
     class Watch(base):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

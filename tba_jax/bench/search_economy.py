@@ -95,7 +95,7 @@ class Prompts:
         self._first, self._stride, self._count = searcher, num_searchers, 0
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next of this searcher."""
+        """Return the next prompts of this searcher."""
         counts = range(self._count, self._count + num_prompts)
         self._count += num_prompts
         ids = [self._first + self._stride * i for i in counts]
@@ -190,7 +190,7 @@ class SlotSampler:
         self._serial, self._seed = serial, seed
 
     def open(self, published: Published) -> Any:
-        """An empty one."""
+        """Open an empty session."""
         self.session = Slots(published.version, self._serial, self._seed)
         return self.session
 
@@ -268,7 +268,7 @@ class World:
         )
 
     def _delivered(self) -> Published:
-        """The newest weights that have arrived; the first are there."""
+        """Return the newest weights that have arrived; the first are available at once."""
         while len(self.published) > 1:
             if self.published[1][0] + self.case.delivery > self.clock.now:
                 break
@@ -343,7 +343,7 @@ class World:
         )
 
     def result(self) -> dict[str, Any]:
-        """The figures of the case."""
+        """Return the measurements of the case."""
         counts = self.counts
         lengths = np.array(sorted(counts.lengths.values()))
         trained = np.array([counts.lengths[i] for i in counts.trained])
@@ -370,7 +370,7 @@ class World:
 
 
 def measure(num_steps: int, cases: Sequence[Case] = CASES) -> dict[str, Any]:
-    """The figures of every case."""
+    """Return the measurements of every case."""
     results = []
     for case in cases:
         world = World(case)
@@ -380,7 +380,7 @@ def measure(num_steps: int, cases: Sequence[Case] = CASES) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> Iterator[str]:
-    """The cases as lines to read."""
+    """Yield the cases as lines of text."""
     names = list(result["cases"][0])
     yield "  ".join(names)
     for row in result["cases"]:

@@ -92,7 +92,7 @@ def measure(args: argparse.Namespace, overrides: Sequence[str]) -> dict[str, Any
 
 
 def table(result: dict[str, Any]) -> Iterable[str]:
-    """The result as a Markdown table."""
+    """Return the result as a Markdown table."""
     yield f"`{result['command']}`, {result['date']}; {result['model']}"
     yield ""
     yield (

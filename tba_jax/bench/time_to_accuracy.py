@@ -149,7 +149,7 @@ def _rates(text: str) -> list[float]:
 def _ours(
     args: argparse.Namespace, workdir: Path, cache: Path, seed: int, stop_at: float | None
 ) -> Reached:
-    """The main job in a work directory of its own, with a compilation cache below `cache`."""
+    """Run the main job in a new work directory, with a compilation cache below `cache`."""
     overrides = {
         "num_steps": args.num_steps,
         "seed": seed,
@@ -345,7 +345,7 @@ def _versions(python: str, packages: Sequence[str]) -> dict[str, str]:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Return the results as text."""
     w, hw = result["workload"], result["hardware"]
     rows = [
         f"{w['accuracy']:.0%} of {w['num_held_out']} held-out problems; batches of "

@@ -73,7 +73,7 @@ def reward(completions: list[str], answer: list[str], **columns: Any) -> list[fl
 
 
 def _watch(base: type, trainer: Any, tokenizer: Any, job: dict[str, Any]) -> Any:
-    """What writes the lines, between two steps."""
+    """Return a callback that writes the log lines between two steps."""
     log = open(job["log"], "a")
 
     def write(line: dict[str, Any]) -> None:

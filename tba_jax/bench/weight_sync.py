@@ -89,7 +89,7 @@ def _in_words(x: Mapping[str, Any]) -> str:
 
 
 def _table(result: Mapping[str, Any]) -> list[str]:
-    """The figures for a reader."""
+    """Return the results as text."""
     hw = result["hardware"]
     rows = [
         f"{hw['processor']}, {hw['num_cores']} cores",

@@ -137,7 +137,7 @@ def _loop(
     num_steps: int,
     after: Callable[[int, Any], float],
 ) -> tuple[TrainState, float]:
-    """(the state, seconds) of so many steps, each waited for as the trainer does."""
+    """Return (the state, seconds) after `num_steps` steps, each awaited as the trainer does."""
     start = time.perf_counter()
     for number in range(num_steps):
         state, metrics = step(state)

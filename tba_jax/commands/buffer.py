@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Show what is in the replay buffer of a run: counts, ages, rewards, texts, successful attacks.
+"""Command: contents of a run's replay buffer: counts, ages, rewards, texts, successful attacks.
 
     python -m tba_jax.buffer WORKDIR
 
-Reads the newest checkpoint and changes nothing, so it may be used while the run goes on. With
---json the last line of standard output is one object with the same numbers. It knows the layout of
-the buffer's snapshot, not how responses are drawn.
+Reads the newest checkpoint and changes nothing, so it can be used during a run. With --json the
+last line of standard output is one object with the same numbers.
 """
 
 import argparse
@@ -28,7 +27,7 @@ Decode = Callable[[np.ndarray], str]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.buffer", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("workdir", help="work directory of a run")
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.num_texts < 0:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
-    # Imported here, so that --help and a wrong flag answer at once.
+    # Imported here, so that --help and wrong flags answer at once.
     from tba_jax.config.schema import ConfigError
     from tba_jax.run.checkpoint import CheckpointError
     from tba_jax.run.errors import UserError
@@ -80,11 +79,11 @@ def load(workdir: Path) -> tuple[int, "HostState"]:
 
 
 def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> "Finds":
-    """How many of the attacks in a buffer snapshot succeed.
+    """Return counts of the successful attacks in a buffer snapshot.
 
     Args:
-        arrays: the snapshot's arrays.
-        meta: the snapshot's metadata.
+        arrays: arrays of the snapshot.
+        meta: metadata of the snapshot.
     """
     from tba_jax.evaluation.attacks import finds
     from tba_jax.flow.records import ROW_FIELDS, SettingsTable, unflatten, unpack
@@ -103,16 +102,16 @@ def found_attacks(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> 
 def summarise(
     arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, step: int, pending: int
 ) -> dict[str, Any]:
-    """The numbers of a buffer snapshot.
+    """Return statistics of a buffer snapshot.
 
     Args:
-        arrays: the snapshot's arrays.
-        meta: the snapshot's metadata.
+        arrays: arrays of the snapshot.
+        meta: metadata of the snapshot.
         step: trainer step of the checkpoint.
         pending: responses that wait in outboxes.
     """
     counts = arrays["row_count"]
-    # Every response, equal ones as often as they came.
+    # Every response; equal ones count separately.
     rewards, lengths, versions = (
         np.repeat(column, counts)
         for column in (
@@ -153,22 +152,22 @@ def summarise(
 def texts(
     arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], decode: Decode, count: int
 ) -> list[dict[str, Any]]:
-    """The best, the worst and the newest responses, with their prompts, each response once.
+    """Return the best, the worst and the newest responses with their prompts, without repeats.
 
-    `count` and `uses` are of the merge that brought it last.
+    `count` and `uses` are of the last merge that had the response.
 
     Args:
-        arrays: the snapshot's arrays.
-        meta: the snapshot's metadata.
+        arrays: arrays of the snapshot.
+        meta: metadata of the snapshot.
         decode: token ids to text.
-        count: how many of each kind.
+        count: number of responses of each kind.
     """
     from tba_jax.flow.records import unflatten
 
     rewards, ids = arrays["row_reward"], arrays["row_id"]
     prompt_of = np.repeat(np.arange(len(arrays["store_sizes"])), arrays["store_sizes"])
     tokens = unflatten(arrays, "tokens")
-    # A response may have come in several merges: the newest stands for all.
+    # A response may be in several merges: take the newest.
     newest = {(int(prompt_of[i]), tokens[i]): i for i in np.argsort(ids).tolist()}
     rows = np.array(sorted(newest.values()), np.int64)
     shown: dict[int, str] = {}
@@ -210,7 +209,7 @@ def _quantiles(values: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(rewards: np.ndarray) -> list[list[float]]:
-    """[from, to, count] per bar; one bar per value where there are few different ones."""
+    """Return [from, to, count] per bar; one bar per value if there are few different ones."""
     values, counts = np.unique(rewards, return_counts=True)
     if len(values) <= _NUM_BARS:
         return [[v, v, c] for v, c in zip(values.tolist(), counts.tolist(), strict=True)]
@@ -224,7 +223,7 @@ def _histogram(rewards: np.ndarray) -> list[list[float]]:
 
 
 def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
-    """The run's config, field by field, or nothing and a note why."""
+    """Return the run's config field by field, or {} with a note that gives the reason."""
     from tba_jax.run.errors import UserError
     from tba_jax.run.workdir import saved_config
 
@@ -235,7 +234,7 @@ def _config(workdir: Path) -> tuple[Mapping[str, Any], str]:
 
 
 def _decoder(config: Mapping[str, Any], note: str) -> tuple[Decode, str]:
-    """The run's tokenizer, or token ids and a note why."""
+    """Return the decoder of the run's tokenizer, or of plain token ids with a note."""
     from tba_jax.models.tokenizer import Tokenizer
 
     if not note:
@@ -256,8 +255,8 @@ def _show(result: Mapping[str, Any], note: str) -> None:
     console.print(
         f"Replay buffer at step {result['step']}: {result['num_trajectories']:,} responses to "
         f"{result['num_prompts']:,} prompts, {result['num_tokens']:,} tokens; "
-        f"{result['unique_fraction']:.1%} of what came in was new, "
-        f"{result['unused_fraction']:.1%} of what is stored was not drawn yet",
+        f"{result['unique_fraction']:.1%} of the merged responses were new, "
+        f"{result['unused_fraction']:.1%} of the stored ones were not drawn yet",
         highlight=False,
     )
     if found := result.get("attacks"):
@@ -294,7 +293,7 @@ def _show(result: Mapping[str, Any], note: str) -> None:
         console.print(table)
     if note:
         console.print(Text(f"({note})"))
-    # Text, not markup: a response may hold square brackets.
+    # Text, not markup, because a response may have square brackets.
     for item in result["texts"]:
         head = f"{item['kind']}: reward {item['reward']:.4g}, version {item['version']}"
         console.print(Text(f"{head}, drawn {item['uses']} times", style="bold"))

@@ -15,7 +15,7 @@ from tba_jax.storage.whole_files import write_whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page that compares work directories; the exit status."""
+    """Write the page that compares work directories; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.compare", description="Compare runs, finished or in progress."
     )
@@ -24,8 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--group",
         default="",
         metavar="FIELD,...",
-        help="runs with equal values of these config fields are one curve with a band; default: "
-        "runs that differ in their seed only",
+        help="show runs with equal values of these config fields as one curve with a band; default:"
+        " runs that differ only in their seed",
     )
     parser.add_argument(
         "--out", type=Path, help="file of the page; default: compare.html beside the runs"

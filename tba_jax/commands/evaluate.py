@@ -21,16 +21,16 @@ from tba_jax.report.writers import format_metric, metric_label
 
 
 def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dict[str, Any]:
-    """Evaluate params on the task of a config, decoding as its `eval` section says.
+    """Evaluate params on the task of a config, with the settings of its `eval` section.
 
     Args:
         config: of the run or of the command line.
         model_config: the architecture.
-        params: parameters on the devices of `run.shared.reading_mesh`, layers stacked.
-        folder: of the model, for its tokenizer.
+        params: parameters on the devices of `placing.reading_mesh`, layers stacked.
+        folder: folder of the model, for its tokenizer.
 
     Raises:
-        ValueError: there are fewer devices than search.num_devices; no reward or judge can be used.
+        ValueError: too few devices for search.num_devices, or an unusable reward or judge.
     """
     import jax
     import numpy as np
@@ -55,7 +55,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     num = config.search.num_devices
     if num > len(devices):
         raise ValueError(
-            f"search.num_devices = {num}, and there are {len(devices)} devices; give "
+            f"search.num_devices={num}: there are only {len(devices)} devices. Set "
             f"--config.search.num_devices={len(devices)}"
         )
     task = make_task(config)
@@ -77,9 +77,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         episodes = make_episodes(config, task, tokenizer, environments)
         station = Station(decoder, grader, *judging.measures, episodes=episodes)
         evaluator = make_evaluator(config, task, tokenizer, [station], judging.metrics)
-        # On standard error: a big model takes minutes, and standard output is for the result.
+        # On standard error: a large model takes minutes, and standard output is for the result.
         count = f"{len(evaluator.prompts):,}"
-        print(f"{task.name}: asking {count} held-out prompts", file=sys.stderr, flush=True)
+        print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)
         weights = decoder_weights(config, model_config, params, source, site.mesh)
         return evaluator.run(weights).metrics()
     finally:
@@ -92,7 +92,7 @@ def _note(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.evaluate",
         description=__doc__,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--published",
         default="",
-        help="of --workdir: a published version, or newest, in place of the newest checkpoint",
+        help="with --workdir: a published version, or newest, instead of the newest checkpoint",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
@@ -121,10 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if args.published and not args.workdir:
-            raise ValueError("--published is of a run; give its --workdir")
+            raise ValueError("--published needs a run. Add --workdir=DIR")
         if args.workdir and (args.config or args.model):
             raise ValueError(
-                "--workdir brings its own config and model; leave out --config and --model, or "
+                "--workdir already has a config and a model. Leave out --config and --model, or "
                 "--workdir"
             )
         if args.workdir:
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 shardings=param_shardings(model_config, mesh),
             )
         else:
-            raise ValueError("give --workdir, or --config with an optional --model")
+            raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")
         result = evaluate(config, model_config, params, folder)
     except (ValueError, OSError, CheckpointError, PublicationError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: the policy of a run as a Hugging Face folder that `transformers` loads, with its card.
+"""Command: export of a run's policy as a Hugging Face folder that `transformers` loads.
 
 python -m tba_jax.export --workdir=DIR --out=DIR [--published=newest] [--push=OWNER/NAME [--public]]
 
-README.md in the folder says what the model came from, how it was made and evaluated. --push uploads
-the folder to the Hugging Face hub, into a private repository unless --public is given.
+README.md in the folder describes the source model, the training and the evaluation. --push uploads
+the folder to the Hugging Face hub, to a private repository unless --public is given.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def _note(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.export",
         description=__doc__,
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--published",
         default="",
-        help="a published version, or newest, in place of the newest checkpoint",
+        help="a published version, or newest, instead of the newest checkpoint",
     )
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     parser.add_argument("--push", default="", help="model repository of the hub, OWNER/NAME")
-    parser.add_argument("--public", action="store_true", help="a new repository is seen by all")
+    parser.add_argument("--public", action="store_true", help="make a new repository public")
     args = parser.parse_args(argv)
     from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import hf_weights
@@ -48,9 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty; give a new --out folder")
+            raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
         if args.public and not args.push:
-            raise ValueError("--public says who sees a repository of the hub; give --push, too")
+            raise ValueError("--public is for a repository of the hub. Add --push=OWNER/NAME")
         if args.push:
             check_push(args.push)
         workdir = str(run_folder(args.workdir, "--workdir", _note))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print responses of a model to one prompt.
+"""Command: responses of a model to one prompt.
 
     python -m tba_jax.generate --model=DIR_OR_HUB_ID --prompt="Once upon a time" --temperature=0
 
@@ -17,7 +17,7 @@ from tba_jax.report.words import shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.generate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     parser.add_argument("--top_p", type=float, default=1.0, help="keep this much probability")
-    parser.add_argument("--top_k", type=int, default=0, help="keep so many tokens; 0: all")
+    parser.add_argument("--top_k", type=int, default=0, help="keep this many tokens; 0: all")
     parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
     parser.add_argument(
         "--stop_string",
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="append",
         type=int,
         default=[],
-        help="token id that ends one, beside the model's own; may be repeated",
+        help="token id that ends a response, besides the model's own; may be repeated",
     )
     parser.add_argument("--seed", type=int, default=0, help="root of the random numbers")
     parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     for text in result["texts"]:
         whole = f"{args.prompt}{text}"
-        # A terminal would do what its control characters say; a file gets what was sampled.
+        # Control characters would act on a terminal; a file gets the exact text.
         print(shown(whole) if sys.stdout.isatty() else whole)
     if args.json:
         print(json.dumps(result))
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(args: argparse.Namespace) -> dict:
-    # Imported here, so that --help and a wrong flag answer at once.
+    # Imported here, so that --help and wrong flags answer at once.
     import jax
     import jax.numpy as jnp
 
@@ -74,7 +74,7 @@ def _generate(args: argparse.Namespace) -> dict:
     from tba_jax.models import model as models
 
     open_cache("auto")
-    # Where `load` puts weights that no mesh divides.
+    # The devices on which `load` puts weights without a mesh.
     site = any_device(platform_of(jax.local_devices()[0]))
     dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
@@ -96,7 +96,7 @@ def _generate(args: argparse.Namespace) -> dict:
         site=site,
     )
     if not all(args.stop_string):
-        raise ValueError("--stop_string is empty; give a text that ends a response")
+        raise ValueError("--stop_string is empty. Give a text that ends a response")
     if args.stop_string:
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(args.stop_string, text_of)

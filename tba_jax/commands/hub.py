@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A folder becomes a model repository of the Hugging Face hub.
+"""Upload of a folder to a model repository of the Hugging Face hub.
 
-It knows the hub's client and nothing of models. Every failure is a ValueError of one line that says
-what to do; the folder stays as it is.
+Every failure is a ValueError of one line that says what to do; the folder stays unchanged.
 """
 
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import cast
 
 
 def check_push(repo: str) -> None:
-    """Refuse what cannot be pushed before anything is computed.
+    """Check a push early, before anything is computed.
 
     Args:
         repo: NAME or OWNER/NAME.
 
     Raises:
-        ValueError: no such name is possible, the hub is switched off, or there is no token.
+        ValueError: the name is not valid, the hub is disabled, or there is no token.
     """
     from huggingface_hub import constants, get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
@@ -24,35 +23,35 @@ def check_push(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except HFValidationError as error:
-        raise ValueError(f"--push={repo}: want OWNER/NAME of the hub; {error}") from error
+        raise ValueError(f"--push={repo}: must be OWNER/NAME of the hub; {error}") from error
     if constants.HF_HUB_OFFLINE:
-        raise ValueError(f"--push={repo}: HF_HUB_OFFLINE is set; unset it, or leave --push out")
+        raise ValueError(f"--push={repo}: HF_HUB_OFFLINE is set. Unset it, or leave --push out")
     if get_token() is None:
         raise ValueError(
-            f"--push={repo}: there is no Hugging Face token; run `hf auth login`, or set HF_TOKEN "
-            "to a token that may write"
+            f"--push={repo}: there is no Hugging Face token. Run `hf auth login`, or set HF_TOKEN "
+            "to a token with write access"
         )
 
 
 def push(folder: Path, repo: str, *, is_public: bool = False) -> str:
-    """Upload a folder, as one commit; makes the repository where there is none.
+    """Upload a folder as one commit; create the repository if it does not exist.
 
     Args:
-        folder: what to upload.
+        folder: folder to upload.
         repo: NAME or OWNER/NAME.
-        is_public: of a new repository; one that exists keeps what it is.
+        is_public: visibility of a new repository; an existing one keeps its own.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ValueError: as `check_push`; the token may not write there; the hub is not reached.
+        ValueError: as `check_push`; no write access; or the hub cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    # The client's own failures to connect, by the class that the hub's answers derive from: which
-    # HTTP library that is depends on the version of huggingface_hub.
+    # Base class of both the client's connection failures and the hub's error responses; which HTTP
+    # library defines it depends on the version of huggingface_hub.
     http_error = cast("type[Exception]", HfHubHTTPError.__bases__[0])
 
     check_push(repo)
@@ -68,10 +67,12 @@ def push(folder: Path, repo: str, *, is_public: bool = False) -> str:
         said = (error.server_message or str(error).splitlines()[0]).strip()
         if status in (401, 403, 404):
             raise ValueError(
-                f"--push={repo}: the hub refused ({status}: {said}); the token needs the right to "
-                f"write there (`hf auth whoami` says whose it is). {again}"
+                f"--push={repo}: the hub refused ({status}: {said}). Use a token with write access "
+                f"(`hf auth whoami` names its user). {again}"
             ) from error
         raise ValueError(f"--push={repo}: the hub answered {status}: {said}. {again}") from error
     except (http_error, OSError) as error:
-        raise ValueError(f"--push={repo}: no way to {api.endpoint} ({error}). {again}") from error
+        raise ValueError(
+            f"--push={repo}: {api.endpoint} is unreachable ({error}). {again}"
+        ) from error
     return str(address)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the main command as several processes of one pod on this machine.
+"""Command: run the main command as several processes of one pod on this machine.
 
     python -m tba_jax.launch_processes --num_processes=2 -- --config=math \
         --config.placement=pod [ARGUMENTS OF tba_jax.main]
 
-Every line of output carries the number of its process. When one of them fails, this command says
-which was first and why, gives the others time to end by themselves and say what they know, kills
-those that do not, and fails, too. An interruption goes to all processes.
+Every output line starts with the number of its process. When a process fails, this command prints
+which one failed first and how, waits for the others to end, kills those that do not, and fails,
+too. Signals are forwarded to all processes.
 """
 
 import argparse
@@ -29,7 +29,7 @@ _POLL_S = 0.5
 
 
 class _Child:
-    """One process, and the part of its last line that is not complete yet."""
+    """One process, and the incomplete last line of its output."""
 
     def __init__(self, number: int, process: "subprocess.Popen[bytes]") -> None:
         self.number = number
@@ -37,7 +37,7 @@ class _Child:
         self._partial = {"out": b"", "err": b""}
 
     def show(self, data: bytes, stream: str, out: IO[str]) -> None:
-        """Print complete lines; at the end of the stream (no data) what is left."""
+        """Print complete lines; at the end of the stream (no data) also the incomplete one."""
         text = self._partial[stream] + data
         end = text.rfind(b"\n") + 1 if data else len(text)
         self._partial[stream] = text[end:]
@@ -52,7 +52,7 @@ def _free_port() -> int:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, from `Popen.returncode`."""
+    """Describe how a process ended, from `Popen.returncode`."""
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
@@ -66,14 +66,14 @@ def launch(
     """Run the processes to their end.
 
     Args:
-        num_processes: how many.
-        arguments: for the command, before those that tell each process who it is.
-        command: what to run.
-        grace_s: after the first failure, time for the others to end by themselves.
+        num_processes: number of processes.
+        arguments: arguments of the command, before those that identify each process.
+        command: program to run.
+        grace_s: seconds after the first failure for the others to end by themselves.
 
     Returns:
-        0 when all ended well, else the exit code of the first that did not (128 + the number of
-        the signal that killed it).
+        0 if all ended well, else the exit code of the first that failed (128 + the number of the
+        signal that killed it).
     """
     coordinator = f"127.0.0.1:{_free_port()}"
     interruptions: list[int] = []
@@ -94,7 +94,7 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                # Apart from the terminal: Ctrl-C reaches them once, from here.
+                # Own session, so that Ctrl-C reaches them once, from here.
                 start_new_session=True,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
@@ -112,7 +112,7 @@ def launch(
 
 
 def _watch(children: Sequence[_Child], interruptions: list[int], grace_s: float) -> int:
-    """Pass output and signals on until every process has ended."""
+    """Forward output and signals until every process has ended."""
     selector = selectors.DefaultSelector()
     for child in children:
         for stream, name in ((child.process.stdout, "out"), (child.process.stderr, "err")):
@@ -162,17 +162,17 @@ def _watch(children: Sequence[_Child], interruptions: list[int], grace_s: float)
 
 
 def _kill(child: _Child) -> bool:
-    """Kill a process and its reward workers, if it runs; whether it did."""
+    """Kill a running process with its reward workers; return whether it was running."""
     if child.process.poll() is not None:
         return False
-    with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
         os.killpg(child.process.pid, signal.SIGKILL)
     child.process.wait(10.0)
     return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; the exit code."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tba_jax.launch_processes", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--num_processes", type=int, required=True, help="processes of the pod")

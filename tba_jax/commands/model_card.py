@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""README.md of an exported model: what it came from, how it was made, what it does, how to load it.
+"""README.md of an exported model: source, training, evaluation, and how to load it.
 
-It knows what a run leaves in its work directory, and neither weights nor the hub. Paths of the
-machine that made the run are cut to their last part: a card is read elsewhere.
+Local paths are shortened to their last part, because the card is read on other machines.
 """
 
 import json
@@ -22,13 +21,13 @@ _PAPER = "https://arxiv.org/abs/2503.18929"
 
 
 def hub_id(model_path: str) -> str:
-    """The hub id that a config's `model.path` is; "" for a folder or an embedded model."""
+    """Return the hub ID in a config's `model.path`; "" for a folder or an embedded model."""
     is_local = model_path.startswith((".", "/", "~", "embedded:")) or model_path.count("/") > 1
     return "" if is_local else model_path
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """The command that makes a run of this config again.
+    """Return the command that runs this config again.
 
     Args:
         config: flat fields.
@@ -36,7 +35,7 @@ def command(config: Mapping[str, Any]) -> str:
     name = str(config["name"]).replace("/", ":")
     is_preset = name in names()
     start = f"--config={name if is_preset else 'YOUR_CONFIG.py'}"
-    # With a file of the user's own, what it sets cannot be told from what the command line did.
+    # For a user's config file, its settings and the command line's cannot be distinguished.
     base = json.loads(json.dumps(flatten(load(name)))) if is_preset else config
     changes = [
         f"--config.{field}={shlex.quote(_text(tuple(v) if isinstance(v, list) else v))}"
@@ -47,12 +46,12 @@ def command(config: Mapping[str, Any]) -> str:
 
 
 def model_card(run: Run, step: int, name: str) -> str:
-    """The card as Markdown with the hub's YAML in front.
+    """Return the card as Markdown with the hub's YAML header.
 
     Args:
-        run: what the work directory holds.
-        step: of the exported policy.
-        name: what `from_pretrained` takes, a hub id or the folder.
+        run: files of the work directory.
+        step: step of the exported policy.
+        name: argument of `from_pretrained`: a hub ID or the folder.
     """
     from huggingface_hub import ModelCardData
 
@@ -75,9 +74,9 @@ def model_card(run: Run, step: int, name: str) -> str:
     group, prompts = config["objective.group_size"], config["batch.num_prompts"]
     data = str(config["task.data_path"])
     licence = (
-        f"The licence of [{base}](https://huggingface.co/{base}) holds for these weights too"
+        f"The licence of [{base}](https://huggingface.co/{base}) also holds for these weights"
         if base
-        else "These weights come under the licence of the model that they were made from"
+        else "These weights have the licence of the model from which they were trained"
     )
     return f"""---
 {front.to_yaml().strip()}
@@ -119,12 +118,12 @@ tokenizer = AutoTokenizer.from_pretrained("{name}")
 
 ## Licence
 
-{licence}. Nothing was added to them but training.
+{licence}. Training added no other terms.
 """
 
 
 def _evaluation(run: Run) -> str:
-    """A table of the first and the last evaluation; a sentence where there was none."""
+    """Return a table of the first and the last evaluation, or a sentence without one."""
     evaluations = run.report.get("eval", {})
     before, after = evaluations.get("before"), evaluations.get("after")
     if before is None or after is None:
@@ -147,6 +146,6 @@ def _hardware(run: Run) -> str:
 
 
 def _text(value: Any) -> str:
-    """A value as the command line takes it, a path of this machine without its folders."""
+    """Return a value in command-line form, local paths without their folders."""
     text = str(value)
     return text.rstrip("/").split("/")[-1] if text.startswith(("/", "~")) else text

@@ -3,23 +3,23 @@
 
 COMMANDS = {
     "main": "train: --config=PRESET, or continue the run in --workdir",
-    "report": "report.html of a run",
-    "compare": "one page for several runs",
-    "evaluate": "held-out figures of a run",
-    "generate": "responses of a run's policy to prompts",
-    "export": "a folder that transformers loads, or --push to the hub",
-    "buffer": "what the replay buffer of a run holds",
+    "report": "write report.html of a run",
+    "compare": "write one page that compares several runs",
+    "evaluate": "evaluate a model or a run on held-out prompts",
+    "generate": "print responses of a model to a prompt",
+    "export": "write a folder that transformers loads, or --push it to the hub",
+    "buffer": "show the replay buffer of a run",
     "sft": "supervised fine-tuning",
-    "plan": "memory and time of a run on TPUs or GPUs that are not here",
+    "plan": "memory and time of a run on TPUs or GPUs that this machine does not have",
     "study": "several runs, and a table of their outcomes",
     "launch_processes": "several processes of a run on this machine",
 }
 
 
 def main() -> int:
-    """Print the commands; the exit code."""
+    """Print the commands; return the exit code."""
     print("usage: python -m tba_jax.COMMAND --help\n")
     for name, meaning in COMMANDS.items():
         print(f"  {name:17} {meaning}")
-    print("\nTo begin: python -m tba_jax.main --config=math")
+    print("\nFor example: python -m tba_jax.main --config=math")
     return 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tba_jax.commands.edge import end_with_parent
+from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.report.build import write_report
 from tba_jax.report.files import Run, load_run
 from tba_jax.report.page import headline
@@ -58,7 +58,7 @@ def _serve(given: str, folder: Path, port: int) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or serve the report of a work directory; the exit status."""
+    """Write or serve the report of a work directory; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.report",
         description="Write the report of a run again, or follow the run.",

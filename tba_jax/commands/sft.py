@@ -3,11 +3,10 @@
 
     python -m tba_jax.sft --model=DIR_OR_HUB_ID --data=FILE.jsonl --out=DIR [--num_steps=100] ...
 
-Rows of the file have "response" and, where there is one, "prompt": the loss is the mean negative
-log-prob of response tokens, the end-of-sequence token included. Without a prompt a response follows
-the beginning-of-sequence token, as the attacks of task redteam do. AdamW; rows are shuffled anew in
-every pass. It knows models and texts, not rewards, searchers or runs. Invariant: the same seed and
-file give the same model.
+Rows of the file have "response" and optionally "prompt". The loss is the mean negative log-prob of
+response tokens, including end-of-sequence. Without a prompt, the response follows the
+beginning-of-sequence token, as the attacks of task redteam do. AdamW; rows are shuffled in every
+pass. Invariant: the same seed and file give the same model.
 """
 
 import argparse
@@ -37,15 +36,15 @@ from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 
-# How often the loss is printed.
+# Steps between two printed losses.
 _PRINT_STEPS = 20
 
 
 def load_rows(path: Path, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt tokens, response tokens with the end-of-sequence token) of every line.
+    """Return (prompt tokens, response tokens with end-of-sequence) of every line.
 
     Raises:
-        ValueError: a file or a line that cannot be used, which is named.
+        ValueError: an unusable file or line; the message names it.
     """
     if not tokenizer.eos_ids:
         raise ValueError("this model has no end-of-sequence token, so responses could never end")
@@ -80,7 +79,7 @@ def load_rows(path: Path, tokenizer: Tokenizer) -> list[tuple[np.ndarray, np.nda
 def batches(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], batch_size: int, pad_id: int, seed: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(tokens [b 1 s], prompt lengths [b 1], response lengths [b 1]) for ever, of one shape."""
+    """Yield (tokens [b 1 s], prompt lengths [b 1], response lengths [b 1]) forever, one shape."""
     rng = np.random.default_rng(seed)
     prompt_len = max(len(prompt) for prompt, _ in rows)
     response_len = max(len(response) for _, response in rows)
@@ -112,7 +111,7 @@ def fine_tune(
     pad_id: int,
     seed: int,
 ) -> tuple[Any, list[float]]:
-    """(parameters, loss of every step); `params` are donated."""
+    """Return (parameters, loss of every step); `params` are donated."""
     settings = OptimizerSettings(
         learning_rate=Schedule(learning_rate, shape="cosine", warmup=warmup_steps),
         weight_decay=weight_decay,
@@ -155,7 +154,7 @@ def fine_tune(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of the command."""
+    """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.sft",
         description=__doc__,
@@ -167,17 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="folder to write, new or empty")
     parser.add_argument("--num_steps", type=int, default=100, help="optimiser steps")
     parser.add_argument("--batch_size", type=int, default=64, help="rows per step")
-    parser.add_argument("--learning_rate", type=float, default=3e-5, help="peak, cosine to 0")
-    parser.add_argument("--warmup_steps", type=int, default=0, help="linear from 0")
-    parser.add_argument("--weight_decay", type=float, default=0.0, help="on matrices")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of rows")
+    parser.add_argument("--learning_rate", type=float, default=3e-5, help="peak; cosine to 0")
+    parser.add_argument("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
+    parser.add_argument("--weight_decay", type=float, default=0.0, help="decay of matrices")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of rows")
     args = parser.parse_args(argv)
     try:
         if args.num_steps < 1 or args.batch_size < 1 or args.learning_rate <= 0:
             raise ValueError("--num_steps, --batch_size and --learning_rate want positive numbers")
         out = local_folder(args.out, "--out")
         if out.exists() and any(out.iterdir()):
-            raise ValueError(f"{out} is not empty; give a new --out folder")
+            raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
         source = models.describe(args.model)
         config, tokenizer = source.config, source.load_tokenizer()
         rows = load_rows(args.data, tokenizer)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.commands import compare
-from tba_jax.commands.edge import end_with_parent
+from tba_jax.commands.entry_point import end_with_parent
 from tba_jax.commands.interruption import not_ignored
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate

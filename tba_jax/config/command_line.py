@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commands share: `--config=NAME[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
+"""Parsing that commands share: `--config=NAME[:PRESET]`, `--config.FIELD=VALUE`, folders, versions.
 
-Invariant: every mistake of the user's is one ConfigError of one line.
+Invariant: every user error is a ConfigError of one line.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import SETTINGS, Config, editable, freeze
 from tba_jax.settings import ConfigError
 
-# What other libraries call a setting.
+# Names of the settings in other libraries.
 _USUAL = {
     "optimizer.lr": "optimizer.learning_rate",
     "learning_rate": "optimizer.learning_rate",
@@ -32,16 +32,16 @@ _USUAL = {
     "objective.kl_coef": "objective.beta",
     "model.name": "model.path",
 }
-# Options of a config flag: the config is locked already, but for the own settings of objectives.
+# Options of a config flag: the config is locked already, except for objectives' own settings.
 OPEN: Mapping[str, Any] = {"lock_config": False, "accept_new_attributes": True}
 
 
 def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]:
-    """absl's parser, with every mistake as a ConfigError.
+    """Parse flags with absl's parser; every user error is a ConfigError.
 
     Args:
-        argv: program name and arguments, with an objective's preset written out already.
-        flag_values: flags with a config flag named `config` among them.
+        argv: program name and arguments; an objective's preset is expanded already.
+        flag_values: flags, including a config flag named `config`.
 
     Returns:
         Program name and the arguments that are not flags.
@@ -56,7 +56,7 @@ def parse_flags(argv: Sequence[str], flag_values: flags.FlagValues) -> list[str]
     try:
         return flag_values(given)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        # The parser of config files wraps a whole traceback; its last exception is the news.
+        # The parser of config files wraps a whole traceback; only its last exception is useful.
         message = re.split(r"\b\w*Error: ", " ".join(str(error).split()))[-1]
         raise ConfigError(message) from error
 
@@ -88,17 +88,17 @@ def usable_part(argv: Sequence[str]) -> tuple[Config | None, list[str]]:
 
 
 def override(config: Config | None, arguments: Sequence[str]) -> Config:
-    """A config with `--config.FIELD=VALUE` arguments applied.
+    """Return a config with `--config.FIELD=VALUE` arguments applied.
 
     Args:
-        config: what to change; None: what `--config=` among the arguments names.
-        arguments: nothing but config flags.
+        config: config to change; None: the one that `--config=` among the arguments names.
+        arguments: only config flags.
 
     Raises:
         ConfigError: no such preset, file, field or value, or an argument that is no config flag.
     """
     arguments = methods.written_out(arguments)
-    _check_fields(arguments)  # defining the flags of a given config trips over such a field
+    _check_fields(arguments)  # before defining the flags, which fails for unknown fields
     argv = ["", *arguments]
     flag_values = flags.FlagValues()
     if config is None:
@@ -116,9 +116,9 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
 
 
 def _check_fields(arguments: Sequence[str]) -> None:
-    """Refuse `--config.FIELD` for a retired field and for a field that no config has.
+    """Refuse `--config.FIELD` for retired and unknown fields.
 
-    Own settings of objectives pass: `ObjectiveSettings.check` refuses those of another objective.
+    Own settings of objectives pass: `ObjectiveSettings.check` refuses those of other objectives.
     """
     problems = []
     for argument in arguments:
@@ -140,27 +140,27 @@ def _check_fields(arguments: Sequence[str]) -> None:
 
 
 def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
-    """A folder of this machine's file system, as the command line names it.
+    """Return a folder of the local file system from a command-line argument.
 
     Args:
-        text: what was given.
-        what: which argument.
+        text: the argument's value.
+        what: name of the argument, for the message.
 
     Raises:
-        ConfigError: an address such as gs://..., which would become a local folder named `gs:` and
-            be lost with the machine.
+        ConfigError: an address such as gs://..., which would otherwise become a local folder named
+            `gs:` and be lost with the machine.
     """
     if "://" in str(text):
         raise ConfigError(
-            f"{what}={text} is an address, and a path is wanted: mount the bucket (gcsfuse) or a "
-            "share (Filestore, NFS) and give its folder, e.g. /mnt/runs/NAME; "
-            "docs/launch/tpu_vm.md says how, under Spot machines"
+            f"{what}={text} is an address; wanted a folder. Mount the bucket (gcsfuse) or a "
+            "share (Filestore, NFS) and give its folder, e.g. /mnt/runs/NAME. "
+            "docs/launch/tpu_vm.md explains it under Spot machines"
         )
     return Path(text)
 
 
 def versions() -> dict[str, str]:
-    """Versions of what decides the numbers."""
+    """Return the versions of the packages that determine the results."""
     names = ("tba_jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers")
     found = {name: importlib.metadata.version(name) for name in names}
     return {"python": platform.python_version(), **found}

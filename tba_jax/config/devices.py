@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config asks of the devices and hosts there are."""
+"""A config's request for devices and hosts."""
 
 from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.schema import Config
@@ -8,7 +8,7 @@ from tba_jax.settings import need
 
 
 def asked(config: Config) -> Asked:
-    """What its placement is to arrange."""
+    """Return the request for devices of a config."""
     mesh = MeshShape(config.mesh.data, config.mesh.fsdp, config.mesh.model)
     num_searchers = config.num_searchers
     if MODES[config.placement].searches_elsewhere:
@@ -17,11 +17,11 @@ def asked(config: Config) -> Asked:
 
 
 def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> None:
-    """Check the parts of the placement that depend on how many devices there are.
+    """Check the settings that depend on the number of devices.
 
     Args:
         config: validated.
-        num_devices: of this process.
+        num_devices: devices of this process.
         num_hosts: processes of the run.
 
     Raises:
@@ -34,7 +34,7 @@ def validate_devices(config: Config, num_devices: int, num_hosts: int = 1) -> No
             "mesh",
             " x ".join(map(str, mesh)),
             f"the {hosts} processes of the trainer (fleet.trainer_hosts) have {num_devices} devices"
-            " each, and the trainer has all of them",
+            " each, and the mesh must use all of them",
             f"Make mesh.data x mesh.fsdp x mesh.model {num_devices * hosts}, or change "
             "fleet.trainer.",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write docs/config.md: every setting with its default, its range and its meaning, as declared.
+"""Writer of docs/config.md: every setting with default, range and meaning, as declared.
 
 python -m tba_jax.config.document [FILE]
 """
@@ -45,7 +45,7 @@ def page() -> str:
 
 
 def _own(objective: str) -> str:
-    """The settings that one objective has beside the shared ones."""
+    """Return the section of an objective's own settings."""
     return f"### `objective.name={objective}`\n\n{_table(own_settings(objective))}"
 
 
@@ -63,7 +63,7 @@ def _row(setting: Setting) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or write it to the file that is named."""
+    """Print the page, or write it to the given file."""
     arguments = sys.argv[1:] if argv is None else argv
     if arguments:
         Path(arguments[0]).write_text(page())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published methods as settings: what `--config.objective.preset=NAME` stands for.
+"""Published methods as settings: the expansion of `--config.objective.preset=NAME`.
 
-A preset is no setting: it is written out as the settings that it stands for, before those that are
-given beside it, so a run's config says what is computed and nothing else. The invariant: it begins
-from exact Trajectory Balance, whatever the config had before it.
+A preset is not a setting: it is expanded to settings before those on the command line, so a run's
+config fully describes the computation. Invariant: a preset starts from exact Trajectory Balance,
+whatever the config had before.
 """
 
 import dataclasses
@@ -17,10 +17,10 @@ from tba_jax.train.objectives.registry import own_names, own_settings
 
 FLAG = "--config.objective.preset="
 
-# Own settings of objectives that belong to the run and not to a method: a preset leaves them.
+# Own settings of objectives that belong to the run, not to a method: presets do not change them.
 _KEPT = ("scale", "log_z_rate", "ema_decay", "importance_floor")
 
-# TBA' of MATH: the reference follows the policy, log-ratios of tokens are bounded.
+# TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {
     "importance": "token_clip",
     "importance_cap": 8.0,
@@ -32,36 +32,36 @@ _PRIME = {
 METHODS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.18929: exact Trajectory Balance, VarGrad form.
     "tba": {},
-    # Its section 6 as its code of November 2025 has it: a group's mean log-ratio is the sampler's.
+    # Its section 6 with its code of November 2025: the group mean of log-ratios is the sampler's.
     "tba_prime": {**_PRIME, "kl_center": "behavior"},
-    # The same with the live policy's mean, as its code has it since: VarGrad but for the bounds.
+    # The same with the current policy's mean, as in later code: VarGrad except for the clamp.
     "tba_prime_live": {**_PRIME, "kl_center": "live"},
-    # Of its author's later report: exact log-ratios to a moving average, not centred (held .821).
+    # From a later report of its author: exact log-ratios to a moving average, not centred (.821).
     "tba_ema": {
         "kl_center": "none",
         "reference.placement": "trainer",
         "reference.ema_decay": 0.9,
     },
-    # The same without a reference: what drew a response and its age say how far the average is.
+    # The same without a reference: the average is estimated from sampler log-probs and staleness.
     "tba_ema_surrogate": {"anchor": "ema_surrogate", "log_z": "mean_reward"},
-    # arXiv:2602.19362, eq. 2 and 3: the sampler is the anchor; the soft value of a group has a
-    # temperature of 1 and the regression a beta of 1e-3, as published for rewards of 0 and 1.
+    # arXiv:2602.19362, eq. 2 and 3: the sampler is the anchor; the soft value of a group has
+    # temperature 1 and the regression beta 1e-3, as published for rewards of 0 and 1.
     "oapl": {
         "anchor": "behavior",
         "log_z": "softmean",
         "value_temperature": 1.0,
         "beta": 1e-3,
     },
-    # arXiv:2505.20686: the soft value of a prompt, of a temperature of its own, by what the start
-    # model drew for it before training. Theirs draws 8 for every prompt.
+    # arXiv:2505.20686: the soft value of a prompt has its own temperature and is estimated from
+    # the start model's responses before training (8 per prompt in the paper).
     "a_star_po": {
         "log_z": "cached",
         "value_temperature": 0.5,
         "beta": 1e-3,
         "search.initial_fill": 1024,
     },
-    # arXiv:2501.12599, section 2.3.2: policy mirror descent, the mean reward for the soft value,
-    # the optimiser begun anew with each iteration, of a length that is not published.
+    # arXiv:2501.12599, section 2.3.2: policy mirror descent with the mean reward as soft value.
+    # The optimiser is reset in each iteration, whose length is not published.
     "kimi_pmd": {"anchor": "behavior", "log_z": "mean_reward", "optimizer.reset_period": 50},
     # arXiv:2509.15207 and its recipe in verl; its beta, 15, multiplies the reward.
     "flowrl": {
@@ -73,11 +73,11 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "importance_cap": 10.0,
         "beta": 1 / 15,
     },
-    # arXiv:2503.14286: what is worse than the mean gets less weight the less likely it has become.
+    # arXiv:2503.14286: responses worse than the mean get weight in proportion to their probability.
     "topr": {"anchor": "none", "importance": "topr"},
-    # arXiv:2506.20520: a baseline a little below the mean.
+    # arXiv:2506.20520: a baseline slightly below the mean.
     "asymre": {"anchor": "none", "baseline_shift": 0.1},
-    # One actor, in turn with the trainer, on policy (the baseline of TBA's red-teaming).
+    # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
         "driver": "sync",
         "num_searchers": 1,
@@ -89,12 +89,12 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     },
     # arXiv:2503.14476, with its dynamic sampling.
     "dapo": {"name": "dapo", "replay.equal_rewards": "redraw"},
-    # arXiv:2506.13585 in the recipe of arXiv:2510.13786, which leaves out groups of equal rewards.
+    # arXiv:2506.13585 with the recipe of arXiv:2510.13786, which skips groups of equal rewards.
     "cispo": {"name": "cispo", "replay.equal_rewards": "skip"},
-    # arXiv:1707.06347, with four passes as TRL's PPO has them, and its one part of a batch.
+    # arXiv:1707.06347, with four passes over one minibatch, as in TRL's PPO.
     "ppo": {"name": "ppo", "epochs": 4},
-    # arXiv:2410.01679, whose states are the lines of a response, of nine continuations each; two
-    # passes.
+    # arXiv:2410.01679: two passes; states are the lines of a response, with nine continuations
+    # each.
     "vineppo": {"name": "vineppo", "epochs": 2, "search.vine_tokens": 2},
     # arXiv:2402.03300; its KL reads the reference token by token.
     "grpo": {
@@ -109,7 +109,7 @@ def fields_of(name: str) -> dict[str, Any]:
     """Return the dotted fields of a method; None resets a setting to its default. Loads JAX.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: unknown name.
     """
     if name not in METHODS:
         near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
@@ -128,9 +128,9 @@ def fields_of(name: str) -> dict[str, Any]:
 
 
 def written_out(argv: Sequence[str]) -> list[str]:
-    """Arguments with the preset, if one is given, as the settings that it stands for.
+    """Return the arguments with a preset expanded to its settings.
 
-    They come before the first setting, so that any other wins over them.
+    They come before all other settings, which override them.
 
     Raises:
         ConfigError: no such preset, or more than one.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a valid config says and the run will not do: settings without effect, schedules cut short.
+"""Notes on a valid config: settings without effect, and schedules that are cut short.
 
-Schedules count steps, and `--config.num_steps` alone does not move them: a shortened run follows
-the beginning of the long one's. It says so instead of guessing what was meant.
+Schedules count steps, and `--config.num_steps` alone does not rescale them: a shortened run follows
+the beginning of the long run's schedule.
 """
 
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.settings import Schedule
 from tba_jax.train.config import ObjectiveSettings
 
-# Rounds of a searcher in a step, above which the first step is far away.
+# Rounds of a searcher per step above which a note warns about the delay of the first step.
 _MANY_ROUNDS = 100
 
 
 def notes(config: Config) -> list[str]:
-    """One sentence each, beginning with the setting."""
+    """Return one sentence per note, each starting with the setting."""
     return [
         *_sync(config),
         *_rounds(config),
@@ -48,7 +48,7 @@ def _schedules(config: Config) -> Iterator[str]:
 
 
 def _schedule(name: str, schedule: Schedule, num_steps: int) -> Iterator[str]:
-    """A schedule that the run does not follow to its end."""
+    """Yield a note on a schedule that ends after the run."""
     value, begin = f"{name}={schedule}", schedule.begin
     steps = schedule.over(num_steps).steps or 0
     if num_steps <= schedule.warmup:

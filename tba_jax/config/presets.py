@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `--config` may name: a preset of the package, `math` or `math:gsm8k`, or a file.
+"""Names in `--config`: a preset of the package, `math` or `math:gsm8k`, or a file.
 
-The presets are data of this package, `tba_jax/presets/*.py`, found by the names of the files; this
-module reads them only to list them in an error. A name without a folder and without `.py` is a
-preset of the package, and anything else is a file, whatever lies in the current directory.
+Presets are files of the package, `tba_jax/presets/*.py`; this module reads them only to list them
+in an error. A name without a folder and without `.py` is a preset of the package, and anything else
+is a file, whatever the current directory contains.
 """
 
 import difflib
@@ -22,15 +22,15 @@ FOLDER = Path(__file__).parents[1] / "presets"
 
 
 def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
-    """The default config with one preset's differences, named FILE/PRESET.
+    """Return the default config with one preset's differences, named FILE/PRESET.
 
     Args:
         file: name of the presets.
         presets: differences by name, section by section.
-        preset: which.
+        preset: name of the preset.
 
     Raises:
-        ConfigError: there is no such preset.
+        ConfigError: unknown preset.
     """
     if preset not in presets:
         known = ", ".join(presets)
@@ -44,7 +44,7 @@ def differing(file: str, presets: Mapping[str, Any], preset: str) -> ConfigDict:
 
 
 def names() -> list[str]:
-    """Every FILE:PRESET of the package."""
+    """Return FILE:PRESET for every preset of the package."""
     return [
         f"{path.stem}:{preset}"
         for path in sorted(FOLDER.glob("[a-z]*.py"))
@@ -53,23 +53,23 @@ def names() -> list[str]:
 
 
 def load(name: str) -> Config:
-    """The config of a preset or file, without the command line; not validated.
+    """Return the config of a preset or file, without the command line; not validated.
 
     Raises:
-        ConfigError: there is none of this name, or the file has no `get_config`.
+        ConfigError: unknown name, or the file has no `get_config`.
     """
     path, _, preset = path_of(name).partition(":")
     get_config = runpy.run_path(path).get("get_config")
     if get_config is None:
-        raise ConfigError(f"{path} defines no get_config(PRESET); docs/presets.md shows one")
+        raise ConfigError(f"{path} defines no get_config(PRESET). docs/presets.md has an example")
     return freeze(get_config(preset) if preset else get_config())
 
 
 def path_of(name: str) -> str:
-    """PATH.py[:PRESET] for what `--config` was given.
+    """Return PATH.py[:PRESET] for the value of `--config`.
 
     Raises:
-        ConfigError: it is neither a preset's name nor a file.
+        ConfigError: the value is neither a preset's name nor a file.
     """
     file, colon, preset = name.partition(":")
     packaged = FOLDER / f"{file}.py"
@@ -87,6 +87,6 @@ def path_of(name: str) -> str:
 
 
 def _near(name: str, known: Iterable[str]) -> str:
-    """The end of an error that asks whether something like it was meant, if anything is."""
+    """Return a hint with a similar name for the end of an error; "" without one."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else ""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config means where it leaves a choice to its placement and task (`auto`)."""
+"""Values of settings that depend on placement and task (`auto`)."""
 
 from typing import Literal
 
@@ -9,17 +9,17 @@ from tba_jax.tasks.registry import entry_of
 
 
 def has_trainer_group(config: Config) -> bool:
-    """Whether the trainer of a fleet has several processes."""
+    """Return whether the trainer of a fleet has several processes."""
     return MODES[config.placement].searches_elsewhere and config.fleet.trainer_hosts > 1
 
 
 def writes_versions(config: Config) -> bool:
-    """Whether trainer processes without searchers write published weights to disk together."""
+    """Return whether trainer processes without searchers write weights to disk together."""
     return not MODES[config.placement].trainers_search or has_trainer_group(config)
 
 
 def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
-    """How published weights travel: as files where searchers are on other machines."""
+    """Return the transport of published weights: files if searchers are in other processes."""
     if config.sync.transport == "auto":
         mode = MODES[config.placement]
         return "checkpoint" if mode.searches_elsewhere or not mode.trainers_search else "memory"
@@ -27,7 +27,7 @@ def transport_of(config: Config) -> Literal["memory", "checkpoint"]:
 
 
 def ownership_of(config: Config) -> Literal["by_prompt", "any"]:
-    """Who draws a prompt: any searcher, where one of them may be missing or there is one prompt."""
+    """Return who may draw a prompt: any searcher if one may be missing or there is one prompt."""
     if config.search.ownership == "auto":
         has_one_prompt = entry_of(config.task.name).has_one_prompt
         elsewhere = MODES[config.placement].searches_elsewhere

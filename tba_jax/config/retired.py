@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings that were renamed or removed, and configs that were saved with them."""
+"""Settings that were renamed or removed, and the conversion of configs saved with them."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,11 +11,11 @@ from tba_jax.train.objectives.registry import is_objective, own_settings
 
 
 class Retired(NamedTuple):
-    """A setting that exists no more.
+    """A setting that no longer exists.
 
     Attributes:
-        neutral: its value in runs that did not use it.
-        advice: what to set in its place, or why it was removed.
+        neutral: value in runs that did not use it.
+        advice: its replacement, or why it was removed.
     """
 
     neutral: Any
@@ -31,7 +31,7 @@ _PASS_RATE = (
     "rewards are all equal"
 )
 
-# Settings that `_converted` reads in a saved config: what to write today.
+# Settings that `_converted` reads in a saved config, with their replacements.
 _CONVERTED: Mapping[str, str] = {
     "objective.beta_schedule": f"{_BETA}; a number is a constant.",
     "objective.beta_final": f"{_BETA}.",
@@ -71,20 +71,19 @@ RETIRED: Mapping[str, Retired] = {
     "replay.pass_rate_steps": Retired(0, _PASS_RATE),
     **{name: Retired(None, advice) for name, advice in _CONVERTED.items()},
 }
-"""By the former name of the setting."""
+"""Retired settings by name."""
 
 
 def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved flat config with today's settings.
+    """Return a saved flat config with the current settings.
 
-    A setting that the config lacks gets its default: it did not exist when the run began. A
-    retired setting at its neutral value is dropped. Any other unknown setting stays, for the caller
-    to name.
+    A missing setting gets its default: it did not exist when the run began. A retired setting at
+    its neutral value is dropped. Any other unknown setting stays, for the caller to report.
 
     Loads JAX.
 
     Args:
-        saved: setting name -> value, as config.json has it.
+        saved: setting name -> value, as in config.json.
     """
     found = _converted(saved)
     kept = {
@@ -96,12 +95,12 @@ def upgrade(saved: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults(name), **kept}
 
 
-# Own settings of objectives that were shared by all, and for which 0 was the objective's default.
+# Own settings of objectives that all objectives shared; 0 meant the objective's default.
 _ZERO_WAS_OWN = ("objective.clip_low", "objective.clip_high", "objective.importance_cap")
 
 
 def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved config with schedules as one value, and the objective's own settings alone."""
+    """Return a saved config with schedules as single values and only the objective's settings."""
     found = dict(saved)
     if "objective.beta_schedule" not in found:
         return found
@@ -114,7 +113,7 @@ def _converted(saved: Mapping[str, Any]) -> dict[str, Any]:
     name = found.get("objective.name")
     own = {s.name for s in own_settings(str(name))} if is_objective(str(name)) else set()
     for name in _WERE_SHARED - own:
-        found.pop(name, None)  # the objective did not read it
+        found.pop(name, None)  # the objective does not use it
     for name in _ZERO_WAS_OWN:
         if not found.get(name, 1):
             del found[name]
@@ -156,7 +155,7 @@ def _learning_rate(found: dict[str, Any]) -> float | str:
     ).plain
 
 
-# Settings that every config had, whatever its objective.
+# Settings that every config had, for any objective.
 _WERE_SHARED = {
     f"objective.{name}"
     for name in (

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation: every setting as declared, every section by itself, and rules across sections.
-
-It reads a config and touches no device and no file of the run.
-"""
+"""Validation: every setting as declared, every section by itself, and rules across sections."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +20,7 @@ def validate(config: Config) -> None:
     """Check ranges, choices and combinations.
 
     Raises:
-        ConfigError: field, value, rule and remedy of every violation.
+        ConfigError: every violation, with field, value, rule and remedy.
     """
     broken: dict[str, Any] = {}
 
@@ -51,12 +48,12 @@ def validate(config: Config) -> None:
 
 
 def _sections(config: Config) -> None:
-    """Every section by itself."""
+    """Check every section by itself."""
     check_all(*(section.check for section in config.sections().values()))
 
 
 def _compilation_cache(config: Config) -> None:
-    """A place for compiled programs."""
+    """Refuse an empty compilation_cache."""
     need(
         bool(config.compilation_cache),
         "compilation_cache",
@@ -67,7 +64,7 @@ def _compilation_cache(config: Config) -> None:
 
 
 def _transport(config: Config) -> None:
-    """The way of weights to other hosts."""
+    """Refuse a transport that other hosts cannot use."""
     need(
         MODES[config.placement].trainers_search or transport_of(config) == "checkpoint",
         "sync.transport",
@@ -79,51 +76,51 @@ def _transport(config: Config) -> None:
 
 
 def _groups(config: Config) -> None:
-    """Responses enough for a group."""
+    """Refuse too few responses for a group."""
     k = config.objective.group_size
     need(
         config.search.samples_per_prompt >= k,
         "search.samples_per_prompt",
         config.search.samples_per_prompt,
-        f"a group needs K = objective.group_size = {k} responses, so S must be at least K",
+        f"a group needs objective.group_size={k} responses from each searcher",
         f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
     )
     need(
         config.replay.capacity_per_prompt >= k,
         "replay.capacity_per_prompt",
         config.replay.capacity_per_prompt,
-        f"a prompt's store must hold a group of K = objective.group_size = {k} responses",
+        f"must hold at least one group of objective.group_size={k} responses",
         f"Set --config.replay.capacity_per_prompt={k} or more.",
     )
 
 
 def _buffer(config: Config) -> None:
-    """Room for a batch, at the least: one response of each of its prompts."""
+    """Refuse a buffer too small for a batch with one response per prompt."""
     batch = config.batch.num_prompts
     least = 1 if entry_of(config.task.name).has_one_prompt else batch
     need(
         config.replay.max_bytes >= least * RESPONSE_OVERHEAD_BYTES,
         "replay.max_bytes",
         config.replay.max_bytes,
-        f"a batch of {batch} prompts cannot be held in as little",
-        f"Bookkeeping alone takes {least * RESPONSE_OVERHEAD_BYTES}; give it room for the "
-        "responses that should be kept, at 300 bytes and four for each token.",
+        f"too small for a batch of {batch} prompts",
+        f"Set it above {least * RESPONSE_OVERHEAD_BYTES}, the bookkeeping alone, by 300 bytes per "
+        "response and four per token.",
     )
 
 
 def _cache(config: Config) -> None:
-    """Caches of searchers in eight bits."""
+    """Refuse 8-bit caches with a kernel that does not support them."""
     need(
         config.search.cache_dtype != "int8" or config.model.attention != "tpu_kernel",
         "search.cache_dtype",
         config.search.cache_dtype,
-        "the decode kernel of model.attention=tpu_kernel knows no cache in eight bits",
+        "the decode kernel of model.attention=tpu_kernel does not support an 8-bit cache",
         "Set --config.search.cache_dtype=bfloat16 or --config.model.attention=auto.",
     )
 
 
 def _driver(config: Config) -> None:
-    """What the two drivers can do, and how long the trainer may have to wait."""
+    """Refuse settings that the driver does not support, or under which the trainer deadlocks."""
     mode = MODES[config.placement]
     need(
         not config.search.exact_lag
@@ -131,8 +128,8 @@ def _driver(config: Config) -> None:
         or not (mode.spans_hosts or mode.searches_elsewhere),
         "search.exact_lag",
         config.search.exact_lag,
-        "beside a trainer it is kept for searchers of the trainer's own process, and "
-        f"placement={config.placement} has others",
+        "with driver=async it needs searchers in the trainer's process, and "
+        f"placement={config.placement} has other processes",
         "Set --config.placement=auto or --config.driver=sync.",
     )
     if config.search.swap == "in_flight":
@@ -140,8 +137,7 @@ def _driver(config: Config) -> None:
             not config.objective.built.needs_behavior,
             "search.swap",
             config.search.swap,
-            "only an objective that needs no behaviour policy permits a response of several "
-            "versions",
+            "only an objective that accepts any sampler permits a response of several versions",
             "Set --config.search.swap=auto, or objective.name to one of "
             f"{', '.join(free_of_behavior())}.",
         )
@@ -151,7 +147,7 @@ def _driver(config: Config) -> None:
             "replay.max_staleness",
             config.replay.max_staleness,
             f"data merged at a sync is up to sync_period - 1 = {config.sync_period - 1} steps "
-            "stale at its last fresh use, so it would be late however fast the searchers are",
+            "stale at its last fresh use, so it would always be late",
             "Lower sync_period or raise it.",
         )
     if config.replay.late == "wait":
@@ -161,40 +157,40 @@ def _driver(config: Config) -> None:
             config.search.swap != "in_flight",
             "search.swap",
             config.search.swap,
-            "with search.exact_lag a response is of one version",
+            "with search.exact_lag all tokens of a response have one version",
             "Set --config.search.swap=auto.",
         )
         need(
             config.search.initial_fill == 0,
             "search.initial_fill",
             config.search.initial_fill,
-            "an exact lag merges as many rounds at every publication, and has no room for more",
+            "an exact lag merges a fixed number of rounds at every publication",
             "Set --config.search.initial_fill=0 or --config.search.exact_lag=0.",
         )
     need(
         config.driver == "sync" or config.replay.pace == "trainer" or not config.replay.max_reuse,
         "replay.max_reuse",
         config.replay.max_reuse,
-        "when every response is used up the trainer must wait for new ones",
+        "when every response has reached max_reuse, the trainer must wait for new ones",
         "Set --config.replay.pace=trainer.",
     )
 
 
 def _strict_bound(config: Config) -> None:
-    """A bound on staleness that the trainer waits for."""
+    """Refuse settings under which the trainer cannot keep a strict staleness bound."""
     need(
         not writes_versions(config),
         "replay.late",
         config.replay.late,
-        "trainer processes that write weights together leave out a publication while the one "
-        "before is written, so newer weights may not be on their way",
+        "trainer processes that write weights together skip a publication while the one before is "
+        "being written, so newer weights might never come",
         "Set --config.replay.late=train, or use one trainer process.",
     )
     need(
         not config.search.exact_lag,
         "replay.late",
         config.replay.late,
-        f"search.exact_lag = {config.search.exact_lag} keeps all data equally old",
+        f"search.exact_lag={config.search.exact_lag} gives all data the same staleness",
         "Set --config.replay.late=train.",
     )
     steps = config.replay.max_staleness + 1
@@ -204,33 +200,33 @@ def _strict_bound(config: Config) -> None:
         config.search.initial_fill <= most,
         "search.initial_fill",
         config.search.initial_fill,
-        f"a part of them would be late: the first {steps} steps take {most} fresh responses",
+        f"some would be late: the first {steps} steps take {most} fresh responses",
         "Lower it, or raise replay.max_staleness.",
     )
 
 
 def _pod(config: Config) -> None:
-    """Runs of several hosts."""
+    """Refuse settings that a pod does not support."""
     if not (MODES[config.placement].spans_hosts and MODES[config.placement].trainers_search):
         return
     need(
         transport_of(config) == "memory",
         "sync.transport",
         config.sync.transport,
-        "in a pod every host takes its weights from the trainer's mesh",
+        "in a pod every host takes its weights from the trainer's mesh in memory",
         "Set --config.sync.transport=auto.",
     )
 
 
 def _fleet(config: Config) -> None:
-    """Searchers on machines of their own."""
+    """Refuse settings that a fleet does not support."""
     if not MODES[config.placement].searches_elsewhere:
         return
     need(
         config.driver == "async",
         "driver",
         config.driver,
-        "the searchers of a fleet are other processes, which wait for nobody",
+        "the searchers of a fleet are other processes, which the synchronous driver cannot call",
         "Set --config.driver=async.",
     )
     need(
@@ -244,28 +240,28 @@ def _fleet(config: Config) -> None:
         ownership_of(config) == "any",
         "search.ownership",
         config.search.ownership,
-        "prompts of a slot that no machine fills would never be drawn",
+        "prompts of a missing searcher would never be drawn",
         "Set --config.search.ownership=auto.",
     )
     need(
         config.fleet.max_searchers % config.num_searchers == 0,
         "fleet.max_searchers",
         config.fleet.max_searchers,
-        f"a process has num_searchers = {config.num_searchers} searchers",
-        "Give a multiple of it.",
+        f"must be a multiple of num_searchers={config.num_searchers}, the searchers per process",
+        f"Set --config.fleet.max_searchers={config.num_searchers} or a multiple.",
     )
 
 
 def _start_data(config: Config) -> None:
-    """Responses that the replay buffer is given before the first step."""
+    """Refuse settings that start data does not support."""
     if not config.task.start_path:
         return
     need(
         not config.objective.built.needs_behavior,
         "task.start_path",
         config.task.start_path,
-        "only an objective that needs no behaviour policy can train on responses that no policy "
-        "of the run drew",
+        "only an objective that accepts any sampler can train on responses that no policy of the "
+        "run drew",
         f"Set --config.objective.name to one of {', '.join(free_of_behavior())}, or leave "
         "--config.task.start_path empty.",
     )
@@ -273,21 +269,21 @@ def _start_data(config: Config) -> None:
         config.search.exact_lag == 0,
         "task.start_path",
         config.task.start_path,
-        "an exact lag merges as many rounds at every publication, and has no room for more",
+        "an exact lag merges a fixed number of rounds at every publication",
         "Set --config.search.exact_lag=0.",
     )
     need(
         not (config.search.stop_strings or config.search.stop_ids),
         "task.start_path",
         config.task.start_path,
-        "given responses end with the model's end-of-sequence token, and search.stop_strings and "
-        "search.stop_ids let the policy's end elsewhere",
-        "Leave these empty.",
+        "given responses end with the model's end-of-sequence token, but search.stop_strings and "
+        "search.stop_ids end the policy's elsewhere",
+        "Leave search.stop_strings and search.stop_ids empty.",
     )
 
 
 def _task(config: Config) -> None:
-    """What the task needs."""
+    """Refuse settings that the task does not support."""
     name, entry = config.task.name, entry_of(config.task.name)
     need(
         not entry.has_one_prompt or ownership_of(config) == "any",
@@ -299,13 +295,13 @@ def _task(config: Config) -> None:
 
 
 def _reward(config: Config) -> None:
-    """Something rewards."""
+    """Refuse a config without a reward."""
     name, entry = config.task.name, entry_of(config.task.name)
     kind_of(config, config.task.reward, entry.task.reward, name).check(config)
 
 
 def _reward_weights(config: Config) -> None:
-    """As many weights as rewards that are summed."""
+    """Refuse a number of weights that differs from the number of rewards."""
     reward, weights = config.task.reward, config.task.reward_weights
     has_model = bool(reward and config.reward.model_path)
     is_learned = reward in KINDS
@@ -320,13 +316,13 @@ def _reward_weights(config: Config) -> None:
         "task.reward_weights",
         weights,
         rule,
-        "Give one number for each, for example --config.task.reward_weights=1.0,0.5; a reward "
-        "model's is the last.",
+        "Give one number per reward, for example --config.task.reward_weights=1.0,0.5; the last "
+        "is for reward.model_path.",
     )
 
 
 def _rows(config: Config) -> None:
-    """How the rows of a batch are made and cut."""
+    """Refuse row layouts that micro-batches or devices cannot divide."""
     wanted, packed = config.batch.micro_batch_rows, config.batch.packed_length
     parts = config.mesh.data * config.mesh.fsdp
     updates = config.objective.built.minibatches
@@ -343,8 +339,8 @@ def _rows(config: Config) -> None:
         config.mesh.fsdp == 1 or config.model.remat != "none",
         "model.remat",
         config.model.remat,
-        "keeps what the backward pass needs, also the weights gathered for mesh.fsdp: the whole "
-        "model on every device",
+        "keeps all intermediate values for the backward pass, including weights gathered for "
+        "mesh.fsdp: the whole model on every device",
         "Set --config.model.remat=layers.",
     )
     need(
@@ -359,7 +355,7 @@ def _rows(config: Config) -> None:
         "batch.micro_batch_rows",
         wanted,
         f"cannot be divided by mesh.data x mesh.fsdp x objective.minibatches = {parts * updates}: "
-        "every micro-batch has a part for each update",
+        "every micro-batch has rows of each minibatch",
         f"Set --config.batch.micro_batch_rows={parts * updates} or a multiple.",
     )
     need(
@@ -374,50 +370,50 @@ def _rows(config: Config) -> None:
         not packed or packed >= longest,
         "batch.packed_length",
         packed,
-        f"a row must hold a prompt with its response, up to {longest} tokens "
+        f"a row must hold a prompt and its response, up to {longest} tokens "
         "(task.max_prompt_tokens + search.max_new_tokens)",
         f"Set --config.batch.packed_length={longest} or more.",
     )
 
 
 def _rounding(config: Config) -> None:
-    """Something must be stored in few bits to be rounded."""
+    """Refuse stochastic rounding if nothing is stored in bfloat16."""
     what = "adapters are float32" if config.lora.rank else "model.param_dtype is float32"
     need(
         config.optimizer.rounding == "nearest"
         or (config.model.param_dtype == "bfloat16" and not config.lora.rank),
         "optimizer.rounding",
         config.optimizer.rounding,
-        f"only what is trained in bfloat16 is rounded, and {what}",
+        f"stochastic rounding needs parameters in bfloat16, and {what}",
         "Set --config.optimizer.rounding=nearest.",
     )
 
 
 def _average(config: Config) -> None:
-    """What a reference can be an average of."""
+    """Refuse a moving-average reference that cannot be computed."""
     need(
         not config.reference.ema_decay or not config.lora.rank,
         "reference.ema_decay",
         config.reference.ema_decay,
-        "adapters are factors, and the product of their averages is no average",
+        "the average of adapters' products is not the product of their averages",
         "Set --config.reference.reset_period or --config.lora.rank=0.",
     )
     need(
         not config.reference.ema_decay or config.model.param_dtype == "float32",
         "reference.ema_decay",
         config.reference.ema_decay,
-        "in bfloat16 a step of an average is lost",
+        "in bfloat16 the steps of an average are rounded away",
         "Set --config.model.param_dtype=float32.",
     )
 
 
 def _packed_rows(config: Config) -> None:
-    """What rows of several responses cannot do."""
+    """Refuse settings that packed rows do not support."""
     need(
         not (config.batch.packed_length and config.search.min_new_tokens),
         "batch.packed_length",
         config.batch.packed_length,
-        "rows of several responses know no least length",
+        "packed rows do not support search.min_new_tokens",
         "Set --config.batch.packed_length=0.",
     )
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole configuration: the sections that the rooms declare, put together.
+"""The whole configuration: the sections that the rooms declare.
 
-Each room's `config.py` declares the settings that it consumes; `settings` says how. A config is
-edited as a locked ConfigDict (`default_config`, `tba_jax/presets`, `--config.FIELD=VALUE`) and
-becomes a frozen `Config` once (`freeze`); everything below the command line sees that, or one of
-its sections. This module imports nothing heavy, so a mistake is reported before any device is
-touched.
+Each room's `config.py` declares its settings; `settings` defines declarations. A config is edited
+as a locked ConfigDict (`default_config`, `tba_jax/presets`, `--config.FIELD=VALUE`) and becomes a
+frozen `Config` once (`freeze`), which all other code receives. This module imports nothing heavy,
+so user errors are reported before any device is used.
 """
 
 import dataclasses
@@ -47,15 +46,18 @@ class CheckpointSettings(Section):
         at_least=0,
         on_resume=True,
     )
-    keep: int = field(2, "checkpoints kept", at_least=1, on_resume=True)
+    keep: int = field(2, "number of checkpoints to keep", at_least=1, on_resume=True)
     timeout_s: int = field(
-        600, "storage (or another host) that takes longer has failed", at_least=1, on_resume=True
+        600,
+        "maximum time in seconds of a save, and of waiting for another host",
+        at_least=1,
+        on_resume=True,
     )
 
 
 @dataclass(frozen=True)
 class LogSettings(Section):
-    """What a run logs, and when it counts as stuck."""
+    """Logs of a run, and its hang detection."""
 
     period: int = field(1, "steps between lines in metrics.jsonl", at_least=1, on_resume=True)
     tensorboard: bool = field(
@@ -70,7 +72,7 @@ class LogSettings(Section):
     )
     watchdog_s: float = field(
         1800.0,
-        "driver=async: when nothing ended for this long, dump stacks and stop",
+        "driver=async: seconds without progress after which the run dumps stacks and stops",
         above=0,
         on_resume=True,
     )
@@ -96,12 +98,12 @@ class ReportSettings(Section):
 
 @dataclass(frozen=True)
 class Config:
-    """A run: fields of its own, and a section for each part."""
+    """A run: its own fields, and a section for each part."""
 
-    name: str = field("default", "names the run's folder: FILE/PRESET, set by the preset")
+    name: str = field("default", "name of the run's folder: FILE/PRESET, set by the preset")
     seed: int = field(0, "root of every random number of the run", at_least=0)
     driver: Literal["async", "sync"] = field(
-        "async", "async: searcher threads beside the trainer; sync: one thread"
+        "async", "async: searcher threads concurrent with the trainer; sync: one thread"
     )
     num_steps: int = field(100, "optimiser steps of the run", at_least=1)
     sync_period: int = field(
@@ -109,8 +111,8 @@ class Config:
     )
     num_searchers: int = field(
         1,
-        "searchers (threads of the asynchronous driver); of several hosts: of all; "
-        "placement=fleet: of a process of searchers",
+        "searchers (threads of the asynchronous driver) of all hosts; placement=fleet: searchers "
+        "per process",
         at_least=1,
         at_most=4096,
     )
@@ -122,15 +124,15 @@ class Config:
     )
     num_cpu_devices: int = field(
         1,
-        "devices that the CPU backend divides the machine into",
+        "number of devices of the CPU backend",
         at_least=1,
         at_most=1024,
         on_resume=True,
     )
     compilation_cache: str = field(
         "auto",
-        "where compiled programs are kept for the next run: auto: in the user's cache folder, or "
-        "where JAX_COMPILATION_CACHE_DIR says; off; or a folder",
+        "folder for compiled programs, for later runs: auto: in the user's cache folder, or "
+        "JAX_COMPILATION_CACHE_DIR; off; or a folder",
         on_resume=True,
     )
     mesh: MeshSettings = MeshSettings()
@@ -187,7 +189,7 @@ def editable(config: Config) -> ConfigDict:
     for setting in SETTINGS.values():
         if setting.type is Schedule:
             section, _, name = setting.name.partition(".")
-            # A number or a text, which a field of one type would not take.
+            # Schedules: a number or a text, which a reference of one type would not accept.
             edited[section][name] = FieldReference(edited[section][name], field_type=object)
     edited.lock()
     edited.objective.unlock()
@@ -218,7 +220,7 @@ def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
 
 
 def make_config(fields: Mapping[str, Any] | None = None) -> Config:
-    """The default config with some dotted fields changed; not validated.
+    """Return the default config with some dotted fields changed; not validated.
 
     Raises:
         KeyError: no such field. TypeError: a value of another type.
@@ -227,7 +229,7 @@ def make_config(fields: Mapping[str, Any] | None = None) -> Config:
 
 
 def replace(config: Config, fields: Mapping[str, Any]) -> Config:
-    """A config with some dotted fields changed; not validated.
+    """Return a config with some dotted fields changed; not validated.
 
     Raises:
         KeyError: no such field. TypeError: a value of another type.
@@ -244,7 +246,7 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def get_field(config: Config, field: str) -> Any:
-    """Value of a dotted field name."""
+    """Return the value of a dotted field name."""
     value: Any = config
     for part in field.split("."):
         value = getattr(value, part)
@@ -279,7 +281,7 @@ def _as_json(value: Any) -> Any:
 
 
 def unflatten(values: Mapping[str, Any]) -> Config:
-    """Return the config that `flatten` made the values of; not validated.
+    """Return the config of flat values from `flatten`; not validated.
 
     Raises:
         KeyError: no such field. TypeError: a value of another type.
@@ -290,7 +292,7 @@ def unflatten(values: Mapping[str, Any]) -> Config:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lines "field: old -> new" for the fields that a resumed run may not change.
+    """Return lines "field: old -> new" for changed fields that a resumed run may not change.
 
     Args:
         old: flat fields of the run on disk.
@@ -298,7 +300,7 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """
     lines = []
     for name in sorted(set(old) | set(new)):
-        # num_steps is not among those that may change: learning-rate schedules depend on it.
+        # num_steps may not change, because learning-rate schedules depend on it.
         if name in SETTINGS and SETTINGS[name].on_resume:
             continue
         before, after = old.get(name, "(absent)"), new.get(name, "(absent)")

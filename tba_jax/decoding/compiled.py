@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The compiled programs of a decoder, one set for all sessions that decode with it.
+"""The compiled programs of a decoder, shared by all sessions that decode with it.
 
-The invariant it owns: programs are kept per cache length and kind of sampling, so that a new
-temperature or weight version compiles nothing.
+Invariant: programs are cached by cache length and kind of sampling, so a new temperature or weight
+version compiles nothing.
 """
 
 import functools
@@ -24,13 +24,13 @@ from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 CHUNK_STEPS = 8
-"""Steps between two looks of the host, unless a decoder is made with another number."""
+"""Default number of decode steps between two checks by the host."""
 
 
 class Compiled:
-    """The jitted programs of a decoder for one architecture; safe to share between threads.
+    """The jitted programs of a decoder for one architecture; thread-safe.
 
-    Runs where the weights live, on one device or sharded over a mesh. Programs are kept per cache
+    Runs where the weights are, on one device or sharded over a mesh. Programs are cached by cache
     length and kind of sampling; neither a temperature nor a new weight version compiles one.
 
     Args:
@@ -41,14 +41,14 @@ class Compiled:
         prompt_buckets: ascending prompt lengths to pad to.
         max_length: longest prompt and response together.
         cache_dtype: dtype of cached keys and values, int8 with scales; None: compute_dtype.
-        chunk_steps: steps between two looks of the host. A finished slot idles for half a chunk
-            on average; each chunk costs one round trip to the device.
-        implementation: who computes attention; None: as the architecture says.
-        site: the devices that divide weights and caches; by default the one device of the weights.
+        chunk_steps: steps between two checks by the host. A finished slot idles for half a chunk on
+            average; each chunk costs one round trip to the device.
+        implementation: attention implementation; None: by the architecture.
+        site: devices that divide weights and caches; default: the single device of the weights.
 
     Attributes:
-        stop_strings: texts that end a response too; None, as it is made, for none.
-        implementation: who computes attention.
+        stop_strings: texts that also end a response; initially None.
+        implementation: attention implementation.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Compiled:
         self.chunk_steps = chunk_steps
         self.cache_lengths = cache_lengths(max_length + chunk_steps)
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
-        self._in_turn = site.in_turn
+        self._locked = site.locked
         self._traced: set[tuple[Any, ...]] = set()
         self.implementation = attention.choose(
             implementation or config.attention, site.platform, self.compute_dtype, config.head_dim
@@ -108,7 +108,7 @@ class Compiled:
             pad_id=pad_id,
         )
         self._new_cache: dict[jax.sharding.Sharding, Any] = {}
-        self._unstack = site.in_turn(
+        self._unstack = site.locked(
             jax.jit(functools.partial(transformer.unstack_layers, config=config))
         )
 
@@ -126,7 +126,7 @@ class Compiled:
         static_argnames: str | tuple[str, ...] = (),
         **fixed: Any,
     ) -> Any:
-        """Jitted `function` with some keywords fixed; each trace is counted."""
+        """Return jitted `function` with some keywords fixed; count each trace."""
 
         @functools.wraps(function)
         def traced(*args: Any, **kwargs: Any) -> Any:
@@ -143,15 +143,15 @@ class Compiled:
             )
 
         program = jax.jit(traced, donate_argnums=donate_argnums, static_argnames=static_argnames)
-        return self._in_turn(program)
+        return self._locked(program)
 
     def new_cache(
         self, num_slots: int, length: int, where: jax.sharding.Sharding
     ) -> tuple[KVCache, ...]:
-        """Zeroed caches on the devices of `where`, sharded by cache_sharding when there is one."""
+        """Return zeroed caches on the devices of `where`, sharded by cache_sharding if given."""
         where = self.cache_sharding or where
         if where not in self._new_cache:
-            self._new_cache[where] = self._in_turn(
+            self._new_cache[where] = self._locked(
                 jax.jit(
                     functools.partial(programs.init_history, self.config, dtype=self.cache_dtype),
                     static_argnums=(0, 1),
@@ -161,14 +161,14 @@ class Compiled:
         return self._new_cache[where](num_slots, length)
 
     def weights(self, params: Params) -> Params:
-        """Params in the decoder's layout, a tuple of layers; those that have it pass through."""
+        """Return params in the decoder's layout, a tuple of layers; unchanged if they have it."""
         return params if isinstance(params["layers"], tuple) else self._unstack(params)
 
 
 def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
-    """Cache lengths that are compiled for, ascending: 64, 96, 128, 192, 256, ..., the longest.
+    """Return the compiled cache lengths, ascending: 64, 96, 128, 192, 256, ..., the longest.
 
-    Each is at most 1.5 times the one before, so attention reads at most half more than is live.
+    Each is at most 1.5 times the one before, so attention reads at most 50 % more than it needs.
     Multiples of 8; the last holds `longest`.
     """
     last = -(-longest // 8) * 8
@@ -180,11 +180,11 @@ def cache_lengths(longest: int, smallest: int = 64) -> tuple[int, ...]:
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Sharding of a cache [n g c e], and of scales [n g c]: over key/value heads.
+    """Return the sharding of a cache [n g c e], and of scales [n g c]: over key/value heads.
 
-    With fewer of them than devices, neighbours that share a head keep a copy of it each: the mesh
-    axis is split in two. (Kept whole, the compiler would cut out each device's head at every chunk:
-    half a cache more for 2 heads on 4 devices.)
+    With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
+    two. (With unsharded heads, the compiler would slice out each device's head in every chunk: half
+    a cache more for 2 heads on 4 devices.)
     """
     axis = AXIS_RULES["kv_heads"].mesh_axis
     if axis not in mesh.shape:

@@ -2,11 +2,10 @@
 """The decoding engine: prompts in, sampled responses out as they finish.
 
 `Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
-Neither knows text, rewards, tasks or training; where a text ends a response they ask
-`StopStrings`. The invariants they own: a response is (tokens up to and including the first stop
-token, or the first that completes a stop string; log-probs of the distribution actually sampled
-from), and at a fixed number of slots and cache length it depends on its own prompt, key and
-settings only.
+`StopStrings` detects texts that end a response. Invariants: a response is (tokens up to and
+including the first stop token, or the first token that completes a stop string; log-probs of the
+distribution actually sampled from). With a fixed number of slots and cache length it depends only
+on its own prompt, key and settings.
 """
 
 from collections.abc import Sequence
@@ -29,8 +28,9 @@ class Decoded(NamedTuple):
         tokens: int32 [p k t], `pad_id` after the end; t = max_new_tokens.
         lengths: int32 [p k], tokens of each response, the stop token included.
         token_logprobs: float32 [p k t], of the distribution sampled from; 0 at padding.
-        has_eos: bool [p k], False where the length limit cut the response.
-        version_min, version_max: int32 [p k], span of the versions that read its prompt or drew it.
+        has_eos: bool [p k], False if the length limit cut the response.
+        version_min, version_max: int32 [p k], oldest and newest version that read its prompt or
+            drew a token.
     """
 
     tokens: np.ndarray
@@ -55,20 +55,20 @@ class Decoder(Compiled):
         version: int = 0,
         is_fed: bool = False,
     ) -> Session:
-        """An empty session on the devices of `params`.
+        """Return an empty session on the devices of `params`.
 
         Args:
             params: weights, stacked or in the decoder's layout.
-            num_slots: unfinished responses at a time.
+            num_slots: responses decoded at a time.
             min_slots: when the queue is empty and half the slots are free, their number is halved
-                down to this; None: to an eighth, and only while a response may take 64 steps more.
-                Set it to num_slots for responses that depend, to the last bit, on nothing but their
-                own prompt, key and settings.
-            prefill_prompts: prompts per prefill call (fewer where they are long).
-            num_stop_ids: most stop ids of a request; None: as many as eos_ids.
-            version: of the weights.
-            is_fed: prompts are submitted while it runs: it keeps its slots, and prefills as many
-                rows as there are prompts, to the next power of two.
+                down to this. None: to an eighth, and only while a response may take 64 more steps.
+                Set it to num_slots for responses that depend bit for bit only on their own prompt,
+                key and settings.
+            prefill_prompts: prompts per prefill call (fewer if they are long).
+            num_stop_ids: maximum stop ids of a request; None: the number of eos_ids.
+            version: version of the weights.
+            is_fed: prompts are submitted while the session runs: it keeps its slots, and prefills
+                as many rows as there are prompts, rounded up to a power of two.
         """
         return Session(
             self, params, num_slots, min_slots, prefill_prompts, num_stop_ids, version, is_fed
@@ -96,7 +96,7 @@ class Decoder(Compiled):
             key: JAX PRNG key; sample j of prompt i draws from fold_in(key, i * S + j). Or uint32
                 [p S 2], the key data of each sample (`row_keys`).
             settings: how to draw.
-            num_slots: unfinished responses at a time; None: all.
+            num_slots: responses decoded at a time; None: all.
             min_slots: as in `session`.
             version: of `params`.
             temperatures: float [p S], one for each response; None: that of the settings.
@@ -142,5 +142,5 @@ class Decoder(Compiled):
 
 
 def row_keys(key: Array | np.ndarray, num_rows: int) -> np.ndarray:
-    """uint32 [num_rows 2]: key data of fold_in(key, row) for every row; a key or its data."""
+    """Return uint32 [num_rows 2]: key data of fold_in(key, row) per row, from a key or its data."""
     return keys.fold_in(keys.key_data(key), np.arange(num_rows))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of responses, on the host: `jax.random.fold_in` of threefry keys without a device.
+"""Random keys of responses, on the host: `jax.random.fold_in` of threefry keys without a device.
 
-A searcher needs a few keys for every prompt, at times when its device has other work; a launch
-takes longer than they do. Invariant: the bits are those of JAX.
+A searcher needs a few keys per prompt while its device is busy; launching a program would take
+longer. Invariant: the bits are those of JAX.
 """
 
 import jax
@@ -14,14 +14,14 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def key_data(key: Array | np.ndarray) -> UInt32[np.ndarray, "2"]:
-    """The data of a JAX PRNG key; data stay as they are."""
+    """Return the data of a JAX PRNG key; data are returned unchanged."""
     return key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
 
 
 def fold_in(
     key: UInt32[np.ndarray, "2"], numbers: int | Integer[np.ndarray, " n"]
 ) -> UInt32[np.ndarray, "*n 2"]:
-    """Key data of `jax.random.fold_in(key, number)`, of one number or for each of several.
+    """Return key data of `jax.random.fold_in(key, number)`, for one number or several.
 
     Args:
         key: threefry key data.

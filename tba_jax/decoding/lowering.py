@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every program of a decoder, lowered from shapes alone: to check that it compiles, and its memory.
+"""Lowering of every program of a decoder from shapes alone, to check compilation and memory.
 
-Nothing is computed and no weights are needed, and the devices need not exist: those of
-`jax.experimental.topologies` will do. The invariant it owns: the shapes are those that a `Session`
-passes.
+Needs neither weights nor real devices: those of `jax.experimental.topologies` suffice. Invariant:
+the shapes are those of a `Session`.
 """
 
 import math
@@ -30,25 +29,25 @@ CHUNK_VARIANTS: dict[str, dict[str, Any]] = {
     "chunk_truncated": {"mode": "sampled", "is_truncated": True, "has_minimum": False},
     "chunk_mixed": {"mode": "mixed", "is_truncated": True, "has_minimum": True},
 }
-"""The programs of a chunk worth compiling: each way to sample, and everything at once."""
+"""Chunk programs worth compiling: each kind of sampling, and all options at once."""
 
 
 def weight_shardings(
     config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
 ) -> Params:
-    """Shardings of weights in the decoder's layout, a tuple of layers.
+    """Return shardings of weights in the decoder's layout, a tuple of layers.
 
     Args:
         config: the architecture.
         mesh: devices.
-        quantization: of the weights; scales lie with the columns that they belong to.
+        quantization: of the weights; scales are sharded like their columns.
 
     Raises:
         ValueError: the mesh does not divide the model.
     """
     axes = dict(transformer.param_axes(config))
     units = dict(transformer.abstract_params(config))
-    # A matrix of the decoder's layout has heads and head_dim merged: it is divided by whole heads.
+    # Matrices have heads and head_dim merged; the merged axis is divided by whole heads.
     kept = {
         name: [i for i, axis in enumerate(names) if axis not in ("layers", "head_dim")]
         if name in ("q", "k", "v", "o")
@@ -76,12 +75,12 @@ def abstract_weights(
     where: Mesh | Sharding,
     quantization: Quantization = "none",
 ) -> Params:
-    """Weights in the decoder's layout as ShapeDtypeStructs with shardings.
+    """Return weights in the decoder's layout as ShapeDtypeStructs with shardings.
 
     Args:
         config: the architecture.
-        dtype: of the weights.
-        where: a mesh, divided by the table of `sharding`; or one sharding for all.
+        dtype: dtype of the weights.
+        where: a mesh, with the sharding rules of `sharding`; or one sharding for all.
         quantization: of the weights.
     """
     shapes = _weight_shapes(config, dtype, quantization)
@@ -104,19 +103,19 @@ def lower_all(
     prefill_prompts: int = 1,
     num_stop_ids: int = 1,
 ) -> Iterator[tuple[str, Callable[[], jax.stages.Lowered]]]:
-    """(name, function that lowers it) of each program a session runs, at one set of sizes.
+    """Yield (name, function that lowers it) of each program a session runs, at one set of sizes.
 
     Args:
-        decoder: whose programs; each lowering counts as one of its traces.
+        decoder: decoder of the programs; each lowering counts as one of its traces.
         weights: from `abstract_weights`, on the devices to compile for.
         num_slots: n.
         cache_length: columns of the cache.
         prompt_length: prompt bucket.
         prefill_prompts: prompts per prefill call.
-        num_stop_ids: room for stop ids.
+        num_stop_ids: maximum number of stop ids.
     """
     config = decoder.config
-    # Anything the host passes has no sharding; caches are where the weights are.
+    # Host arguments have no sharding; caches are on the devices of the weights.
     where = decoder.cache_sharding or jax.tree.leaves(weights)[0].sharding
     if decoder.cache_sharding is None and isinstance(where, NamedSharding):
         where = NamedSharding(where.mesh, PartitionSpec())
@@ -167,7 +166,7 @@ def lower_all(
 
 
 def cache_bytes(decoder: Decoder, num_slots: int, cache_length: int) -> int:
-    """Bytes of the cache on each device, without the padding of the device's own layout."""
+    """Return the bytes of the cache per device, without padding of the device's layout."""
     config = decoder.config
     shape = (num_slots, config.num_kv_heads, cache_length, config.head_dim)
     sharding, size = decoder.cache_sharding, 0

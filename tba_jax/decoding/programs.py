@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the decoding engine compiles: prefill, admission of prompts to slots, a chunk of steps.
+"""The compiled functions of decoding: prefill, admission of prompts to slots, a chunk of steps.
 
-Pure functions over arrays; the host side (`engine`) decides what runs when. A slot holds one
-response: its row of the cache has the prompt and the response side by side, columns [0, length)
-valid. The invariant owned here: where a key lies depends on the length of its own prompt and its
-place in the response only, so a response does not depend on its slot, on its neighbours or on when
-it was admitted.
+Pure functions over arrays; the host side (`engine`) decides which run when. A slot holds one
+response: its cache row has the prompt and the response adjacent, columns [0, length) are valid.
+Invariant: the position of a key depends only on its prompt's length and its index in the response,
+so a response does not depend on its slot, on other slots or on the time of its admission.
 """
 
 import functools
@@ -23,7 +22,7 @@ from tba_jax.models.transformer import Params, TransformerConfig
 
 
 class Slots(NamedTuple):
-    """What the host knows of n slots, passed to every chunk.
+    """The host's state of n slots, an argument of every chunk.
 
     Attributes:
         last: int32 [n], the token to read next.
@@ -60,7 +59,7 @@ class _Carry(NamedTuple):
 def init_history(
     config: TransformerConfig, num_slots: int, length: int, dtype: Any
 ) -> tuple[KVCache, ...]:
-    """Zeroed caches, one per layer [n g c e]."""
+    """Return zeroed caches, one per layer [n g c e]."""
     shape = (num_slots, config.num_kv_heads, length, config.head_dim)
     return tuple(kv_cache.empty(shape, dtype) for _ in range(config.num_layers))
 
@@ -76,16 +75,16 @@ def prefill(
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[KVCache, ...]:
-    """Keys and values of right-padded prompts, one cache per layer [p g s e].
+    """Return keys and values of right-padded prompts, one cache per layer [p g s e].
 
-    The last token of a prompt is not among them: the first decode step reads it and draws the
-    response's first token, so that tokens are drawn in one place.
+    They exclude the last token of each prompt: the first decode step reads it and draws the first
+    token of the response, so that all tokens are drawn in one place.
 
     Args:
         weights: in the decoder's layout (`transformer.unstack_layers`).
         tokens: prompts without their last token.
         lengths: valid tokens of each, possibly 0.
-        implementation: who computes attention.
+        implementation: attention implementation.
         cache_sharding: of a cache on a mesh.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -114,13 +113,13 @@ def admit(
     slots: Int[Array, " a"],
     rows: Int[Array, " a"],
 ) -> tuple[KVCache, ...]:
-    """`history` with prefilled rows copied to the front of slots; donate `history`.
+    """Return `history` with prefilled rows copied to the front of slots; donate `history`.
 
     Args:
         history: [n g c e] per layer.
         prefilled: [p g s e] per layer, s <= c.
-        slots: where to, n for "nowhere" (so that few shapes are compiled), which come last.
-        rows: which prefilled prompt, ascending but for "nowhere".
+        slots: destination; n means none (so that few shapes are compiled), at the end.
+        rows: row in `prefilled`, ascending except for destination n.
     """
 
     def copy(into: Array, source: Array) -> Array:
@@ -133,8 +132,8 @@ def admit(
 def _write_at_once(
     into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
 ) -> Array:
-    # A window of each slot. Indexed as `into.at[slots, :, :s]`, columns are scattered like slots,
-    # and XLA for GPUs transposes the whole cache to bring the two side by side, and back.
+    # A window per slot. With `into.at[slots, :, :s]`, columns would be scattered like slots, and
+    # XLA for GPUs would transpose the whole cache and back.
     windows = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, into.ndim)),
         inserted_window_dims=(0,),
@@ -147,8 +146,8 @@ def _write_at_once(
 def _write_in_turn(
     into: Array, source: Array, slots: Int[Array, " a"], rows: Int[Array, " a"]
 ) -> Array:
-    # Of a scatter XLA for TPUs makes a loop over slots, which reads what each of them held, in case
-    # there is no such slot. Here a prompt stays in fast memory while its slots are written.
+    # XLA for TPUs turns a scatter into a loop over slots that also reads their old contents, for
+    # out-of-range slots. Here a prompt stays in fast memory while its slots are written.
     is_slot = slots < into.shape[0]
 
     def write_prompt(row: Array, into: Array) -> Array:
@@ -164,7 +163,7 @@ def _write_in_turn(
 
 
 def resize(cache: KVCache, *, length: int) -> KVCache:
-    """The same cache with `length` columns: padded, or cut where no slot holds anything."""
+    """Return the cache with `length` columns: padded, or truncated to columns in use."""
 
     def to_length(x: Array) -> Array:
         if length <= x.shape[2]:
@@ -176,7 +175,7 @@ def resize(cache: KVCache, *, length: int) -> KVCache:
 
 
 def take(cache: KVCache, rows: Int[Array, " a"]) -> KVCache:
-    """The cache of some of the slots."""
+    """Return the cache of some of the slots."""
     return jax.tree.map(lambda x: x[rows], cache)
 
 
@@ -195,10 +194,10 @@ def run_chunk(
     implementation: attention.Implementation = "xla",
     cache_sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], tuple[KVCache, ...]]:
-    """(tokens, log-probs, history) of up to `num_steps` new tokens per slot; donate `history`.
+    """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot; donate `history`.
 
-    Stops early when no slot is live. A slot whose response ends writes `pad_id` and log-prob 0
-    until the chunk is over. Every live slot needs `num_steps` free columns.
+    Stops early when no slot is live. A slot whose response has ended writes `pad_id` and log-prob
+    0 until the end of the chunk. Every live slot needs `num_steps` free columns.
 
     Args:
         weights: in the decoder's layout.
@@ -208,8 +207,8 @@ def run_chunk(
         pad_id: token written after the end.
         mode: whether slots are all sampled, all greedy, or mixed.
         is_truncated: some slot uses top-p or top-k.
-        has_minimum: some slot has a least number of tokens.
-        implementation: who computes attention.
+        has_minimum: some slot has a minimum number of tokens.
+        implementation: attention implementation.
         cache_sharding: of a cache on a mesh.
     """
     stop_ids = jnp.asarray(slots.stop_ids)
@@ -283,7 +282,7 @@ def _run_layers(
     attend: Callable[..., Any],
     config: TransformerConfig,
 ) -> tuple[Float[Array, "n d"], tuple[KVCache, ...]]:
-    """Hidden states of one token per slot after all layers, and the caches with that token."""
+    """Return hidden states of one token per slot after all layers, and the updated caches."""
     written = []
     for layer, old, new in zip(weights["layers"], history, recent, strict=True):
         with_caches = functools.partial(attend, history=old, recent=new)
@@ -295,7 +294,7 @@ def _run_layers(
 def _init_recent(
     history: tuple[KVCache, ...], config: TransformerConfig, num_steps: int, compute_dtype: Any
 ) -> tuple[KVCache, ...]:
-    """Caches of a chunk; beside a history in eight bits as they are, until the chunk is over."""
+    """Return empty caches of a chunk, in the compute dtype if the history is 8-bit."""
     keys = history[0].keys
     dtype = compute_dtype if isinstance(keys, kv_cache.Rounded) else keys.dtype
     return init_history(config, keys.shape[0], num_steps, dtype)
@@ -304,11 +303,11 @@ def _init_recent(
 def _kept(
     history: tuple[KVCache, ...], recent: tuple[KVCache, ...], slots: Slots
 ) -> tuple[KVCache, ...]:
-    """The history with the columns of a chunk behind what each slot held."""
+    """Return the history with the chunk's columns appended to each slot."""
 
     @jax.vmap
     def write(old: Array, new: Array, at: Array) -> Array:
-        # Finished slots are written too; nobody reads them again.
+        # Finished slots are written, too, but not read again.
         return jax.lax.dynamic_update_slice(old, new, (0, at, 0)[: old.ndim])
 
     if isinstance(history[0].keys, kv_cache.Rounded):
@@ -318,16 +317,16 @@ def _kept(
 
 
 def _rotations(slots: Slots, num_steps: int, config: TransformerConfig) -> Any:
-    """What the steps of the chunk rotate by, [m n f], ahead: no layer then makes its own cosines.
+    """Return the rotary angles of the chunk's steps, [m n f], computed once for all layers.
 
-    Nothing for a model without rotations.
+    None for a model without rotary positions.
     """
     steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
     return transformer.rotary(jnp.asarray(slots.length)[None] + steps, config)
 
 
 def _bits(slots: Slots, num_steps: int, mode: Mode) -> UInt32[Array, "m n 2"]:
-    """The random words of the chunk, drawn ahead; greedy decoding reads none of them."""
+    """Return the random words of the chunk, computed before it; unused in greedy decoding."""
     if mode == "greedy":
         return jnp.zeros((num_steps, *slots.last.shape, 2), jnp.uint32)
     return random_bits(slots.keys, slots.count, num_steps)
@@ -336,8 +335,8 @@ def _bits(slots: Slots, num_steps: int, mode: Mode) -> UInt32[Array, "m n 2"]:
 def _mask_stops(
     logits: Float32[Array, "n v"], stop_ids: Int[Array, "n q"], is_short: Bool[Array, " n"]
 ) -> Float32[Array, "n v"]:
-    """-inf at the stop ids of responses that must not end yet."""
-    # An index outside the vocabulary is dropped: that of padding, and of longer responses.
+    """Set stop ids to -inf for responses below their minimum length."""
+    # An index outside the vocabulary has no effect: for padding, and for longer responses.
     columns = jnp.where(is_short[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
     rows = jnp.arange(logits.shape[0])[:, None]
     return logits.at[rows, columns].set(-jnp.inf, mode="drop")

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes into the decoding engine and what comes out: settings, responses, counts.
-
-Plain values; nothing here decodes.
-"""
+"""Inputs and outputs of the decoding engine: settings, responses, statistics."""
 
 import dataclasses
 from typing import NamedTuple
@@ -12,14 +9,14 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
-    """How the responses to one prompt are drawn.
+    """Sampling settings of the responses to one prompt.
 
     Attributes:
         max_new_tokens: length limit.
         temperature: divides the logits; 0 is greedy.
         top_p: keep the most probable tokens of this total probability; 1 keeps all.
         top_k: keep this many of the most probable tokens; 0 keeps all.
-        min_new_tokens: stop tokens have probability 0 before as many tokens.
+        min_new_tokens: minimum length: stop tokens have probability 0 before it.
         stop_ids: tokens that end a response; None: the decoder's eos_ids.
     """
 
@@ -50,12 +47,12 @@ class Response(NamedTuple):
     """One finished response; host arrays.
 
     Attributes:
-        request: what `Session.submit` returned.
-        sample: which of the request's samples.
-        tokens: int32 [t], the stop token, or that which completes a stop string, included.
+        request: number that `Session.submit` returned.
+        sample: index among the request's samples.
+        tokens: int32 [t], including the stop token, or the token that completes a stop string.
         token_logprobs: float32 [t], of the distribution sampled from.
-        has_eos: False where the length limit cut it.
-        version_min, version_max: span of the weight versions that read its prompt or drew it.
+        has_eos: False if the length limit cut it.
+        version_min, version_max: oldest and newest version that read its prompt or drew a token.
     """
 
     request: int

@@ -76,7 +76,7 @@ def sample_tokens(
     is_truncated: bool,
     mode: Mode,
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
-    """(token, its log-prob) of each row.
+    """Return (token, its log-prob) of each row.
 
     weight = exp((logits - max) / temperature), zero outside the top-k and then the top-p set
     log-prob = log(weight[token] / sum of the weights)
@@ -131,7 +131,7 @@ def sample_tokens(
 def _draw(
     source: Float32[Array, "b v"], weights: Weights, bits: UInt32[Array, "b 2"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
-    """(token, log of its share of the weights), token with probability weights(source) / sum."""
+    """Return (token, log of its share of the weights), with probability weights(source) / sum."""
     block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
     block = _invert(_fixed_point(block_weights), bits[:, 0])
     start, entries = _entries(source, block, size)
@@ -147,10 +147,10 @@ def _least_kept_weight(
     top_k: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, " b"]:
-    """Smallest weight that top-k, then top-p of what top-k left, keep. Weights in [0, 1], max 1.
+    """Return the smallest weight that top-k, and then top-p, keep. Weights in [0, 1], max 1.
 
-    No sort: both sets are {w >= t}, and the largest t whose set is large enough is found bit by
-    bit, in 30 reads of the weights for each of the two filters, none for one that no row uses.
+    Without sorting: both sets are {w >= t}, and the largest t whose set suffices is found bit by
+    bit, in 30 reads of the weights per filter, none for a filter that no row uses.
     """
 
     def total(values: Weights) -> Float32[Array, " b"]:
@@ -167,7 +167,7 @@ def _least_kept_weight(
     def search(
         is_used: Array, amount: Callable[[Array], Array], goal: Callable[[], Array], least: Array
     ) -> Float32[Array, " b"]:
-        """Largest t with amount(t) >= goal > 0, in the rows that use the filter."""
+        """Return the largest t with amount(t) >= goal > 0, in the rows that use the filter."""
 
         def run() -> Array:
             wanted = goal()
@@ -195,7 +195,7 @@ def _least_kept_weight(
 def _first_maximum(
     logits: Float32[Array, "b v"], block_max: Float32[Array, "b n"], size: int
 ) -> Int32[Array, " b"]:
-    """First index of each row's largest logit. XLA's argmax over v is ten times slower on CPU."""
+    """Return the first index of each row's maximum; XLA's argmax is ten times slower on CPU."""
     block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
     # The short last block is read with entries of the one before, all of them smaller.
     start, entries = _entries(logits, block, size)
@@ -203,16 +203,16 @@ def _first_maximum(
 
 
 def _fixed_point(weights: Float32[Array, "b n"]) -> Int32[Array, "b n"]:
-    """Integer masses proportional to the weights, about `_FULL` in sum; zero stays zero."""
+    """Return integer masses proportional to the weights, about `_FULL` in sum; zero stays zero."""
     share = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return jnp.round(share * _FULL).astype(jnp.int32)
 
 
 def _invert(masses: Int32[Array, "b n"], word: UInt32[Array, " b"]) -> Int32[Array, " b"]:
-    """First index whose cumulative mass exceeds floor(word * total / 2^32); exact integers.
+    """Return the first index whose cumulative mass exceeds floor(word * total / 2^32); exact.
 
     Each of the equally likely words belongs to one unit of mass, so an index has its share of the
-    2^32 words to the nearest one, and an index of mass zero has none.
+    2^32 words, rounded to a whole number, and an index of mass zero has none.
     """
     cumulative = jnp.cumsum(masses, axis=-1)
     target = _high_product(word, cumulative[:, -1].astype(jnp.uint32)).astype(jnp.int32)
@@ -221,7 +221,7 @@ def _invert(masses: Int32[Array, "b n"], word: UInt32[Array, " b"]) -> Int32[Arr
 
 
 def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Array, " b"]:
-    """Upper 32 bits of the 64-bit product, from 16-bit halves: devices lack 64-bit integers."""
+    """Return the upper 32 bits of a 64-bit product, from 16-bit halves: devices lack int64."""
     a_low, a_high = a & 0xFFFF, a >> 16
     b_low, b_high = b & 0xFFFF, b >> 16
     cross_a, cross_b = a_high * b_low, a_low * b_high
@@ -232,12 +232,12 @@ def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Arra
 def _reduce_blocks(
     x: Float32[Array, "b v"], size: int, reduce: Callable[..., Array]
 ) -> Float32[Array, "b n"]:
-    """reduce([b n size], axis=-1), the last block filled up with -inf.
+    """Return reduce([b n size], axis=-1), with the last block padded by -inf.
 
-    Filling and reshaping come before the arithmetic inside `reduce`: then XLA fuses all of it, and
-    nothing of size v is stored. (Cutting the last block off instead makes XLA copy the rest.)
-    The barrier keeps XLA from merging a later sum over the blocks with this one into a second pass
-    over v, which would also be one long float32 sum.
+    Padding and reshaping come before the arithmetic inside `reduce`, so that XLA fuses all of it
+    and stores nothing of size v. (Slicing the last block off would make XLA copy the rest.) The
+    barrier keeps XLA from merging a later sum over the blocks with this one into a second pass over
+    v, which would also be one long float32 sum.
     """
     b, v = x.shape
     filled = jnp.pad(x, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
@@ -247,7 +247,7 @@ def _reduce_blocks(
 def _entries(
     x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int
 ) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
-    """(first index, `size` entries) around each row's block; a short last block ends them."""
+    """Return (first index, `size` entries) around each row's block; a short block is last."""
     start = jnp.minimum(block * size, x.shape[-1] - size)
     return start, jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
 
@@ -258,15 +258,15 @@ def _within_block(
     block: Int32[Array, " b"],
     size: int,
 ) -> Float32[Array, "b e"]:
-    """Zero for what `_entries` read in front of a short last block."""
+    """Set to zero the entries that `_entries` read before a short last block."""
     index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
     return jnp.where(index >= (block * size)[:, None], entries, 0)
 
 
 def _block_size(vocab_size: int) -> int:
-    """Tokens per block: near the square root, a divisor if possible, and a multiple of 128.
+    """Return the tokens per block: near the square root, preferably a divisor, a multiple of 128.
 
-    A divisor needs no filling; 128 is the width of a TPU vector register. Qwen2.5's 151,936 is
+    A divisor needs no padding; 128 is the width of a TPU vector register. Qwen2.5's 151,936 is
     1,187 blocks of 128, Llama's 128,256 is 334 of 384; GPT-2's 50,257 has no such divisor: 256.
     """
     root = math.isqrt(vocab_size - 1) + 1 if vocab_size > 1 else 1

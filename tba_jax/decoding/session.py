@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A session of the decoding engine: a queue of prompts, and slots for unfinished responses.
 
-The host drives it: admit prompts to free slots (one prefill per prompt, its keys and values copied
-to each of its samples), run a jitted chunk of steps, take out what has ended, again. A long
-response therefore holds nobody back, and weights can be swapped between chunks. The host is the
-only keeper of the slots' state; on the device there is the cache and nothing else.
+The host repeats: admit prompts to free slots (one prefill per prompt, whose keys and values are
+copied to each of its samples), run a jitted chunk of steps, and collect finished responses. A long
+response therefore does not delay others, and weights can be swapped between chunks. The host keeps
+the slots' state; the device only has the cache.
 """
 
 import collections
@@ -25,14 +25,14 @@ from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.transformer import Params
 from tba_jax.models.trees import check_same_tree
 
-# A prefill call takes at most about this many tokens: enough to be bound by arithmetic on every
-# device, little enough that its attention scores fit beside the cache.
+# Maximum tokens of a prefill call: enough to be limited by arithmetic on every device, few enough
+# that attention scores fit in memory with the cache.
 PREFILL_TOKENS = 8192
-# A call of at most as many, padding included, costs less than the compiling of others for fewer
-# prompts: on an accelerator it takes as long as the weights are read, whatever it holds.
+# Calls up to this many tokens, padding included, are not compiled for fewer prompts: on an
+# accelerator reading the weights takes most of their time.
 SMALL_PREFILL_TOKENS = 128
-# Fewer slots are another program. Unless told to, a session does not compile one for what is left
-# of responses that end after less than this many steps.
+# Fewer slots need another program. By default, a session does not compile it for responses that end
+# within this many steps.
 HALVING_STEPS = 64
 
 
@@ -45,7 +45,7 @@ class _Request(NamedTuple):
 
 
 class _Waiting(NamedTuple):
-    """Samples of prefilled prompts that have no slot yet; `version` prefilled them."""
+    """Samples of prefilled prompts that wait for a slot; `version` prefilled them."""
 
     version: int
     caches: tuple[KVCache, ...]
@@ -53,7 +53,7 @@ class _Waiting(NamedTuple):
 
 
 class _Occupant(NamedTuple):
-    """What a live slot holds."""
+    """Contents of a live slot."""
 
     request: _Request
     sample: int
@@ -115,7 +115,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing queued and nothing unfinished."""
+        """Whether nothing is queued or unfinished."""
         return not (self._requests or self._waiting or any(self._occupants))
 
     @property
@@ -125,7 +125,7 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Free slots that nothing in the queue will take; negative where more is queued.
+        """Free slots minus queued responses; negative if more are queued.
 
         Other threads may read it while this one decodes.
         """
@@ -138,7 +138,7 @@ class Session:
         settings: SamplingSettings,
         temperatures: np.ndarray | None = None,
     ) -> int:
-        """Queue one prompt; its number, counted from 0.
+        """Queue one prompt; return its number, counted from 0.
 
         Args:
             prompt: token ids, at least one.
@@ -147,7 +147,7 @@ class Session:
             temperatures: float [S], one for each sample; None: that of the settings.
 
         Raises:
-            ValueError: a prompt that is empty, too long or holds an id the model does not have.
+            ValueError: an empty or too long prompt, or an id outside the vocabulary.
         """
         index = self._num_submitted
         decoder, prompt = self.decoder, np.asarray(prompt)
@@ -162,7 +162,7 @@ class Session:
                 f"= {settings.max_new_tokens}; the cache holds {decoder.max_length}. Shorten one "
                 "of them, or make the decoder with a larger max_length"
             )
-        bucket_length(len(prompt), decoder.prompt_buckets)  # refuses what is longer than all
+        bucket_length(len(prompt), decoder.prompt_buckets)  # refuses a prompt longer than all
         size = decoder.config.vocab_size
         if prompt.min() < 0 or prompt.max() >= size:
             bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
@@ -188,7 +188,7 @@ class Session:
         return index
 
     def swap(self, params: Params, version: int) -> None:
-        """Go on with other weights; responses under way keep their cache.
+        """Continue with other weights; unfinished responses keep their cache.
 
         Raises:
             ValueError: a tree of other names, shapes or dtypes.
@@ -198,7 +198,7 @@ class Session:
         self._weights, self.version = weights, version
 
     def run(self) -> Iterator[Response]:
-        """Responses as they finish, until the session is idle."""
+        """Yield responses as they finish, until the session is idle."""
         while not self.is_idle:
             yield from self.step()
 
@@ -251,7 +251,7 @@ class Session:
             max([w.caches[0].keys.shape[2] for w, _, _ in admitted], default=0),
         )
         for waiting, slots, rows in admitted:
-            # Few shapes: the rest is sent to slot n, which does not exist.
+            # Few shapes: unused entries have slot n, which does not exist.
             size = min(self.num_slots, 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1))
             rest = size - len(slots)
             self._history = self.decoder.admit(
@@ -272,7 +272,7 @@ class Session:
         length = bucket_length(longest, decoder.prompt_buckets)
         size = max(1, min(self._prefill_prompts, PREFILL_TOKENS // length))
         if self._is_fed and size * length > SMALL_PREFILL_TOKENS:
-            # Prompts come a few at a time, and rows of padding cost as much.
+            # Prompts come a few at a time, and rows of padding cost as much as prompts.
             size = min(size, 1 << (len(self._requests) - 1).bit_length())
         batch = [self._requests.popleft() for _ in range(min(size, len(self._requests)))]
         tokens = np.zeros((size, length), np.int32)
@@ -283,7 +283,7 @@ class Session:
             tokens[row, : lengths[row]] = request.prompt[:-1]
             samples.extend((row, request, j) for j in range(len(request.keys)))
         caches = decoder.prefill(self._weights, tokens, lengths)
-        jax.block_until_ready(caches)  # for the split of time; the chunk would wait for it anyway
+        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
         self.statistics.prefill_s += time.perf_counter() - start
         return _Waiting(self.version, caches, samples)
 
@@ -305,7 +305,7 @@ class Session:
         self._occupants[slot] = _Occupant(request, sample, [], [], version)
 
     def _fit_cache(self, prompt_length: int) -> None:
-        """Make the cache as long as the next chunk needs, and not much longer."""
+        """Resize the cache to what the next chunk needs, and not much longer."""
         decoder, slots = self.decoder, self._slots
         live = slots.length[slots.is_live]
         needed = max([prompt_length, *(live + decoder.chunk_steps)])
@@ -315,8 +315,8 @@ class Session:
             self._history = decoder.new_cache(self.num_slots, length, where)
             return
         current = self._history[0].keys.shape[2]
-        # Cutting copies the cache: only for a clear gain, or a length at the edge of a bucket
-        # would be copied to and fro.
+        # Shrinking copies the cache, so shrink only for a clear gain; near the boundary of a bucket
+        # it would alternate.
         if length > current or (length < current and needed * 4 <= length * 3):
             self._replace_caches(lambda cache: decoder.resize(cache, length=length))
 
@@ -350,7 +350,7 @@ class Session:
         self._history = tuple(caches)
 
     def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
-        """Hand the chunk's tokens to their responses and free the slots of those that ended."""
+        """Append the chunk's tokens to their responses and free the slots of finished ones."""
         slots = self._slots
         is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
         stops = is_stop.any(axis=0)
@@ -396,5 +396,5 @@ class Session:
 
 
 def _host(array: np.ndarray) -> Any:
-    """The array, for a carrier whose fields are device arrays inside programs."""
+    """Return the array unchanged, typed for a carrier whose fields are device arrays."""
     return array

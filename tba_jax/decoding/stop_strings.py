@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a response's text first holds a stop string, counted in tokens.
+"""Detection of stop strings: the number of tokens after which a response's text contains one.
 
-It knows tokens only through the function that makes text of them. The invariant it owns: the answer
-is that of reading the whole text after every single token, however many tokens come at a time.
+Invariant: the result equals that of decoding the whole text after every single token, however many
+tokens come at a time.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-# A tail of a response may begin inside a character, or with a space that its tokenizer drops.
+# A suffix of a response may begin inside a character, or with a space that its tokenizer drops.
 _SLACK = 8
 
 
@@ -18,7 +18,7 @@ class StopStrings:
 
     Args:
         strings: at least one, none of them empty.
-        decode: token ids -> text; more tokens leave the text of those before as it is, but for an
+        decode: token ids -> text; further tokens do not change the text of earlier ones, except an
             unfinished character at its end.
     """
 
@@ -30,14 +30,14 @@ class StopStrings:
         self._reach = max(map(len, self._strings)) + _SLACK
 
     def end(self, tokens: np.ndarray, num_read: int) -> int:
-        """Number of tokens after which the text first holds one of the strings; 0: it holds none.
+        """Return the number of tokens after which the text contains a stop string; 0: none.
 
         Args:
             tokens: int32 [t], the response so far.
-            num_read: tokens of it whose text is known to hold none.
+            num_read: number of its first tokens that are known to contain none.
         """
-        # A long response is not read again and again: the strings that the new tokens could
-        # complete begin in their text or shortly before.
+        # Decode only a suffix: strings that the new tokens could complete begin in their text or
+        # shortly before.
         if not self._is_in(tokens[self._tail(tokens, num_read) :]):
             return 0
         ends = range(num_read + 1, len(tokens) + 1)
@@ -48,7 +48,7 @@ class StopStrings:
         return any(string in text for string in self._strings)
 
     def _tail(self, tokens: np.ndarray, num_read: int) -> int:
-        """Where to begin for enough text in front of token `num_read`."""
+        """Return the start of a suffix with enough text before token `num_read`."""
         size = self._reach
         while size < num_read:
             if len(self._decode(tokens[num_read - size : num_read])) >= self._reach:

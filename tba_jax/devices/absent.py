@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tracing for a device that is described and not attached.
+"""Tracing of kernels for a device that is described by a topology but not attached.
 
-Most programs learn what they are made for from the shardings of their arguments, when they are
-compiled. Pallas asks when a kernel is traced, and asks the process's default device unless it is
-told otherwise. It owns one invariant: inside `traced_for` a kernel is that of the described device.
+Most programs take their target from the shardings of their arguments at compilation. Pallas reads
+it when a kernel is traced, from the process's default device. Inside `traced_for`, kernels are
+traced for the described device.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tba_jax.devices.platform import platform_of
 
 @contextlib.contextmanager
 def traced_for(device: Any) -> Iterator[None]:
-    """Lower programs in here for this device, attached or of a topology."""
+    """Trace and lower programs in this context for `device`, attached or of a topology."""
     if platform_of(device) != "cuda":  # a TPU's kernels depend on the chip at compilation only
         yield
         return

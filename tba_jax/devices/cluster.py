@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cluster: the processes of one run under `jax.distributed`, and small values that they exchange.
 
-A pod runs the same program on every host. This module starts `jax.distributed` from flags, from the
-environment or from what a TPU pod knows about itself. Values are exchanged by collectives before
-searchers start and after they have stopped; meanwhile processes send messages (room `remote`).
+A pod runs the same program on every host. This module starts `jax.distributed` from flags, from
+environment variables, or from the metadata of a TPU pod. Values are exchanged by collectives before
+searchers start and after they stop; in between, processes send messages (room `remote`).
 
-Invariant: a process whose peers are gone ends, and says what to do.
+Invariant: when a process is lost, the others end with a message that says what to do.
 """
 
 import contextlib
@@ -33,17 +33,17 @@ CONTINUE = (
 
 
 class PeerError(RuntimeError):
-    """Another process of the run is gone; the message says what to do."""
+    """Another process of the run was lost; the message says what to do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where this process finds the others.
+    """Address of `jax.distributed` and this process's place in it.
 
     Attributes:
-        coordinator: HOST:PORT of process 0; "" where the platform knows (a TPU pod).
-        num_processes: processes of the run, 0 where the platform knows.
-        process_id: this one, -1 where the platform knows.
+        coordinator: HOST:PORT of process 0; "" if the platform provides it (a TPU pod).
+        num_processes: processes of the run; 0 if the platform provides it.
+        process_id: index of this process; -1 if the platform provides it.
     """
 
     coordinator: str = ""
@@ -57,10 +57,10 @@ def resolve_address(
     process_id: int | None,
     environment: Mapping[str, str],
 ) -> Address:
-    """The address from flags, and from the environment where flags are not given.
+    """Return the address from flags, with environment variables for flags that are not given.
 
     Raises:
-        ValueError: only a part of it is given, or it makes no sense.
+        ValueError: the address is incomplete or contradictory.
     """
     given: dict[str, Any] = {
         "coordinator": coordinator,
@@ -71,7 +71,7 @@ def resolve_address(
         if given[name] is None and environment.get(variable):
             text = environment[variable]
             if name != "coordinator" and not text.isdigit():
-                raise ValueError(f"{variable} = {text!r}: wanted a number")
+                raise ValueError(f"{variable}={text!r}: must be a whole number. Correct it")
             given[name] = text if name == "coordinator" else int(text)
     if given["num_processes"] == 1:
         return Address(given["coordinator"] or "", 1, given["process_id"] or 0)
@@ -82,34 +82,35 @@ def resolve_address(
         raise ValueError(
             f"a run over several processes needs --coordinator, --num_processes and --process_id; "
             f"missing: {', '.join(f'--{name} (or {_ENVIRONMENT[name]})' for name in missing)}. "
-            "On a TPU pod give none of them"
+            "Give them, or on a TPU pod none of the three"
         )
     address = Address(**given)
     if not 0 <= address.process_id < address.num_processes:
         raise ValueError(
             f"--process_id={address.process_id} with --num_processes={address.num_processes}: "
-            "process ids count from 0"
+            f"process IDs count from 0. Give --process_id from 0 to {address.num_processes - 1}"
         )
     if ":" not in address.coordinator:
         raise ValueError(
-            f"--coordinator={address.coordinator}: wanted HOST:PORT of the host of process 0"
+            f"--coordinator={address.coordinator}: must read HOST:PORT, the host of process 0. "
+            "For example --coordinator=10.0.0.1:1234"
         )
     return address
 
 
 class Cluster:
-    """The processes of a run that work in lock-step, of which there may be only one.
+    """The processes of a run that work in lock-step; possibly only one.
 
     Args:
-        process_id: this process among them.
-        num_processes: how many there are.
-        members: their numbers in `jax.distributed`; none: those of all, in order.
-        is_primary: as below; None: process 0 is.
-        coordinator: HOST:PORT of process 0 of the job; "" where the platform knows.
+        process_id: index of this process among them.
+        num_processes: number of processes.
+        members: their numbers in `jax.distributed`; (): all, in order.
+        is_primary: see the attribute; None: only process 0 is primary.
+        coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
 
     Attributes:
         process_id, num_processes, members, coordinator: as given.
-        is_primary: whether this process writes what exists once: metrics, progress, report.
+        is_primary: this process writes the run's single outputs: metrics, progress, report.
     """
 
     def __init__(
@@ -134,19 +135,19 @@ class Cluster:
         return self.members[self.process_id]
 
     def among(self, members: Sequence[int]) -> "Cluster":
-        """Those of these processes, this one included, of which the first is primary.
+        """Return the cluster of these processes, of which the first is primary.
 
         Args:
-            members: numbers in `jax.distributed`.
+            members: numbers in `jax.distributed`; they include this process.
         """
         return Cluster(members.index(self.number), len(members), members)
 
     def alone(self) -> "Cluster":
-        """This process by itself, in a run that another one is primary of."""
+        """Return a cluster of this process alone, which is not primary of the run."""
         return Cluster(0, 1, [self.number], is_primary=False)
 
     def gather(self, values: Int[np.ndarray, " n"]) -> Int[np.ndarray, "h n"]:
-        """Every member's values, in order of process ids.
+        """Return every member's values, in order of process IDs.
 
         Args:
             values: int32, as many in every process.
@@ -167,7 +168,7 @@ class Cluster:
         return np.asarray(self._replicate(rows))
 
     def _meeting_devices(self) -> list[list[Any]]:
-        """Of each member: one device where the chips allow that, else all."""
+        """Return, for each member, one device if the chips permit a mesh of those, else all."""
         import jax
 
         devices = [jax.local_devices(process_index=i) for i in self.members]
@@ -176,22 +177,22 @@ class Cluster:
         return devices
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every process's JSON-compatible value."""
+        """Return every process's JSON-compatible value."""
         if self.num_processes == 1:
             return [value]
         data = json.dumps(value).encode()
         sizes = self.gather(np.array([len(data)], np.int32))[:, 0]
-        # A power of two, so that few shapes are compiled.
+        # Padded to a power of two, so that few shapes are compiled.
         width = 1 << max(6, int(sizes.max() - 1).bit_length())
         rows = self.gather(np.frombuffer(data.ljust(width, b" "), np.int32))
         return [json.loads(row.tobytes()) for row in rows]
 
     def broadcast_json(self, value: Any) -> Any:
-        """Process 0's JSON-compatible value; what the others give is ignored."""
+        """Return process 0's JSON-compatible value; values of other processes are ignored."""
         return self.gather_json(value if self.is_primary else None)[0]
 
     def close(self) -> None:
-        """Leave together: waits for the other processes to end, too."""
+        """Disconnect; waits until the other processes disconnect, too."""
         if self.num_processes > 1:
             import jax
 
@@ -199,24 +200,24 @@ class Cluster:
 
 
 def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_s: int) -> Cluster:
-    """Join the other processes; before the first use of a device.
+    """Connect to the other processes; call before the first use of a device.
 
     Args:
         address: from `resolve_address`.
-        num_cpu_devices: devices that each process's CPU backend has.
-        heartbeat_s: a process that is silent for this long is taken for dead, and all end.
-        shutdown_s: time that the last process may take longer than the first at the end.
+        num_cpu_devices: devices of each process's CPU backend.
+        heartbeat_s: heartbeat timeout; a process without heartbeats for this long ends the run.
+        shutdown_s: time from the first to the last process's disconnection.
 
     Raises:
-        ValueError: nobody says where the other processes are.
+        ValueError: the address of the other processes is not known.
     """
     if address.num_processes == 1:
         return Cluster()
     import jax
 
-    # Concerns the CPU backend alone, as the number of its devices.
+    # Only for the CPU backend, as is the number of its devices.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # SIGTERM of any process comes to our own handler, and reaches the others as a message.
+    # SIGTERM goes to this project's handler, which informs the other processes by a message.
     jax.config.update("jax_enable_preemption_service", False)
     if num_cpu_devices > 1:
         jax.config.update("jax_num_cpu_devices", num_cpu_devices)
@@ -233,11 +234,11 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
         )
     except ValueError as error:
         raise ValueError(
-            f"config.placement=pod: the other processes are not known ({error}). Give "
+            f"config.placement=pod: no address of the other processes ({error}). Give "
             "--coordinator=HOST:PORT --num_processes=N --process_id=I, or start them with "
             "python -m tba_jax.launch_processes; --num_processes=1 is a pod of one host"
         ) from error
-    except RuntimeError as error:  # jax's own error for every failure of the service is one
+    except RuntimeError as error:  # jax raises this type for every failure of the service
         raise PeerError(
             f"joining the other processes at {address.coordinator or 'the pod'} failed: "
             f"{_brief(error)}. Start the same command on every host"
@@ -246,9 +247,9 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
 
 
 def bind_address(coordinator: str) -> str | None:
-    """Return the address on which process 0 listens; None: every interface, the default of JAX.
+    """Return the address on which process 0 listens; None: all interfaces, the default of JAX.
 
-    Processes of one machine announce a loopback address, which nothing outside can reach.
+    Processes of one machine use a loopback address, which other machines cannot reach.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # a name
@@ -259,7 +260,7 @@ def bind_address(coordinator: str) -> str | None:
 
 @contextlib.contextmanager
 def peer_errors(cluster: Cluster) -> Iterator[None]:
-    """Turn the failure of a collective operation into a PeerError that says what to do.
+    """Convert the failure of a collective operation to a PeerError that says what to do.
 
     Raises:
         PeerError: the transport lost a process.
@@ -284,38 +285,38 @@ def _brief(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-class LastWords:
-    """Says what to do when this process ends without being able to say it itself.
+class FailureNotice:
+    """Prints a notice if this process is killed, because it cannot print one itself.
 
-    When a peer dies, `jax.distributed` aborts the process from native code: no exception, no
-    handler. So a shell waits beside it on a pipe; when the pipe closes without the word that all
-    is said, it writes to the same standard error.
+    When a peer is lost, `jax.distributed` aborts the process from native code, without exception or
+    handler. A shell therefore waits on a pipe; if the pipe closes before `withdraw`, the shell
+    writes the notice to this process's standard error.
 
     Args:
-        cluster: which process this is.
+        cluster: cluster of this process.
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        words = (
-            f"error: process {cluster.process_id} of {cluster.num_processes} was ended from "
-            "outside, or by JAX because it lost another process (its last lines above say which). "
+        notice = (
+            f"error: process {cluster.process_id} of {cluster.num_processes} was killed, "
+            "or aborted by JAX because it lost another process (the lines above say which). "
             f"{CONTINUE}"
         )
         self._shell: subprocess.Popen[bytes] | None = None
         if cluster.num_processes > 1:
             self._shell = subprocess.Popen(
-                ["sh", "-c", 'trap "" INT TERM; read -r word || printf "%s\\n" "$0" >&2', words],
+                ["sh", "-c", 'trap "" INT TERM; read -r word || printf "%s\\n" "$0" >&2', notice],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=sys.stderr if _has_descriptor(sys.stderr) else None,
             )
 
-    def unsay(self) -> None:
-        """This process has said what there is to say, or ends well."""
+    def withdraw(self) -> None:
+        """Cancel the notice: this process ends normally or has printed its own error."""
         if self._shell is None:
             return
         assert self._shell.stdin is not None
-        with contextlib.suppress(OSError):  # the shell was killed: nobody to tell
+        with contextlib.suppress(OSError):  # the shell was killed
             self._shell.stdin.write(b"said\n")
             self._shell.stdin.close()
         self._shell.wait(5.0)

@@ -9,23 +9,23 @@ from tba_jax.settings import Section, field, need
 
 @dataclass(frozen=True)
 class MeshSettings(Section):
-    """The trainer's devices: data x fsdp x model of them."""
+    """Axes of the trainer's mesh: data x fsdp x model devices."""
 
     data: int = field(
         1,
-        "whole copies of the train state, rows divided; placement=pod: 1 means one for each host",
+        "copies of the train state; rows are divided; placement=pod: 1 means one per host",
         at_least=1,
         on_resume=True,
     )
     fsdp: int = field(
         1,
-        "train state and rows divided; weights gathered layer by layer",
+        "divides train state and rows; weights are gathered layer by layer",
         at_least=1,
         on_resume=True,
     )
     model: int = field(
         1,
-        "train state and every matrix product divided (tensor parallel)",
+        "divides train state and every matrix product (tensor parallel)",
         at_least=1,
         on_resume=True,
     )
@@ -33,43 +33,43 @@ class MeshSettings(Section):
 
 @dataclass(frozen=True)
 class XlaSettings(Section):
-    """How XLA compiles the train step."""
+    """Compiler options of the train step."""
 
     preset: Literal["none", "overlap", "eigen"] = field(
         "none",
-        "options for the trainer's platform: overlap: collectives beside products, on several GPUs "
-        "or TPU chips (what that changes in a program: results/structure.md); eigen: products of "
-        "Eigen in place of YNNPACK on CPU, faster for large ones and slower for small ones "
+        "options for the trainer's platform: overlap: collectives concurrent with matrix products, "
+        "on several GPUs or TPU chips (effect: results/structure.md); eigen: Eigen instead of "
+        "YNNPACK on CPU, faster for large products and slower for small ones "
         "(results/train_step.md)",
         on_resume=True,
     )
     options: str = field(
         "",
-        "NAME=VALUE of the compiler, several with commas between, beside the preset's and over "
-        "them; one that it does not have is refused",
+        "compiler options NAME=VALUE, separated by commas; they override the preset's; an unknown "
+        "option is refused",
         on_resume=True,
     )
 
     def check(self) -> None:
-        """Options that can be read."""
+        """Refuse options that are not NAME=VALUE."""
         for part in filter(None, (x.strip() for x in self.options.split(","))):
             name, sign, value = part.partition("=")
             need(
                 bool(name.strip() and sign and value.strip()),
                 "xla.options",
                 self.options,
-                f"{part!r} is no NAME=VALUE",
+                f"{part!r} is not NAME=VALUE",
                 "Set --config.xla.options=xla_gpu_enable_triton_gemm=false, several with commas.",
             )
 
 
 @dataclass(frozen=True)
 class PodSettings(Section):
-    """Runs of several hosts."""
+    """Settings of runs on several hosts."""
 
     heartbeat_s: int = field(
         20,
-        "a process that is silent for this long is dead, and all end",
+        "heartbeat timeout in seconds: if a process sends none for this long, all processes end",
         at_least=2,
         on_resume=True,
     )
@@ -77,69 +77,70 @@ class PodSettings(Section):
 
 @dataclass(frozen=True)
 class FleetSettings(Section):
-    """Runs of placement=fleet: a trainer, and searchers on machines of their own, through Ray."""
+    """Settings of placement=fleet: a trainer, and searchers on other machines, through Ray."""
 
     address: str = field(
         "local",
-        "local: a Ray cluster of this machine, for this run; auto: the one that this machine "
-        "belongs to; or HOST:PORT of its head",
+        "local: a new Ray cluster on this machine; auto: the cluster of this machine; or HOST:PORT "
+        "of a cluster's head",
         on_resume=True,
     )
     max_searchers: int = field(
         4,
-        "slots for searchers: a slot that no machine fills waits for one; num_searchers of them "
-        "are one process",
+        "maximum number of searchers; missing ones start when a machine is free; a process has "
+        "num_searchers of them",
         at_least=1,
         at_most=4096,
     )
     trainer: str = field(
         "CPU=1",
-        "what each process of the trainer takes of a machine: CPU=1, GPU=8, TPU=4",
+        "resources of each trainer process: CPU=1, GPU=8, TPU=4",
         on_resume=True,
     )
     trainer_hosts: int = field(
         1,
-        "processes of the trainer, which end and begin together; mesh.* is over all of their "
-        "devices",
+        "trainer processes, which start and end together; mesh.* covers the devices of all",
         at_least=1,
         on_resume=True,
     )
     searcher: str = field(
         "CPU=1",
-        "what a process of searchers takes: whole machines of TPUs, or one or two of their chips",
+        "resources of a process of searchers; of TPUs whole machines, or one or two chips",
         on_resume=True,
     )
     silence_s: float = field(
         30.0,
-        "a searcher that is silent for this long is lost: what it had begun is drawn again",
+        "heartbeat timeout of a searcher in seconds; unfinished tickets of a lost one are given to "
+        "others",
         above=0,
         on_resume=True,
     )
     trainer_silence_s: float = field(
         300.0,
-        "a trainer that is silent for this long is ended and made again from its newest checkpoint",
+        "heartbeat timeout of the trainer in seconds; a lost one restarts from its newest "
+        "checkpoint",
         above=0,
         on_resume=True,
     )
     max_failures: int = field(
-        5, "deaths in a row, without progress between them, that end the run", on_resume=True
+        5, "consecutive process failures without progress that end the run", on_resume=True
     )
 
     def check(self) -> None:
-        """Resources that can be read."""
+        """Refuse resources that are not NAME=NUMBER."""
         for name in ("trainer", "searcher"):
             text = getattr(self, name)
             need(
                 parse_resources(text) is not None,
                 f"fleet.{name}",
                 text,
-                "wanted NAME=NUMBER, several with commas between",
+                "must read NAME=NUMBER, several separated by commas",
                 f"Set --config.fleet.{name}=CPU=1, GPU=8 or TPU=4.",
             )
 
 
 def parse_resources(text: str) -> dict[str, float] | None:
-    """ "TPU=4,spot=1" as numbers by name; None where it cannot be read."""
+    """Parse "TPU=4,spot=1" into numbers by name; return None for a malformed text."""
     found: dict[str, float] = {}
     for part in text.split(","):
         name, _, number = part.strip().partition("=")

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device does what: a record for each value of config.placement, and for each layout.
+"""Division of devices: a record per value of config.placement, and one per layout.
 
-A `Mode` is a value of config.placement: it checks what a config asks for and chooses a `Layout`,
-which says where the trainer lies and whether searchers share its devices. To add either, write its
-record here. Devices are anything with `platform`, `device_kind`, `process_index` and `id`: this
-module does not know jax, nor what is computed. Invariant: what `Mode.check` accepts, `arrange`
-arranges, unless the chips refuse it.
+A `Mode` is a value of config.placement: it checks a config's request and chooses a `Layout`, which
+gives the trainer's devices and says whether searchers share them. To add either, write its record
+here. Devices are any objects with `platform`, `device_kind`, `process_index` and `id`. Invariant:
+`arrange` accepts a request that `Mode.check` accepts, unless the chips do not permit it.
 """
 
 import math
@@ -23,7 +22,7 @@ from tba_jax.settings import need
 
 
 class PlacementError(ValueError):
-    """Devices cannot be divided as asked; the message says what was wanted and what to do."""
+    """Devices cannot be divided as requested; the message says why and what to do."""
 
 
 class MeshShape(NamedTuple):
@@ -35,18 +34,18 @@ class MeshShape(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Trainer devices."""
+        """Number of trainer devices."""
         return self.data * self.fsdp * self.model
 
 
 class Asked(NamedTuple):
-    """What a config asks of the devices.
+    """A config's request for devices.
 
     Attributes:
-        mesh: of the trainer.
-        num_searchers: of all processes.
-        searcher_devices: of each.
-        num_prompts: of a batch, 0 where nobody asks whether the mesh divides them.
+        mesh: trainer's mesh.
+        num_searchers: searchers of all processes.
+        searcher_devices: devices per searcher.
+        num_prompts: prompts of a batch; 0: do not check that the mesh divides them.
     """
 
     mesh: MeshShape
@@ -56,19 +55,19 @@ class Asked(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How trainer and searchers lie on devices.
+    """Rule that assigns devices to trainer and searchers.
 
     Attributes:
-        name: of it, in plans.
-        takes_turns: searchers have devices of the trainer, in turns with it, instead of others.
-        accepts: (devices of all hosts, number of trainer devices) -> whether chips allow it.
-        trainer: (devices, number) -> those of the trainer.
-        searching: (devices of all hosts, those of the trainer) -> hosts that have searchers; None:
-            all of them.
+        name: name in plans.
+        shares_devices: searchers use the trainer's devices, instead of other ones.
+        accepts: (devices of all hosts, number of trainer devices) -> whether the chips permit it.
+        trainer: (devices, number) -> the trainer's devices.
+        searching: (devices of all hosts, the trainer's devices) -> hosts with searchers; None: all
+            hosts.
     """
 
     name: str
-    takes_turns: bool
+    shares_devices: bool
     accepts: Callable[[Sequence[Any], int], bool]
     trainer: Callable[[Sequence[Any], int], list[Any]] = lambda devices, n: list(devices[:n])
     searching: Callable[[Sequence[Any], Sequence[Any]], list[int]] | None = None
@@ -79,15 +78,15 @@ class Mode(NamedTuple):
 
     Attributes:
         name: the value.
-        meaning: in the documentation of the field.
-        choose: (devices, what is asked) -> layout. Raises PlacementError.
-        check: (what is asked, devices of a process, processes) -> None; what depends on their
-            numbers alone. Raises ConfigError.
-        spans_hosts: one run on several processes.
-        trainers_search: the processes that train also search; else other processes of the job do.
-        searches_elsewhere: searchers are other processes, with devices that are not looked at here;
-            what is arranged is the trainer's process, which evaluates.
-        mesh: (asked mesh, processes) -> the trainer's.
+        meaning: description in the documentation of the setting.
+        choose: (devices, request) -> layout. Raises PlacementError.
+        check: (request, devices per process, processes) -> None; checks these numbers. Raises
+            ConfigError.
+        spans_hosts: the run has several processes.
+        trainers_search: processes that train also search; otherwise other processes search.
+        searches_elsewhere: searchers are remote processes with their own devices; the arrangement
+            covers the trainer's process, which evaluates.
+        mesh: (requested mesh, processes) -> the trainer's mesh.
     """
 
     name: str
@@ -101,16 +100,15 @@ class Mode(NamedTuple):
 
 
 class Arrangement(NamedTuple):
-    """The decision, without a mesh.
+    """A division of devices, without meshes.
 
     Attributes:
-        layout: how they lie.
+        layout: the rule that made it.
         mesh: shape of the trainer's mesh.
-        trainer: devices of the trainer, those of one process side by side.
-        groups: devices of each searcher of the process asked for; searchers that take turns have
-            equal ones.
-        first_searcher: index, in the run, of the first of them.
-        num_searchers: of the run.
+        trainer: the trainer's devices, those of one process adjacent.
+        groups: devices of each searcher of the requested process; equal if searchers share them.
+        first_searcher: index of the first of these searchers in the run.
+        num_searchers: searchers of the run.
     """
 
     layout: Layout
@@ -128,12 +126,12 @@ def arrange(
 
     Args:
         placement: one of MODES.
-        devices: of this process; of all processes where the mode spans hosts.
-        asked: what the config asks for.
-        process_index: whose searchers.
+        devices: devices of this process; of all processes if the mode spans hosts.
+        asked: the config's request.
+        process_index: process whose searchers are arranged.
 
     Raises:
-        PlacementError: there are too few devices, or the chips refuse such a division.
+        PlacementError: there are too few devices, or the chips do not permit this division.
     """
     mode = MODES[placement]
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
@@ -143,8 +141,8 @@ def arrange(
     trainer = layout.trainer(devices, mesh.size)
     if len(trainer) < mesh.size:
         raise PlacementError(
-            f"the trainer's mesh wants {mesh.size} devices and there are {len(devices)}; make "
-            "mesh.data, mesh.fsdp or mesh.model smaller"
+            f"mesh.data x mesh.fsdp x mesh.model={mesh.size}: the trainer's mesh needs "
+            f"{mesh.size} devices, got {len(devices)}. Lower one of the three"
         )
     searching = hosts_of(devices) if mode.spans_hosts else [process_index]
     if layout.searching is not None:
@@ -153,15 +151,15 @@ def arrange(
     own = [d for d in devices if not mode.spans_hosts or d.process_index == process_index]
     own = own if process_index in searching else []
     taken = {d.id for d in trainer}
-    pool = [d for d in own if (d.id in taken) == layout.takes_turns]
+    pool = [d for d in own if (d.id in taken) == layout.shares_devices]
     groups = [tuple(pool[i : i + each]) for i in range(0, len(pool) - each + 1, each)]
-    is_apart = not layout.takes_turns and not mode.spans_hosts
+    is_apart = not layout.shares_devices and not mode.spans_hosts
     if is_apart and len(groups) < num_searchers or (pool and not groups):
         name = mode.name if mode.spans_hosts else layout.name
         raise PlacementError(
-            f"placement={name} leaves {len(pool)} devices for searchers, and {num_searchers} "
-            f"searchers of {each} want {num_searchers * each}; lower num_searchers or "
-            "search.num_devices, or make the trainer's mesh smaller"
+            f"placement={name}: {num_searchers} searchers of {each} devices need "
+            f"{num_searchers * each}, and the trainer leaves {len(pool)}. Lower num_searchers, "
+            "search.num_devices or the trainer's mesh"
         )
     chosen = tuple(groups[s % len(groups)] for s in range(num_searchers)) if groups else ()
     first = searching.index(process_index) * num_searchers if chosen else 0
@@ -169,11 +167,11 @@ def arrange(
 
 
 def _share_of_searchers(asked: Asked, searching: Sequence[int]) -> int:
-    """Searchers of each host that has some."""
+    """Return the number of searchers of each searching host."""
     if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
         raise PlacementError(
-            f"num_searchers = {asked.num_searchers}: the {len(searching)} hosts that search have "
-            f"equal numbers of searchers; give a multiple of {len(searching)}"
+            f"num_searchers={asked.num_searchers}: the {len(searching)} searching hosts must have "
+            f"equal numbers. Set --config.num_searchers to a multiple of {len(searching)}"
         )
     return max(1, asked.num_searchers // len(searching))
 
@@ -181,15 +179,15 @@ def _share_of_searchers(asked: Asked, searching: Sequence[int]) -> int:
 def pod_layout(
     devices: Sequence[Any], num_trainer_devices: int, layouts: Sequence[Layout] = ()
 ) -> Layout:
-    """How a trainer of this size lies in a pod.
+    """Return the layout of a pod for a trainer of this size.
 
     Args:
-        devices: of all processes.
+        devices: devices of all processes.
         num_trainer_devices: data x fsdp x model.
-        layouts: the first of these that the chips accept; none: POD_LAYOUTS.
+        layouts: candidates, the first that the chips permit is chosen; (): POD_LAYOUTS.
 
     Raises:
-        PlacementError: the chips refuse every layout, with sizes that they accept.
+        PlacementError: the chips permit no layout; the message has sizes that they permit.
     """
     layouts = layouts or POD_LAYOUTS
     for layout in layouts:
@@ -203,9 +201,9 @@ def pod_layout(
     if WHOLE_HOSTS not in layouts and WHOLE_HOSTS.accepts(devices, num_trainer_devices):
         other = ", or set --config.placement=whole_hosts"
     raise PlacementError(
-        f"a trainer mesh of {num_trainer_devices} devices cannot lie on {hosts} hosts of "
-        f"{len(devices) // hosts} {kind} devices; make mesh.data x mesh.fsdp x mesh.model one of "
-        f"{sizes}{other}"
+        f"mesh.data x mesh.fsdp x mesh.model={num_trainer_devices}: no layout of the trainer on "
+        f"{hosts} hosts with {len(devices) // hosts} {kind} devices each. Set their product to one "
+        f"of {sizes}{other}"
     )
 
 
@@ -214,20 +212,22 @@ def _accepts_whole_hosts(devices: Sequence[Any], n: int) -> bool:
     return len(trainer) == n and bool(left_to_search(devices, trainer))
 
 
-SHARED = Layout("shared", takes_turns=True, accepts=lambda devices, n: n <= len(devices))
-SPLIT = Layout("split", takes_turns=False, accepts=lambda devices, n: n < len(devices))
-INTERLEAVED = Layout("interleaved", takes_turns=True, accepts=lambda devices, n: n == len(devices))
+SHARED = Layout("shared", shares_devices=True, accepts=lambda devices, n: n <= len(devices))
+SPLIT = Layout("split", shares_devices=False, accepts=lambda devices, n: n < len(devices))
+INTERLEAVED = Layout(
+    "interleaved", shares_devices=True, accepts=lambda devices, n: n == len(devices)
+)
 PER_HOST = Layout(
-    "per_host", takes_turns=False, accepts=accepts_shares_of_hosts, trainer=share_of_each_host
+    "per_host", shares_devices=False, accepts=accepts_shares_of_hosts, trainer=share_of_each_host
 )
 WHOLE_HOSTS = Layout(
     "whole_hosts",
-    takes_turns=False,
+    shares_devices=False,
     accepts=_accepts_whole_hosts,
     trainer=on_whole_hosts,
     searching=left_to_search,
 )
-POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # the first that the chips accept is taken
+POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # in order of preference
 
 
 def _shape(mesh: MeshShape) -> str:
@@ -239,8 +239,8 @@ def _check_trainer(asked: Asked, num_devices: int) -> None:
         asked.mesh.size <= num_devices,
         "mesh",
         _shape(asked.mesh),
-        f"the trainer's mesh wants {asked.mesh.size} devices, and this process sees {num_devices}",
-        "Make mesh.data, mesh.fsdp or mesh.model smaller.",
+        f"the trainer's mesh needs {asked.mesh.size} devices, and this process sees {num_devices}",
+        "Lower mesh.data, mesh.fsdp or mesh.model.",
     )
 
 
@@ -251,9 +251,9 @@ def _check_shared(asked: Asked, num_devices: int, num_hosts: int) -> None:
         trainer % each == 0,
         "search.num_devices",
         each,
-        f"searchers that share the trainer's {trainer} devices must divide them",
+        f"must divide the trainer's {trainer} devices, which searchers share",
         f"Set --config.search.num_devices={math.gcd(trainer, each)}, or --config.placement="
-        "split where there are devices for both.",
+        "split if there are devices for both.",
     )
 
 
@@ -265,7 +265,7 @@ def _check_split(asked: Asked, num_devices: int, num_hosts: int) -> None:
         "mesh",
         _shape(asked.mesh),
         f"placement=split needs a device for searchers, and this process sees {num_devices}",
-        ("Make it smaller, or set" if num_devices > 1 else "Set") + " --config.placement=shared.",
+        ("Lower it, or set" if num_devices > 1 else "Set") + " --config.placement=shared.",
     )
     need(
         asked.num_searchers * each <= left,
@@ -288,9 +288,9 @@ def _check_auto(asked: Asked, num_devices: int, num_hosts: int) -> None:
 
 
 def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
-    """Every host trains: fsdp and model that do not spread over all of the hosts have a copy each.
+    """Return the mesh in which every host trains; fsdp x model within a host gives a copy each.
 
-    That is the default, `mesh.data = 1`.
+    The number of copies changes only for the default, `mesh.data = 1`.
     """
     is_default = mesh.data == 1 and (mesh.fsdp * mesh.model) % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh
@@ -303,23 +303,23 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         mesh.size % num_hosts == 0 and mine <= num_devices,
         "mesh",
         _shape(mesh),
-        f"each of the {num_hosts} processes has an equal share of the trainer's {mesh.size} "
-        f"devices, and sees {num_devices}",
+        f"each of the {num_hosts} processes needs an equal share of the trainer's "
+        f"{asked.mesh.size} devices, and sees {num_devices}",
         "Make mesh.data x mesh.fsdp x mesh.model a multiple of the processes, and small enough.",
     )
     need(
         mine % mesh.model == 0,
         "mesh.model",
         mesh.model,
-        f"the rows of a batch would be divided over processes: each has {mine} trainer devices",
+        f"must divide the {mine} trainer devices of each process, so that it has whole rows",
         "Lower mesh.model and raise mesh.fsdp.",
     )
     need(
         asked.num_searchers < num_hosts or asked.num_searchers % num_hosts == 0,
         "num_searchers",
         asked.num_searchers,
-        f"the {num_hosts} processes of the pod have equal numbers of searchers, at least one",
-        f"Give a multiple of {num_hosts}.",
+        f"the {num_hosts} processes of the pod must have equal numbers of searchers, at least one",
+        f"Set --config.num_searchers to a multiple of {num_hosts}.",
     )
     left = num_devices - mine or mine
     need(
@@ -327,7 +327,7 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         "search.num_devices",
         asked.searcher_devices,
         f"each process has {left} devices for searchers",
-        "Lower it.",
+        f"Set --config.search.num_devices={left}.",
     )
 
 
@@ -336,14 +336,14 @@ def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
         num_hosts > 1,
         "placement",
         "whole_hosts",
-        "some hosts train and others search, and this run has one process",
+        "needs several hosts: some train and others search; this run has one process",
         "Start it on several hosts, or set --config.placement=split.",
     )
     need(
         asked.mesh.size % num_devices == 0 and asked.mesh.size < num_devices * num_hosts,
         "mesh",
         _shape(asked.mesh),
-        f"the trainer has all {num_devices} devices of some of the {num_hosts} hosts",
+        f"the trainer must take all {num_devices} devices of some of the {num_hosts} hosts",
         f"Make mesh.data x mesh.fsdp x mesh.model a multiple of {num_devices}, below "
         f"{num_devices * num_hosts}.",
     )
@@ -352,7 +352,7 @@ def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
         "search.num_devices",
         asked.searcher_devices,
         f"each process has {num_devices} devices",
-        "Lower it.",
+        f"Set --config.search.num_devices={num_devices}.",
     )
 
 
@@ -363,17 +363,20 @@ MODES: dict[str, Mode] = {
     for mode in (
         Mode(
             "auto",
-            "split if it fits, else shared",
+            "split if the devices suffice, else shared",
             lambda devices, asked: SPLIT if _fits_apart(asked, len(devices)) else SHARED,
             _check_auto,
         ),
         Mode(
-            "shared", "in turns on the same devices", lambda devices, asked: SHARED, _check_shared
+            "shared",
+            "trainer and searchers share devices",
+            lambda devices, asked: SHARED,
+            _check_shared,
         ),
-        Mode("split", "on devices of their own", lambda devices, asked: SPLIT, _check_split),
+        Mode("split", "separate devices", lambda devices, asked: SPLIT, _check_split),
         Mode(
             "pod",
-            "on several hosts, each with searchers of its own",
+            "several hosts; each trains and searches",
             lambda devices, asked: pod_layout(devices, asked.mesh.size),
             _check_pod,
             spans_hosts=True,
@@ -389,7 +392,7 @@ MODES: dict[str, Mode] = {
         ),
         Mode(
             "fleet",
-            "searchers in processes of their own, on machines that come and go (section fleet)",
+            "searchers in separate processes on machines that may come and go (section fleet)",
             lambda devices, asked: SHARED,
             _check_shared,
             searches_elsewhere=True,

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The persistent compilation cache of a process: JAX's own, opened in the user's cache folder.
+"""The persistent compilation cache of a process: JAX's cache in the user's cache folder.
 
-It does not know which programs a run compiles, nor how JAX finds them again. Invariant: a folder
-holds programs of one kind of machine under one version of jax and jaxlib, so that a home folder
-which several machines share serves none of them a program made for another; and a cache that
-cannot be had costs time, never the run.
+Invariants: a folder holds programs for one kind of machine under one version of jax and jaxlib, so
+machines that share a home folder never load each other's programs. An unusable cache costs time,
+but does not end the run.
 """
 
 import hashlib
@@ -19,26 +18,27 @@ import jax
 from etils import epath
 
 MAX_BYTES = 2**30
-"""Of one machine and version; JAX drops what was used longest ago."""
+"""Maximum size of one machine's folder; JAX evicts the least recently used programs."""
 
 MIN_COMPILE_S = 0.05
-"""What compiles faster is not kept: to read it back takes as long."""
+"""Minimum compile time of cached programs: reading faster ones back takes as long."""
 
 FORGET_S = 60 * 86400
-"""Folders of other machines and versions go when none of their programs was used for as long."""
+"""Age of the last use after which other machines' folders are deleted."""
 
 
 def open_cache(setting: str) -> str:
-    """Keep compiled programs from now on, and find those that earlier processes kept.
+    """Enable the persistent compilation cache; return one line for the user that says where.
 
-    A cache that the user chose for all of JAX (JAX_COMPILATION_CACHE_DIR) is used as it is. To be
-    called before the programs are compiled, after the processes of a pod have met.
+    A folder that the user set for all of JAX (JAX_COMPILATION_CACHE_DIR) is used unchanged. Call
+    before compiling programs, and after the processes of a pod are connected.
 
     Args:
-        setting: "auto": below the user's cache folder; "off"; or a folder, local or of a bucket.
+        setting: "auto": a folder in the user's cache folder; "off"; or a folder, local or in a
+            bucket.
 
     Returns:
-        One line for the user, which says where; "" where programs are not kept on purpose.
+        The line for the user; "" with setting="off".
     """
     if setting == "off" or not jax.config.jax_enable_compilation_cache:
         return ""
@@ -53,12 +53,12 @@ def open_cache(setting: str) -> str:
         probe.touch()
         probe.unlink()
         forget_unused(root, keep=folder)
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
         return (
-            f"compiled programs are not kept: {error}. --config.compilation_cache=DIR: keep them "
-            f"there; {off} try"
+            f"compiled programs are not kept: {error}. Set --config.compilation_cache=DIR to keep "
+            f"them there; {off} try"
         )
-    # With a bound JAX also takes a lock, so that no process reads half of what another writes.
+    # With a size limit JAX also locks the cache, so that no process reads partial writes.
     jax.config.update("jax_compilation_cache_max_size", MAX_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", MIN_COMPILE_S)
     jax.config.update("jax_compilation_cache_dir", str(folder))
@@ -66,7 +66,7 @@ def open_cache(setting: str) -> str:
 
 
 def _default_root() -> epath.Path:
-    """The user's cache folder, as the XDG base directory specification says."""
+    """Return the user's cache folder by the XDG base directory specification."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     home = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return epath.Path(home) / "tba_jax" / "xla"
@@ -78,7 +78,7 @@ def _absolute(folder: str) -> epath.Path:
 
 
 def _machine() -> str:
-    """Name of the folder for this process's devices, processor and versions."""
+    """Return the name of the folder for this process's devices, processor and versions."""
     kind = jax.local_devices()[0].device_kind
     path = Path("/proc/cpuinfo")
     processor = path.read_text() if path.exists() else platform.processor()
@@ -93,18 +93,18 @@ def _machine() -> str:
 def machine_key(
     device_kind: str, processor: str, num_cores: int, jax_version: str, jaxlib_version: str
 ) -> str:
-    """A folder name that two machines share where programs of one run on the other.
+    """Return a folder name that two machines share if programs of one run on the other.
 
     Args:
         device_kind: as JAX names it.
-        processor: /proc/cpuinfo, or the name of the processor. Programs for the CPU use the
-            instructions of the one they were compiled on.
-        num_cores: that this process may use; programs for the CPU are divided among as many.
+        processor: /proc/cpuinfo, or the name of the processor. CPU programs use the instructions
+            of the processor that compiled them.
+        num_cores: cores of this process; CPU programs are divided among as many.
         jax_version, jaxlib_version: their versions.
     """
     told = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     lines = processor.splitlines()
-    # Of the first core: the order in which cores are listed is no property of a machine.
+    # Only the first core: the order of cores may differ between equal machines.
     facts = [next((x for x in lines if x.startswith(name)), "") for name in told]
     facts = facts if any(facts) else [processor]
     digest = hashlib.sha256("\n".join([platform.machine(), str(num_cores), *facts]).encode())
@@ -113,9 +113,9 @@ def machine_key(
 
 
 def forget_unused(root: epath.Path, keep: epath.Path) -> None:
-    """Delete local folders of other machines and versions that nobody used for `FORGET_S`."""
+    """Delete local folders of other machines and versions that were unused for `FORGET_S`."""
     if "://" in os.fspath(root):
-        return  # in a bucket, which has rules of its own for that
+        return  # buckets have lifecycle rules
     for folder in Path(root).glob("jax-*-jaxlib-*"):
         newest = max((x.stat().st_mtime for x in [folder, *folder.iterdir()]), default=0.0)
         if folder != Path(keep) and time.time() - newest > FORGET_S:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes: of the trainer and the searchers, and how arrays are divided over them.
+"""Meshes of trainer and searchers, and shardings of arrays on them.
 
-Arrays are divided by one table, from the logical axes of a model to mesh axes; the rows of a batch
-over `BATCH_AXES`, whatever group they are of. The invariants owned here: no mesh axis divides two
-axes of one array, and weights pass from one set of devices to another piece by piece, never through
-the host and never whole through a device that keeps a part.
+One table maps the logical axes of a model to mesh axes; rows of a batch are divided over
+`BATCH_AXES`. Invariants: no mesh axis divides two axes of one array. Weights move between sets of
+devices piece by piece, never through the host, and never whole through a device that keeps a part.
 """
 
 import functools
@@ -20,20 +19,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tba_jax.devices.placement import Asked, arrange
 
 MESH_AXES = ("data", "fsdp", "model")
-"""Axes of the trainer's mesh. data: whole copies of the parameters, batches divided; fsdp: batches
-and parameters divided, parameters gathered layer by layer; model: every matrix product divided."""
+"""Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
+parameters divided, parameters gathered layer by layer; model: every matrix product divided."""
 
 BATCH_AXES = ("data", "fsdp")
 """Mesh axes that divide the rows of a batch."""
 
 
 class Rule(NamedTuple):
-    """Where one logical axis goes.
+    """Mesh axis of one logical axis.
 
     Attributes:
-        mesh_axis: which mesh axis divides it, where the mesh has one of that name.
-        may_replicate: every device keeps all of it when the mesh axis does not divide its size;
-            otherwise such a mesh is refused.
+        mesh_axis: mesh axis that divides it, if the mesh has that axis.
+        may_replicate: replicate the axis if the mesh axis does not divide its size; otherwise the
+            mesh is refused.
     """
 
     mesh_axis: str
@@ -41,28 +40,28 @@ class Rule(NamedTuple):
 
 
 AXIS_RULES: Mapping[str, Rule] = {
-    # Nearly all weights and arithmetic: a mesh that does not divide them gains nothing and says
-    # nothing, so it is refused.
+    # Nearly all weights and arithmetic: replicating them would silently make the mesh useless, so
+    # a mesh that does not divide them is refused.
     "heads": Rule("model", may_replicate=False),
     "mlp": Rule("model", may_replicate=False),
     "embed": Rule("fsdp", may_replicate=False),
-    # Facts of a checkpoint that no choice of mesh can mend: two key/value heads (Qwen2.5-1.5B),
-    # 50,257 tokens (GPT-2). Every device then keeps them all.
+    # Fixed by the checkpoint, whatever the mesh: two key/value heads (Qwen2.5-1.5B), 50,257 tokens
+    # (GPT-2). Every device then keeps them all.
     "kv_heads": Rule("model", may_replicate=True),
     "vocab": Rule("model", may_replicate=True),
 }
-"""Logical axis -> mesh axis; an axis that is not here (layers, head_dim, rank) is never divided."""
+"""Logical axis -> mesh axis; absent axes (layers, head_dim, rank) are never divided."""
 
 
 class Placement(NamedTuple):
-    """Devices of a run, as one process sees them.
+    """Meshes of a run in one process.
 
     Attributes:
-        trainer_mesh: with the axes MESH_AXES; devices of one process lie side by side.
-        searcher_meshes: one for each searcher of this process, with the axis `model`; searchers
-            that take turns on the same devices have equal meshes.
+        trainer_mesh: with the axes MESH_AXES; devices of one process are adjacent.
+        searcher_meshes: one per searcher of this process, with the axis `model`; equal if
+            searchers share devices.
         first_searcher: index of the first of them in the run.
-        num_searchers: of the run.
+        num_searchers: searchers of the run.
     """
 
     trainer_mesh: Mesh
@@ -72,11 +71,11 @@ class Placement(NamedTuple):
 
     @property
     def publication_mesh(self) -> Mesh:
-        """The trainer's devices as the publish program leaves the weights on them.
+        """Mesh on which the publish program leaves the weights.
 
-        The trainer's own mesh, unless a copy of the parameters spans several processes: then each
-        process gets a whole one, divided over as many of its devices as fsdp and model allow,
-        because no searcher can read what lies on another host.
+        The trainer's mesh, unless a copy of the parameters spans several processes. Then each
+        process gets a whole copy, divided over as many of its devices as fsdp and model permit,
+        because searchers cannot read arrays of other hosts.
         """
         devices = self.trainer_mesh.devices.reshape(-1)
         local = sum(d.process_index == devices[0].process_index for d in devices)
@@ -86,7 +85,7 @@ class Placement(NamedTuple):
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:
-    """Shapes and dtypes of a tree's arrays, each where its sharding says."""
+    """Return a tree of jax.ShapeDtypeStruct with these shardings."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
     )
@@ -95,7 +94,7 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 def place(
     placement: str, devices: Sequence[Any], asked: Asked, process_index: int = 0
 ) -> Placement:
-    """`placement.arrange` as meshes.
+    """Return `placement.arrange` as meshes.
 
     Args:
         placement, devices, asked, process_index: as in `arrange`.
@@ -113,12 +112,12 @@ def place(
 
 
 def storable(tree: Any) -> Any:
-    """The tree as Orbax takes it: among several processes, what one of them has alone as numpy.
+    """Return the tree for Orbax: with several processes, process-local arrays become numpy.
 
-    Orbax refuses such arrays of jax there, whoever the processes are that save.
+    Orbax refuses process-local jax arrays there, whichever processes save.
 
     Args:
-        tree: arrays, or anything else that is left as it is.
+        tree: arrays, and other leaves, which stay unchanged.
     """
     if jax.process_count() == 1:
         return tree
@@ -131,19 +130,19 @@ def storable(tree: Any) -> Any:
 
 
 def hand_over(tree: Any, shardings: Any) -> Any:
-    """A tree of arrays under other shardings, on any devices of this process.
+    """Return a tree of arrays with other shardings, on any devices of this process.
 
-    Every device receives the pieces that it needs from devices that have them, and joins them; an
-    array is never whole on the host, nor on a device that keeps only a part. `jax.device_put`
-    would take it through the host wherever the two divisions differ. What already lies where it
-    is wanted is not copied: the source must not be donated later.
+    Every device receives the pieces that it needs and joins them. An array is never whole on the
+    host, nor on a device that keeps only a part; `jax.device_put` would copy it through the host if
+    the shardings differ. Arrays that already have the sharding are not copied: do not donate the
+    source later.
 
     Args:
-        tree: arrays; of one that spans processes, this one must hold what `shardings` want.
-        shardings: over devices of this process, a tree of them or one for all arrays.
+        tree: arrays; this process must hold the parts that `shardings` place on its devices.
+        shardings: over devices of this process, a tree or one for all arrays.
 
     Raises:
-        ValueError: other processes hold what is wanted.
+        ValueError: other processes hold some of the parts.
     """
     if isinstance(shardings, jax.sharding.Sharding):
         return jax.tree.map(lambda x: _hand_over(x, shardings), tree)
@@ -161,7 +160,7 @@ def _hand_over(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
         for device, index in sharding.addressable_devices_indices_map(array.shape).items()
     }
     pieces = {device: _pieces(array, box, device) for device, box in boxes.items()}
-    # One call moves everything, so that transfers overlap.
+    # One call moves all pieces, so that transfers overlap.
     moved = iter(
         jax.device_put(
             [x for parts in pieces.values() for _, x in parts],
@@ -182,7 +181,7 @@ def _box(index: tuple[slice, ...], shape: Sequence[int]) -> _Box:
 
 
 def _pieces(array: jax.Array, wanted: _Box, device: Any) -> list[tuple[tuple[int, ...], jax.Array]]:
-    """(offset, values) of the pieces that fill a box, those on `device` first."""
+    """Return (offset, values) of the pieces that fill a box, those on `device` first."""
     shards = sorted(array.addressable_shards, key=lambda s: s.device != device)
     found: dict[_Box, jax.Array] = {}
     for shard in shards:
@@ -198,9 +197,9 @@ def _pieces(array: jax.Array, wanted: _Box, device: Any) -> list[tuple[tuple[int
             found[shared] = jax.lax.slice(shard.data, starts, ends)
     if sum(_volume(box) for box in found) != _volume(wanted):
         raise ValueError(
-            f"an array of shape {list(array.shape)} is divided over processes as {array.sharding}, "
-            "and this one does not hold all that its searchers need; make it with a sharding that "
-            "gives each process a whole copy (Placement.publication_mesh)"
+            f"array of shape {list(array.shape)} with sharding {array.sharding}: this process does "
+            "not hold all parts that its searchers need. Use a sharding that gives each process a "
+            "whole copy (Placement.publication_mesh)"
         )
     return [
         (tuple(start - first for (start, _), (first, _) in zip(box, wanted, strict=True)), values)
@@ -228,16 +227,16 @@ def partition_spec(
     mesh: Mesh,
     rules: Mapping[str, Rule] = AXIS_RULES,
 ) -> PartitionSpec:
-    """How one array is divided over a mesh.
+    """Return the partition of one array over a mesh.
 
     Args:
-        axes: logical name of each axis; None for one that is never divided.
-        shape: of the array.
-        mesh: rules for mesh axes that it does not have do nothing.
+        axes: logical name of each axis; None: never divided.
+        shape: shape of the array.
+        mesh: rules for absent mesh axes have no effect.
         rules: the table.
 
     Raises:
-        ValueError: two axes of the array want one mesh axis, or a size does not divide.
+        ValueError: two axes of the array map to one mesh axis, or a size does not divide.
     """
     spec: list[str | None] = []
     for axis, size in zip(axes, shape, strict=True):
@@ -250,13 +249,13 @@ def partition_spec(
             sizes = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
             raise ValueError(
                 f"axis {axis!r} of size {size} cannot be divided over {parts} devices of the mesh "
-                f"axis {rule.mesh_axis!r}; make that axis one of {sizes}"
+                f"axis {rule.mesh_axis!r}. Set that axis to one of {sizes}"
             )
         if rule.mesh_axis in spec:
             raise ValueError(
-                f"an array with the axes {tuple(axes)} would be divided twice over the mesh axis "
-                f"{rule.mesh_axis!r}, by {axes[spec.index(rule.mesh_axis)]!r} and {axis!r}; change "
-                "the table"
+                f"axes {tuple(axes)}: the mesh axis {rule.mesh_axis!r} would divide both "
+                f"{axes[spec.index(rule.mesh_axis)]!r} and {axis!r}. Change one of the two rules "
+                "in the table"
             )
         spec.append(None if size % parts else rule.mesh_axis)
     return PartitionSpec(*spec)
@@ -265,12 +264,12 @@ def partition_spec(
 def tree_shardings(
     axes: Any, shapes: Any, mesh: Mesh, rules: Mapping[str, Rule] = AXIS_RULES
 ) -> Any:
-    """A NamedSharding for each array of a tree.
+    """Return a NamedSharding for each array of a tree.
 
     Args:
         axes: the tree with a tuple of logical axis names for each array, as from
             `transformer.param_axes`.
-        shapes: the tree with anything that has a shape for each array.
+        shapes: the tree with shapes.
         mesh: devices.
         rules: the table.
 
@@ -285,17 +284,17 @@ def tree_shardings(
 
 
 def shardings_like(tree: Any, params: Any, param_shardings: Any, mesh: Mesh) -> Any:
-    """Shardings of a tree that holds parameters, and arrays that belong to them, among others.
+    """Return shardings of a tree that holds parameters, arrays that belong to them, and others.
 
-    An array belongs to the parameter whose path its own path ends with: copies, gradients,
-    moments. Of the parameter's shape, it lies as the parameter does; of that shape without one
-    axis (the factors of Adafactor), as the axes it kept; all others are on every device.
+    An array belongs to the parameter whose path is a suffix of its own path: copies, gradients,
+    moments. With the parameter's shape it gets the parameter's sharding; with one axis less (the
+    factors of Adafactor), the sharding of the remaining axes. All others are replicated.
 
     Args:
-        tree: anything with shapes, such as a train state.
+        tree: leaves with shapes, such as a train state.
         params: shapes of the parameters.
         param_shardings: a NamedSharding for each.
-        mesh: of the shardings.
+        mesh: mesh of the shardings.
     """
     shapes = {path: x.shape for path, x in _by_path(params).items()}
     specs = {path: x.spec for path, x in _by_path(param_shardings).items()}
@@ -329,5 +328,5 @@ def _by_path(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """The keys of a path; positions in tuples and names of attributes count alike."""
+    """Return the keys of a path, without a distinction of tuple index and attribute."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices: which of the chips of several hosts may form a mesh, and which hosts are left over.
+"""Chips of several hosts that may form a mesh, and hosts that are left over.
 
-What TPU compilers accept was found by compiling with libtpu 0.0.51 and 0.0.52: some of the chips of
-several hosts on v4 and v5p only; of v5e and v6e whole hosts; of a v5e slice above 16 chips all of
-them, or a rectangle of whole hosts without the slice's first. Other chips accept everything.
-Devices are as in `placement`. Invariant: what is chosen here, the compiler takes.
+Rules of TPU compilers, found by compiling with libtpu 0.0.51 and 0.0.52. Some chips of several
+hosts: only on v4 and v5p. v5e and v6e: whole hosts. A v5e slice above 16 chips: all of them, or a
+rectangle of whole hosts without the slice's first. Other chips have no limits. Devices are as in
+`placement`. Invariant: the compiler accepts the choices made here.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from typing import Any
 
 
 def hosts_of(devices: Sequence[Any]) -> list[int]:
-    """Processes that have the devices, in order."""
+    """Return the processes of the devices, in order."""
     return sorted({d.process_index for d in devices})
 
 
 def accepts_one_of_each_host(devices: Sequence[Any]) -> bool:
-    """Whether one device of each of several hosts may form a mesh."""
+    """Return whether one device of each of several hosts may form a mesh."""
     return not _is_tpu(devices, "lite", "v6", "v5e")
 
 
@@ -27,15 +27,15 @@ def _is_tpu(devices: Sequence[Any], *kinds: str) -> bool:
 
 
 def accepts_shares_of_hosts(devices: Sequence[Any], n: int) -> bool:
-    """Whether n devices, as many of each host, may form a mesh."""
+    """Return whether n devices, equally many of each host, may form a mesh."""
     return n % len(hosts_of(devices)) == 0 and accepts_one_of_each_host(devices)
 
 
 def on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
-    """All devices of some hosts, n in all; [] where there is no such choice.
+    """Return all devices of some hosts, n in all; [] if that is impossible.
 
-    The first ones, since searchers of several chips may not hold the first chip of a slice. Of a
-    large v5e slice it is the last rectangle of hosts.
+    The first hosts, because searchers with several chips may not use the first chip of a slice. On
+    a large v5e slice, the last rectangle of hosts.
     """
     hosts = hosts_of(devices)
     per_host = len(devices) // len(hosts)
@@ -58,7 +58,7 @@ def on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
 
 
 def left_to_search(devices: Sequence[Any], trainer: Sequence[Any]) -> list[int]:
-    """Hosts without a device of the trainer; of a large v5e slice not the first, which is idle."""
+    """Return hosts without trainer devices; on a large v5e slice not the first, which is idle."""
     taken = set(hosts_of(trainer))
     hosts = hosts_of(devices)
     return [h for h in hosts[1 if _is_large_v5e(devices) else 0 :] if h not in taken]
@@ -69,13 +69,13 @@ def _is_large_v5e(devices: Sequence[Any]) -> bool:
 
 
 def _place(device: Any) -> tuple[int, int]:
-    """Column and row of a chip in its slice."""
+    """Return column and row of a chip in its slice."""
     x, y, *_ = device.coords
     return x, y
 
 
 def share_of_each_host(devices: Sequence[Any], n: int) -> list[Any]:
-    """n devices, the first ones of each host."""
+    """Return n devices, the first ones of each host."""
     hosts = hosts_of(devices)
     own = ([d for d in devices if d.process_index == host] for host in hosts)
     return [d for host in own for d in host[: n // len(hosts)]]

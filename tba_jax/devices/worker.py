@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker: the one way this project runs a thread.
 
-A Worker is named after its role, owns a loop over somebody's `step()`, shares one stop event with
-its siblings, and carries the first exception to the thread that calls `check()` or `close()`.
-Threads are never killed from outside.
+A Worker has the name of its role, calls a `step()` in a loop, shares one stop flag with the other
+workers, and re-raises the first exception in the thread that calls `check()` or `close()`. Threads
+are never killed.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ class WorkerError(RuntimeError):
 
 
 class StopFlag:
-    """One stop event shared by every thread of a run, with the first failure that set it."""
+    """Stop flag shared by every thread of a run, with the first failure that set it."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -30,15 +30,15 @@ class StopFlag:
         self._event.set()
 
     def is_set(self) -> bool:
-        """Whether stopping was asked for."""
+        """Whether a stop was requested."""
         return self._event.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep up to `timeout_s` seconds; True at once when stopping is asked for."""
+        """Sleep up to `timeout_s` seconds; return True at once when a stop is requested."""
         return self._event.wait(timeout_s)
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Record the first failure and stop everyone."""
+        """Record the first failure and stop all workers."""
         with self._lock:
             if self._failure is None:
                 self._failure = (name, error)
@@ -48,7 +48,7 @@ class StopFlag:
         """Re-raise the first recorded failure.
 
         Raises:
-            WorkerError: naming the worker; its `__cause__` has the original traceback.
+            WorkerError: names the worker; its `__cause__` has the original traceback.
         """
         with self._lock:
             failure = self._failure
@@ -62,10 +62,9 @@ class Worker:
     """A named daemon thread that calls `step()` until the shared flag is set.
 
     Args:
-        name: the role, e.g. "searcher-0"; the thread carries it.
-        step: one unit of work. It returns True when it did something and False when there was
-            nothing to do; the worker then sleeps `idle_s` (or until stop). It must itself use
-            timeouts on anything that blocks.
+        name: the role, e.g. "searcher-0"; also the thread's name.
+        step: one unit of work. Returns True if it did something; False if there was nothing to do,
+            then the worker sleeps `idle_s` (or until stop). Blocking calls inside it need timeouts.
         stop: the flag shared by the run.
         idle_s: seconds to sleep after a step that had nothing to do.
 
@@ -86,7 +85,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> "Worker":
-        """Start the thread; returns self."""
+        """Start the thread; return self."""
         self._thread.start()
         return self
 
@@ -99,17 +98,17 @@ class Worker:
                     start = time.perf_counter()
                     self._stop.wait(self._idle_s)
                     self.idle_total_s += time.perf_counter() - start
-        except BaseException as error:  # the one broad except: it carries, never swallows
+        except BaseException as error:  # broad: every failure is re-raised in the main thread
             self._stop.fail(self.name, error)
 
     def is_alive(self) -> bool:
-        """Whether the thread runs."""
+        """Whether the thread is running."""
         return self._thread.is_alive()
 
     def join(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` and raise nothing: for a run that has failed already.
 
-        A worker that was never started has ended.
+        A worker that was never started counts as ended.
         """
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
@@ -118,9 +117,9 @@ class Worker:
         """Set stop, wait for the thread, then re-raise the first failure of the run.
 
         Raises:
-            TimeoutError: when the current step does not end within `timeout_s`; every thread's
-                stack is written to standard error first.
-            WorkerError: when this or a sibling worker failed.
+            TimeoutError: the current step does not end within `timeout_s`; stacks of all threads
+                are written to standard error first.
+            WorkerError: this or another worker failed.
         """
         self._stop.set()
         self.join(timeout_s)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of XLA's compilers for the train step, by the platform that it is made for.
+"""XLA compiler options of the train step, by platform.
 
-They go with the program that is compiled and not with the process (no XLA_FLAGS, which must be set
-before a backend starts, and on every host): a plan for absent devices compiles what a run there
-does. It knows no programs. The invariant it owns: an option that a compiler does not have, or a
-value that it cannot read, is one line before anything is compiled.
+They are options of the compiled program, not of the process (no XLA_FLAGS, which must be set before
+a backend starts, and on every host), so a plan for absent devices compiles what a run there does.
+Invariant: an unknown option, or a value that the compiler cannot read, gives a one-line error
+before compilation.
 """
 
 import functools
@@ -23,8 +23,8 @@ _GIB = str(2**30)
 
 PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
     "none": {},
-    # Collectives beside products: of the next layer's gathers and the last one's scatters, in fewer
-    # and larger pieces. Latency hiding itself is on by default.
+    # Collectives concurrent with products: gathers of the next layer and scatters of the last, in
+    # fewer and larger pieces. Latency hiding itself is on by default.
     "overlap": {
         "cuda": {
             "xla_gpu_enable_while_loop_double_buffering": "true",
@@ -40,22 +40,22 @@ PRESETS: Mapping[str, Mapping[Platform, Mapping[str, str]]] = {
             "xla_enable_async_all_gather": "true",
         },
     },
-    # No products of YNNPACK's, which XLA takes on CPU whatever their size.
+    # No YNNPACK, which XLA uses on CPU for products of any size.
     "eigen": {"cpu": {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_REDUCE"}},
 }
-"""Name in `xla.preset` -> platform -> options; none for platforms that are not there."""
+"""Name in `xla.preset` -> platform -> options; other platforms have none."""
 
 
 def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str, str | bool]:
-    """Options of a program for such devices, as `jax.jit` takes them; possibly none.
+    """Return compiler options for a program on these devices, as `jax.jit` takes them.
 
     Args:
-        settings: a preset, and options of the user's, which come last.
-        devices: attached or of a topology. One of this process tries the options; where none is,
-            those who have one do.
+        settings: preset, and the user's options, which override it.
+        devices: attached or of a topology. If one belongs to this process, it tests the options;
+            otherwise a process with such a device does.
 
     Raises:
-        ConfigError: its compiler has no such option, or cannot read its value.
+        ConfigError: the compiler has no such option, or cannot read its value.
     """
     given = dict(PRESETS[settings.preset].get(platform_of(devices[0]), {}))
     for part in filter(None, (x.strip() for x in settings.options.split(","))):
@@ -71,13 +71,13 @@ def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str,
 
 @functools.cache
 def _check(name: str, value: str | bool, device: Any) -> None:
-    """Refuse an option by compiling nothing to speak of with it."""
+    """Refuse an invalid option by compiling a trivial program with it."""
     x = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
     try:
         jax.jit(lambda x: x + 1).lower(x).compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
         raise ConfigError(
-            f"config.xla.options = '{name}={value}': XLA's compiler for {device.device_kind} says: "
-            f"{reason} Take it out, or write it as that compiler does"
+            f"config.xla.options='{name}={value}': XLA's compiler for {device.device_kind} says: "
+            f"{reason} Remove the option or correct its value"
         ) from error

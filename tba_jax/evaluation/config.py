@@ -52,6 +52,6 @@ class EvalSettings(Section):
             not (self.gold_reward and self.gold_model),
             "eval.gold_reward",
             self.gold_reward,
-            f"config.eval.gold_model = {self.gold_model!r} names another reward",
+            f"config.eval.gold_model = {self.gold_model!r} also sets a gold reward",
             "Leave one of them empty, for example --config.eval.gold_model=''.",
         )

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out evaluation of a policy: responses to the task's evaluation split, graded and measured.
 
-It uses the decoder and the reward source that training uses, at one pinned policy version. What
-needs weights or rewards is done part by part, wherever these weights are; figures are made of all
-parts together. It does not know whether a trainer is running, who does which part, nor what a task
-counts as good: it reports the mean reward, pass@k where that is the task's headline, and whatever
-the metric functions it is given return. Invariant: the same weights give the same figures, because
-a problem draws from the same key in every call, and parts do not depend on how many do them.
+It uses the decoder and the reward source of training, at one pinned policy version. Decoding,
+grading and measures work on shards of the prompts, on any process with the weights; metrics are
+computed from all shards together. Invariant: the same weights give the same metrics. A prompt has
+the same random key in every call, and shards do not depend on the number of workers.
 """
 
 import math
@@ -27,17 +25,17 @@ from tba_jax.rewards.source import Verdict, part_means
 
 
 class Responses(NamedTuple):
-    """Responses to p prompts, n to each, and what was made of them.
+    """Responses to p prompts, n to each, with their rewards and measurements.
 
     Attributes:
         prompts: p prompts.
         tokens: int32 [p n t], padded.
         lengths: int [p n], tokens of each response, end-of-sequence included.
-        has_eos: bool [p n], False where the length limit cut the response.
+        has_eos: bool [p n], False if the length limit cut the response.
         texts: n response texts per prompt.
-        rewards: n rewards per prompt, None where one could not be computed.
-        parts: name -> n values per prompt, what the reward source reports beside the rewards.
-        measured: name -> values per prompt, of the measures.
+        rewards: n rewards per prompt, None for a reward that failed.
+        parts: name -> n values per prompt, reported by the reward source besides the rewards.
+        measured: name -> values per prompt, results of the measures.
     """
 
     prompts: Sequence[Prompt]
@@ -50,11 +48,11 @@ class Responses(NamedTuple):
     measured: Mapping[str, list[list[float]]] = {}
 
 
-# What needs the weights or another judge, part by part: the weights evaluated, in the decoder's
-# layout, and the responses of a part -> name and values per prompt, to be found in `measured`.
+# Computes measurements that need the weights or another judge: (weights in the decoder's layout,
+# responses of a shard) -> name and values per prompt, which become `Responses.measured`.
 Measure = Callable[[Any, Responses], Mapping[str, list[list[float]]]]
 
-# Named floats made of all responses of one evaluation, e.g. {"win_rate": 0.61}.
+# Computes named floats from all responses of one evaluation, e.g. {"win_rate": 0.61}.
 MetricFunction = Callable[[Responses], Mapping[str, float]]
 
 
@@ -71,19 +69,19 @@ class Evaluation(NamedTuple):
     """Result of one evaluation.
 
     Attributes:
-        metric: name of the headline, a key of `values`.
-        values: metric name -> value. `reward_mean` is the mean of the rewards that could be
-            computed, `reward_part_NAME` that of one of several rewards. Where the headline is
-            `pass_at_1`: that, the mean reward with what could not be graded counted as 0 (share
-            right where rewards are 0 or 1), and pass_at_2, 4, ... up to the samples per prompt.
+        metric: name of the headline metric, a key of `values`.
+        values: metric name -> value. `reward_mean` is the mean of the rewards that did not fail,
+            `reward_part_NAME` the mean of one of several rewards. If the headline is `pass_at_1`:
+            that is the mean reward with failures counted as 0 (accuracy for rewards 0 or 1), and
+            `values` has pass_at_2, 4, ... up to the samples per prompt.
         n: prompts graded.
         num_skipped: prompts left out as too long.
-        num_failed: responses whose reward could not be computed.
+        num_failed: responses whose reward failed.
         response_length_mean: tokens, end-of-sequence included.
-        kind_share: share of the task's first response kind, 0 where it names none.
-        num_trials: independent trials behind a share: prompts, or the responses to the only one.
-        texts: the first response to every prompt; of the only prompt, all.
-        rewards: their rewards, None where one failed.
+        kind_share: share of the task's first response kind; 0 for tasks without kinds.
+        num_trials: independent trials of a share: prompts, or the responses to a single prompt.
+        texts: first response to every prompt; with a single prompt, all responses.
+        rewards: their rewards, None for failures.
     """
 
     metric: str
@@ -98,7 +96,7 @@ class Evaluation(NamedTuple):
     rewards: list[float | None]
 
     def metrics(self) -> dict[str, Any]:
-        """All but the texts and their rewards, JSON-compatible; `metric` names the headline."""
+        """Return all fields except texts and rewards, JSON-compatible."""
         return {
             "metric": self.metric,
             **self.values,
@@ -112,10 +110,10 @@ class Evaluation(NamedTuple):
 
 
 def pass_at_k(rewards: Sequence[Sequence[float | None]]) -> dict[str, float]:
-    """pass_at_1, and unbiased pass_at_k for k = 2, 4, ... up to n samples per prompt.
+    """Return pass_at_1, and unbiased pass_at_k for k = 2, 4, ... up to n samples per prompt.
 
-    pass_at_1 is the mean reward, a missing one counted as 0. For larger k, with c of n responses
-    right (reward at least 1): 1 - C(n - c, k) / C(n, k), averaged over prompts.
+    pass_at_1 is the mean reward; failures count as 0. For larger k, with c of n responses correct
+    (reward at least 1): 1 - C(n - c, k) / C(n, k), averaged over prompts.
 
     References:
         Chen et al., arXiv:2107.03374, eq. 1.
@@ -137,15 +135,15 @@ class Evaluator:
 
     Args:
         prompts: the evaluation prompts, the same for every call.
-        num_skipped: how many prompts were left out as too long; only reported.
-        stations: where parts can be done, counted from 0; equal but for their devices.
-        settings: how many responses are drawn, and how.
-        metric: the headline; `reward_mean`, `pass_at_1`, or what one of `metrics` returns.
-        min_new_tokens: no response ends before as many tokens.
-        metrics: further metric functions, in the order they are asked.
+        num_skipped: prompts that were left out as too long; only reported.
+        stations: sets of devices that evaluate shards, equal except for their devices.
+        settings: number of responses, sampling and limits.
+        metric: headline: `reward_mean`, `pass_at_1`, or a metric that one of `metrics` returns.
+        min_new_tokens: minimum length of a response.
+        metrics: further metric functions, called in this order.
 
     Attributes:
-        part_size: prompts of a part, as many as fill the slots.
+        shard_size: prompts per shard, as many as fill the slots.
     """
 
     def __init__(
@@ -172,42 +170,42 @@ class Evaluator:
         self._num_samples = settings.num_samples
         self._metrics = tuple(metrics)
         size = max(1, settings.num_slots // settings.num_samples)
-        self.part_size = min(size, len(self.prompts))
+        self.shard_size = min(size, len(self.prompts))
 
     @property
-    def num_parts(self) -> int:
-        """Parts of an evaluation."""
-        return -(-len(self.prompts) // self.part_size)
+    def num_shards(self) -> int:
+        """Number of shards of an evaluation."""
+        return -(-len(self.prompts) // self.shard_size)
 
     def run(self, params: Any) -> Evaluation:
-        """Decode, grade and measure all at once, at the first station.
+        """Evaluate all prompts at the first station.
 
         Raises:
-            ValueError: nothing reports the headline metric.
+            ValueError: no function reports the headline metric.
         """
-        return self.merge([self._answer(params, 0, len(self.prompts), 0, 0)])
+        return self.merge([self._evaluate(params, 0, len(self.prompts), 0, 0)])
 
-    def part(self, params: Any, number: int, station: int = 0) -> EvaluationShard:
-        """One part.
+    def shard(self, params: Any, number: int, station: int = 0) -> EvaluationShard:
+        """Evaluate one shard.
 
         Args:
-            params: the weights, on the devices of the station.
-            number: of the part, counted from 0.
-            station: which one does it.
+            params: weights on the devices of the station.
+            number: index of the shard.
+            station: index of the station.
         """
-        first = number * self.part_size
-        stop = min(first + self.part_size, len(self.prompts))
-        # The last one is filled up with prompts of the one before: all parts have one shape.
-        return self._answer(params, stop - self.part_size, stop, first, station)
+        first = number * self.shard_size
+        stop = min(first + self.shard_size, len(self.prompts))
+        # The last shard is filled up with prompts of the one before: all shards have one shape.
+        return self._evaluate(params, stop - self.shard_size, stop, first, station)
 
     def merge(self, parts: Sequence[EvaluationShard]) -> Evaluation:
-        """The figures of all parts together, in whatever order they come.
+        """Compute the metrics of all shards together, in any order.
 
         Raises:
-            ValueError: nothing reports the headline metric.
+            ValueError: no function reports the headline metric.
         """
         parts = sorted(parts, key=lambda part: part.first)
-        responses = _joined(parts, self.prompts)
+        responses = _join(parts, self.prompts)
         texts, rewards = responses.texts, responses.rewards
         flat = [r for row in rewards for r in row]
         known = [r for r in flat if r is not None]
@@ -220,9 +218,9 @@ class Evaluator:
             values.update({name: float(value) for name, value in measure(responses).items()})
         if self._metric not in values:
             raise ValueError(
-                f"the task's headline metric {self._metric!r} is not among those that evaluation "
-                f"reports: {', '.join(values)}. Give evaluation the function that measures it, or "
-                "name another as the task's `metric`"
+                f"the task's headline metric {self._metric!r} is not among the metrics of "
+                f"evaluation: {', '.join(values)}. Add a metric function that returns it, or set "
+                "the task's `metric` to one of these"
             )
         is_only = len(self.prompts) == 1
         kinds = [kind for part in parts for row in part.is_first_kind for kind in row]
@@ -239,7 +237,7 @@ class Evaluator:
             rewards=rewards[0] if is_only else [row[0] for row in rewards],
         )
 
-    def _answer(
+    def _evaluate(
         self, params: Any, begin: int, stop: int, first: int, station: int
     ) -> EvaluationShard:
         """Decode prompts `begin` to `stop`; grade and measure those from `first` on."""
@@ -326,14 +324,14 @@ def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Resp
     """The responses of all parts, in order.
 
     Raises:
-        ValueError: some prompts are missing, or come twice.
+        ValueError: some prompts are missing or repeated.
     """
     rows = [row for part in parts for row in part.tokens]
     starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
     if [part.first for part in parts] != starts[:-1] or len(rows) != len(prompts):
         raise ValueError(
-            f"the parts of an evaluation begin at prompts {[part.first for part in parts]} and "
-            f"hold {len(rows)}; wanted all {len(prompts)} prompts once"
+            f"shards of an evaluation start at prompts {[part.first for part in parts]} and "
+            f"hold {len(rows)} prompts; wanted each of the {len(prompts)} prompts once"
         )
     lengths = np.array([[len(tokens) for tokens in row] for row in rows])
     tokens = np.zeros((*lengths.shape, int(lengths.max())), np.int32)

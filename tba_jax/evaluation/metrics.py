@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metric functions of evaluation that need another judge or the reference model.
 
-Win rate over reference responses by a gold reward, and the distance of the policy from its start:
-perplexity under the reference model and the divergence between their next-token distributions. Each
-is an `evaluator.Measure` of responses, and an `evaluator.MetricFunction` of what was measured.
-Invariant: nothing here holds the logits of more than `_LOGITS_BYTES` at a time per model.
+Win rate over reference responses by a gold reward, perplexity under the reference model, and KL
+divergence between the next-token distributions of policy and reference. Each has an
+`evaluator.Measure` of responses and an `evaluator.MetricFunction` of the measurements. Invariant:
+at most `_LOGITS_BYTES` of logits per model exist at a time.
 """
 
 import functools
@@ -31,15 +31,15 @@ _LOGITS_BYTES = 2**28
 
 
 class WinRate:
-    """How often a gold reward strictly prefers a response to the reference one.
+    """Share of responses that a gold reward strictly prefers to the reference response.
 
-    Reports `win_rate`, over all responses, and `gold_reward_mean`. A reference response is the
-    column `answer` of its prompt; it is scored once. A response that the gold reward fails on
-    loses, and is left out of the mean.
+    Reports `win_rate`, over all responses, and `gold_reward_mean`. The reference response is the
+    column `answer` of a prompt; it is scored once. A response whose gold reward fails loses, and is
+    not part of the mean.
 
     Args:
         gold: the judge.
-        tokenizer: of the policy; reference responses get its end-of-sequence token.
+        tokenizer: tokenizer of the policy; reference responses get its end-of-sequence token.
 
     References:
         TBA, arXiv:2503.18929, section 5.3: strict preference of the gold reward model.
@@ -51,7 +51,7 @@ class WinRate:
         self._reference: dict[int, float] = {}  # by prompt
 
     def measure(self, params: Any, responses: Responses) -> dict[str, list[list[float]]]:
-        """Scores of responses and of reference responses."""
+        """Return scores of responses and of reference responses."""
         missing = [p for p in responses.prompts if p.prompt_id not in self._reference]
         if missing:
             answers = [str(p.columns["answer"]) for p in missing]
@@ -74,9 +74,9 @@ class WinRate:
         }
 
     def __call__(self, responses: Responses) -> dict[str, float]:
-        """Win rate and mean gold reward."""
+        """Return win rate and mean gold reward."""
         scores = np.array(responses.measured["gold"])
-        # nan compares as False: what could not be scored does not win.
+        # A comparison with nan is False, so a response whose score failed does not win.
         wins = scores > np.array(responses.measured["gold_reference"])
         known = scores[np.isfinite(scores)]
         return {
@@ -91,7 +91,7 @@ class WinRate:
         ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> list[float]:
-        """A score of each; nan where the gold reward failed."""
+        """Return a score per response; nan for a failure of the gold reward."""
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         result = self._gold.score(
             [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
@@ -100,24 +100,24 @@ class WinRate:
 
 
 class ReferenceDistance:
-    """How far the policy is from the reference model, on the policy's own responses.
+    """Distance of the policy from the reference model, on the policy's own responses.
 
     `reference_distance` reports, as means over responses:
 
-    - `perplexity`: exp(-(1/t) sum log pi_ref(y_t)), the reference model's own, temperature 1;
-    - `perplexity_diluted`: the same with the prompt's tokens counted in the denominator, as the
-      official code does, which makes it smaller than the proper one;
+    - `perplexity`: exp(-(1/t) sum log pi_ref(y_t)) at temperature 1;
+    - `perplexity_diluted`: the same with the prompt's tokens in the denominator, as in the
+      official code, which makes it smaller than the true perplexity;
     - `kl_to_reference`: sum over the response's positions of KL(pi || pi_ref) over the whole
-      vocabulary, nats per response. On responses sampled at the temperature given here it is an
+      vocabulary, nats per response. On responses sampled at the scoring temperature it is an
       unbiased estimate of the divergence of the policies; on greedy ones it describes those;
     - `kl_from_reference`: the same of KL(pi_ref || pi), the official code's direction.
 
     Args:
         config: the architecture of both.
-        reference_params: gives the reference weights, on the device that evaluates.
-        scoring: whose temperature divides the logits of both in the divergences, as in training.
-        padding: the shapes that are compiled for.
-        site: the devices of policy and reference.
+        reference_params: returns the reference weights, on the evaluating device.
+        scoring: its temperature divides both models' logits in the divergences, as in training.
+        padding: the compiled shapes.
+        site: devices of policy and reference.
 
     References:
         TBA, arXiv:2503.18929, section 5.3 and its code (perplexity.py).
@@ -135,10 +135,10 @@ class ReferenceDistance:
         self._reference_params = reference_params
         self._padding = padding
         self._vocab_size = config.vocab_size
-        self._program = site.in_turn(make_distance_program(config, scoring, site))
+        self._program = site.locked(make_distance_program(config, scoring, site))
 
     def measure(self, params: Params, responses: Responses) -> dict[str, list[list[float]]]:
-        """Negative log-likelihood under the reference and both divergences of each response."""
+        """Return negative log-likelihood under the reference and both divergences, per response."""
         _, n, width = responses.tokens.shape
         prompts = [p.tokens for p in responses.prompts for _ in range(n)]
         lengths = responses.lengths.reshape(-1)
@@ -160,7 +160,7 @@ class ReferenceDistance:
 
 
 def reference_distance(responses: Responses) -> dict[str, float]:
-    """The four means, of what `ReferenceDistance` measured."""
+    """Return the four means of the measurements of `ReferenceDistance`."""
     names = ("reference_nll", "kl", "reverse_kl")
     nll, kl, reverse_kl = (np.array(responses.measured[name]).ravel() for name in names)
     n = responses.lengths.shape[1]
@@ -175,14 +175,14 @@ def reference_distance(responses: Responses) -> dict[str, float]:
 
 
 def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
-    """Responses of `t` tokens that are compared at a time."""
+    """Return the number of responses of `t` tokens that are compared at a time."""
     return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
 
 
 def make_distance_program(
     config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Jitted (params, reference, tokens [b s], prompt lengths, response lengths, *, t) -> [3 b].
+    """Return jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
 
     Args:
         config, scoring, site: as in `ReferenceDistance`.
@@ -192,7 +192,7 @@ def make_distance_program(
             _distances,
             config=config,
             scoring=scoring,
-            # The weights are the decoder's, which are never divided over fsdp.
+            # The decoder's weights are never divided over fsdp.
             sharding=ComputeSharding(config, any_device(site.platform)),
         ),
         static_argnames="t",
@@ -211,7 +211,7 @@ def _distances(
     scoring: Scoring,
     sharding: ComputeSharding,
 ) -> Array:
-    """float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL; summed over t."""
+    """Return float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL."""
     compute_dtype = jnp.dtype(scoring.compute_dtype)
     s = tokens.shape[1] - t
     index = jnp.arange(tokens.shape[1])[None]

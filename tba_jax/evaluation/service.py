@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EvaluationService: asked for a version, it has the result some time later.
+"""EvaluationService: asynchronous evaluation of requested versions.
 
-Whoever asks does not wait: `request` and `poll` return at once. The work is divided into parts, and
-`step` does one: workers call it (the threads of the searchers, between two chunks), each with the
-weights that it has on its own devices. Parts can be lent to whoever has the weights elsewhere and
-may never come back. With several hosts each does its share of the parts, and
-the shares of a version travel together when all hosts have done theirs; who decides that is not
-known here, nor who decides what is evaluated or what becomes of a result. Invariant: results come
-in the order in which versions were asked for, each made of all parts.
+`request` and `poll` return at once. An evaluation is divided into shards, and `step` evaluates one:
+the searchers' threads call it between two chunks, each with the weights on its own devices. Shards
+can be leased to other processes, which may never complete them. Invariant: results come in the
+order of the requests, each computed from all shards.
 """
 
 import collections
@@ -21,7 +18,7 @@ from tba_jax.flow.evaluation_shard import EvaluationShard, Lease
 
 
 class Finished(NamedTuple):
-    """An evaluation of the weights of `version`, begun `start_s` seconds into the run."""
+    """Evaluation of the weights of `version`, started `start_s` seconds into the run."""
 
     version: int
     evaluation: Evaluation
@@ -30,7 +27,7 @@ class Finished(NamedTuple):
 
 @dataclasses.dataclass
 class _Version:
-    """A version under evaluation: `left` parts are to be begun, `missing` to be done."""
+    """A version in evaluation: `left` are shards not started, `missing` counts unfinished ones."""
 
     version: int
     params: list[Any]
@@ -41,19 +38,19 @@ class _Version:
     leased: set[int] = dataclasses.field(default_factory=set)
     parts: list[EvaluationShard] = dataclasses.field(default_factory=list)
 
-    def forget_params(self) -> None:
-        """Once nobody here can begin another part: the devices need the room."""
+    def release_params(self) -> None:
+        """Release the weights once no shard is left to start here: devices need the memory."""
         if not self.left and not self.leased:
             self.params = []
 
 
 class EvaluationService:
-    """Evaluations by request; safe to share between threads.
+    """Evaluations by request; thread-safe.
 
     Args:
-        evaluator: does parts, and makes figures of them.
+        evaluator: evaluates shards and computes metrics.
         clock: seconds since the run began.
-        is_divided: whether `evaluate` too goes part by part, for figures that are the same.
+        is_divided: whether `evaluate` also works shard by shard, so that metrics are the same.
     """
 
     def __init__(
@@ -73,26 +70,26 @@ class EvaluationService:
         self._finished: collections.deque[Finished] = collections.deque()
 
     def evaluate(self, version: int, params: Any) -> Finished:
-        """Evaluate all of it on the calling thread, whatever else was requested.
+        """Evaluate all prompts on the calling thread, independent of requests.
 
         Args:
-            version: of the weights.
+            version: version of the weights.
             params: on the devices of the first station.
         """
         start, evaluator = self._clock(), self._evaluator
         if not self._is_divided:
             return Finished(version, evaluator.run(params), start)
-        parts = [evaluator.part(params, number) for number in range(evaluator.num_parts)]
+        parts = [evaluator.shard(params, number) for number in range(evaluator.num_shards)]
         return Finished(version, evaluator.merge(parts), start)
 
     def request(self, version: int, params: Sequence[Any]) -> None:
-        """Ask for an evaluation of these weights.
+        """Request an evaluation of these weights.
 
         Args:
-            version: of the weights.
-            params: by station; None where they are not: that one takes no part.
+            version: version of the weights.
+            params: weights by station; None for a station without them, which evaluates nothing.
         """
-        numbers = collections.deque(range(self._evaluator.num_parts))
+        numbers = collections.deque(range(self._evaluator.num_shards))
         with self._lock:
             self._requests.append(
                 _Version(version, list(params), self._clock(), numbers, len(numbers))
@@ -100,10 +97,10 @@ class EvaluationService:
             self._pass_on()
 
     def step(self, station: int = 0) -> bool:
-        """Do the next part, or make figures of parts; False when there is nothing for it to do.
+        """Evaluate the next shard, or compute metrics; return False if there was nothing to do.
 
         Args:
-            station: of the evaluator, on whose devices it is done.
+            station: station of the evaluator whose devices are used.
         """
         with self._lock:
             version = next(
@@ -113,10 +110,10 @@ class EvaluationService:
                 if not version.is_begun:
                     version.start_s, version.is_begun = self._clock(), True
                 number, params = version.left.popleft(), version.params[station]
-                version.forget_params()
+                version.release_params()
         if version is None:
             return self._merge(blocking=False)
-        part = self._evaluator.part(params, number, station)
+        part = self._evaluator.shard(params, number, station)
         with self._lock:
             version.parts.append(part)
             version.missing -= 1
@@ -125,9 +122,9 @@ class EvaluationService:
         return True
 
     def lease(self) -> Lease | None:
-        """Return a shard for another process to work on; None where none is left.
+        """Return a shard for another process to evaluate; None if no shard is left.
 
-        The shard is missing until `complete` or `withdraw` is called for the lease.
+        The shard is unfinished until `complete` or `withdraw` is called for the lease.
         """
         with self._lock:
             version = next((v for v in self._requests if v.left), None)
@@ -140,19 +137,19 @@ class EvaluationService:
             return Lease(version.version, number)
 
     def complete(self, lease: Lease, shard: EvaluationShard) -> bool:
-        """Accept a leased shard; False where the lease was withdrawn before."""
+        """Accept a leased shard; return False if the lease was withdrawn before."""
         with self._lock:
             version = self._end_lease(lease)
             if version is None:
                 return False
             version.parts.append(shard)
             version.missing -= 1
-            version.forget_params()
+            version.release_params()
             self._pass_on()
             return True
 
     def withdraw(self, lease: Lease) -> None:
-        """End a lease that was not completed, so that another searcher gets the shard."""
+        """End an uncompleted lease, so that another searcher gets the shard."""
         with self._lock:
             version = self._end_lease(lease)
             if version is not None:
@@ -168,34 +165,34 @@ class EvaluationService:
 
     @property
     def wanted(self) -> tuple[int, ...]:
-        """Versions of which parts are missing."""
+        """Versions with unfinished shards."""
         with self._lock:
             return tuple(v.version for v in self._requests)
 
     def merge(self) -> None:
-        """Make figures of what is complete, on the calling thread."""
+        """Compute the metrics of complete evaluations, on the calling thread."""
         self._merge(blocking=True)
 
     @property
     def newest_begun(self) -> int:
-        """Newest version that is begun and not finished, -1 for none."""
+        """Newest version whose evaluation is started and not finished, -1 for none."""
         with self._lock:
             return max([v.version for v in self._requests if v.is_begun], default=-1)
 
     def forget(self, *, after: int) -> None:
-        """Requests of versions after this one are not wanted any more."""
+        """Drop the requests for versions after this one."""
         with self._lock:
             kept = [v for v in self._requests if v.version <= after]
             self._requests = collections.deque(kept)
 
     def _pass_on(self) -> None:
-        """What is done leaves the requests, in their order; the lock is held."""
+        """Move complete requests to the merge queue, in order; the caller holds the lock."""
         while self._requests and not self._requests[0].missing:
             done = self._requests.popleft()
             self._complete.append(done)
 
     def _merge(self, *, blocking: bool) -> bool:
-        """Figures of what is complete; whether there was any. One thread at a time."""
+        """Compute metrics of complete evaluations; return whether there was one. Serialised."""
         if not self._complete or not self._merge_lock.acquire(blocking):
             return False
         try:
@@ -210,9 +207,9 @@ class EvaluationService:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of what was requested here is still to be done."""
+        """Whether all requests are finished."""
         return not (self._requests or self._complete)
 
     def poll(self) -> list[Finished]:
-        """What was requested and is done, each once."""
+        """Return finished evaluations, each once."""
         return [self._finished.popleft() for _ in range(len(self._finished))]

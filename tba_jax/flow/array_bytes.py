@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays and JSON as bytes and back: on their way from one process to another.
+"""Arrays and JSON as bytes, for messages between processes.
 
-It knows nothing of what the arrays mean. Nothing is pickled. Two invariants: what comes back is
-exact, and bytes that were damaged on the way are refused. Not for files that another version of
-tba_jax may read: there npz says what is in them to everybody.
+Nothing is pickled. Invariants: the inverse is exact, and damaged bytes are refused. Not for files
+that other versions of tba_jax may read: use npz, which describes its contents.
 """
 
 import json
@@ -14,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-# Arrays begin at multiples of the largest item.
+# Arrays are aligned to multiples of the largest item.
 _ALIGNMENT = 8
 _CHECKSUM = 8
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray], meta: Any) -> bytes:
-    """A checksum, a line of JSON that says what follows, then the arrays one after the other.
+    """Return a checksum, a line of JSON that describes the contents, and the arrays.
 
     Args:
         arrays: by name.
         meta: JSON-compatible.
 
     Raises:
-        ValueError: an array of objects, or of what numpy itself has no name for (bfloat16).
+        ValueError: an array of objects, or of a dtype that numpy lacks (bfloat16).
     """
     arrays = {name: np.asarray(x) for name, x in arrays.items()}
     for name, x in arrays.items():

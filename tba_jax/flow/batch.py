@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one train step is given: Batch, padded, or PackedBatch, several sequences to a row.
+"""Input of a train step: Batch, padded, or PackedBatch, with several sequences per row.
 
-Both are pytrees. Every distinct response is in one row, once, and counts as often as it was drawn.
-Invariant: the group axis (the K places of one prompt) is never folded into another axis.
+Both are pytrees. Every distinct response is in one row, once, with its number of draws as weight.
+Invariant: the group axis (the K slots of one prompt) is never folded into another axis.
 """
 
 from typing import Any, NamedTuple, TypeAlias
@@ -20,7 +20,7 @@ OF_GROUPS = (
     "weights",
     "soft_values",
 )
-"""Fields of a batch that are known of prompts and their places; the others have rows."""
+"""Fields of a batch with one entry per prompt or slot; the others have rows."""
 
 
 class Batch(NamedTuple):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Levenshtein distances between token sequences, one against many at a time.
-
-A measure of diversity that needs no model.
-"""
+"""Levenshtein distances between token sequences, a measure of diversity without a model."""
 
 from collections.abc import Sequence
 
@@ -13,7 +10,7 @@ from jaxtyping import Int
 def edit_distances(
     tokens: Int[np.ndarray, " m"], others: Sequence[Int[np.ndarray, " _"]]
 ) -> Int[np.ndarray, " n"]:
-    """Least number of insertions, deletions and replacements from `tokens` to each of `others`.
+    """Return the edit distance (insert, delete, replace) from `tokens` to each of `others`.
 
     The rows of all n dynamic programmes advance together, a token of `tokens` at a time: O(m) array
     operations on [n, longest].
@@ -37,15 +34,15 @@ def edit_distances(
 def mean_pairwise_distance(
     rows: Sequence[Int[np.ndarray, " _"]], *, max_pairs: int, seed: int
 ) -> float:
-    """Mean over pairs of edit distance / length of the longer: 0 all equal, 1 nothing shared.
+    """Return the mean over pairs of edit distance / length of the longer; 0: all equal.
 
     Args:
         rows: token sequences.
-        max_pairs: a sample of about as many pairs is taken where there are more.
-        seed: of that sample.
+        max_pairs: with more pairs, a sample of about this size is used.
+        seed: seed of that sample.
 
     Returns:
-        nan for fewer than two rows.
+        A number in [0, 1]; nan for fewer than two rows.
     """
     n = len(rows)
     if n < 2:
@@ -63,6 +60,6 @@ def mean_pairwise_distance(
 
 
 def distinct_n(rows: Sequence[Int[np.ndarray, " _"]], n: int) -> float:
-    """Distinct n-grams over all n-grams of the rows; 0 when no row is as long."""
+    """Return distinct n-grams over all n-grams of the rows; 0 if every row is shorter than n."""
     grams = [tuple(row[i : i + n].tolist()) for row in rows for i in range(len(row) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws become batches: padded, or with several sequences to a row.
+"""Conversion of draws to batches: padded, or with several sequences per row.
 
-It knows numpy and token ids. Invariant: every token, reward and log-prob of a draw is in its batch
-once, whatever the shape, and as often as it was drawn is a weight.
+Invariant: every token, reward and log-prob of a draw is in its batch once, in any layout, with the
+number of draws as weight.
 """
 
 import dataclasses
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tba_jax.flow.batch import Batch, PackedBatch
+from tba_jax.flow.bin_packing import Places, most_rows, place, rows_at_once
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
-from tba_jax.flow.placing import Places, most_rows, place, rows_at_once
 from tba_jax.flow.trajectory import Draw, Trajectory
 
 # Padded rows: with three lengths of prompts and responses these are enough programs.
@@ -26,7 +26,7 @@ _PARTS_OF_ONE = 3
 
 
 class Shape(NamedTuple):
-    """Rows that a batch may have.
+    """One possible row layout of a batch.
 
     Attributes:
         responses: c, of a row.
@@ -41,31 +41,31 @@ class Shape(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How this host's draws become its rows of a batch.
+    """Layout of this process's draws as rows of a batch.
 
-    In micro-batches their number is always the same, as those of padding are not worked on; else,
-    and where packed rows all fit one micro-batch, it is one of a few. Row q of micro-batch b of
-    `num` is row q * num + b: a micro-batch takes rows from all over the batch, so that rows divided
-    over devices stay where they are.
+    With micro-batches the number of rows is constant, because those of padding are skipped.
+    Otherwise, and if packed rows all fit one micro-batch, it is one of a few. Row q of micro-batch
+    b of `num` is row q * num + b: a micro-batch has evenly spaced rows, so that sharded rows stay
+    on their device.
 
     Attributes:
-        num_prompts: p of this host.
+        num_prompts: p of this process.
         group_size: K, the sum of the weights of a draw.
         padding: the shapes of padded rows.
-        policy_temperature: what the policy's logits are divided by. A response drawn at another
-            temperature has no version of the policy.
+        policy_temperature: divides the policy's logits. A response drawn at another temperature has
+            no version of the policy.
         row_length: tokens of packed rows; 0: padded rows.
         shares_prompts: padded rows hold a prompt and up to K responses to it, packed ones a prompt
-            before all of their responses to it; else each response has a prompt of its own.
-        row_multiple: the number of rows is a multiple (devices that divide them), also of prompts
-            alone.
-        micro_batch_rows: responses whose gradients are made at a time, a multiple too; 0: all.
+            before all of its responses; otherwise each response has its own copy of the prompt.
+        row_multiple: divisor of the number of rows (devices that share them), also of rows with
+            prompts alone.
+        micro_batch_rows: responses per micro-batch, which divide the rows, too; 0: all.
         is_whole: all rows of a draw are in one micro-batch.
-        has_prompts: prompts alone are part of the batch.
-        has_soft_values: those of prompts are.
-        has_advantages: those of tokens are.
-        has_equal_weights: distinct responses of a draw count the same, K together; else as often
-            as they were drawn.
+        has_prompts: the batch has rows with prompts alone.
+        has_soft_values: the batch has soft values of prompts.
+        has_advantages: the batch has advantages of tokens.
+        has_equal_weights: distinct responses of a draw have equal weights, K together; otherwise
+            their numbers of draws.
     """
 
     num_prompts: int
@@ -84,10 +84,10 @@ class Packing:
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Those that are compiled for; the first always suffices.
+        """Compiled row layouts; the first always suffices.
 
-        Rows of up to K responses may hold half as many, and so on: where few of a group are
-        distinct they are shorter. A group of more is then divided, and its prompt computed again.
+        Rows of up to K responses may hold half as many, and so on: they are shorter if few of a
+        group are distinct. A larger group is divided, and its prompt computed again.
         """
         if not self.shares_prompts or self.row_length:
             return (self._shape(1),)
@@ -119,13 +119,13 @@ class Packing:
         return Shape(c, 0, row_buckets(most, self.row_multiple, num))
 
     def batch(self, draws: Sequence[Draw]) -> Batch | PackedBatch:
-        """The rows of a batch.
+        """Return the rows of a batch.
 
         Args:
             draws: p draws, at least one of them with responses.
 
         Raises:
-            ValueError: a prompt or response is longer than its largest bucket, or both than a row.
+            ValueError: a prompt or response exceeds its largest bucket, or both exceed a row.
         """
         shapes = self.shapes
         candidates = [self._places(draws, shape) for shape in shapes]
@@ -180,10 +180,10 @@ class Packing:
         )
 
     def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
-        """Where the sequences lie, or c of a group at a time, before micro-batches are spread.
+        """Return the positions of sequences, or of c responses of a group, before interleaving.
 
         Raises:
-            ValueError: one is longer than a row.
+            ValueError: a sequence is longer than a row.
         """
         lengths = [
             [len(d.prompt.tokens) + len(y.response_tokens) for y in d.trajectories] for d in draws
@@ -211,7 +211,7 @@ class Packing:
         shape: Shape,
         padded: tuple[int, int] | None,
     ) -> Iterator["_Sequence"]:
-        """All sequences in their places.
+        """Yield all sequences with their positions.
 
         Args:
             draws: p draws.
@@ -237,13 +237,13 @@ class Packing:
 
 
 def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, response: int) -> int:
-    """The index of the shape with the fewest tokens to work on, the first of equals."""
+    """Return the index of the layout with the fewest computed tokens, the first of equals."""
 
     def tokens(i: int) -> float:
         shape, rows = shapes[i], needed[i]
         if rows > shape.buckets[-1]:
             return math.inf
-        # Micro-batches without a response are not worked on.
+        # Micro-batches without a response are skipped.
         worked = bucket_length(rows, shape.buckets)
         if 0 < shape.at_once < worked:
             worked = math.ceil(rows / shape.at_once) * shape.at_once
@@ -253,12 +253,12 @@ def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, respo
 
 
 def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
-    """Numbers of rows to compile for, ascending: up to `num` that halve from `most` down.
+    """Return row counts to compile for, ascending: up to `num` that halve from `most` down.
 
     Args:
         most: rows that always suffice.
         multiple: each is a multiple of this, rounded up.
-        num: how many at most.
+        num: maximum number of counts.
 
     Example: row_buckets(256, 8, 4) == (32, 64, 128, 256).
     """
@@ -266,7 +266,7 @@ def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
 
 
 def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
-    """Tokens of the longest prompt and of the longest response."""
+    """Return the tokens of the longest prompt and of the longest response."""
     return (
         max(len(d.prompt.tokens) for d in draws),
         max(len(y.response_tokens) for d in draws for y in d.trajectories),
@@ -315,9 +315,9 @@ class _Rows:
         *,
         has_advantages: bool,
     ) -> "_Rows":
-        """All sequences in their places.
+        """Return rows with all sequences at their positions.
 
-        Without a token that an environment wrote no mask is carried.
+        Without a token from an environment there is no mask.
         """
         sequences = list(sequences)
         has_environment = any(x.response.is_sampled is not None for x in sequences)
@@ -351,13 +351,13 @@ class _Rows:
 
     @property
     def contexts(self) -> np.ndarray:
-        """As in `PackedBatch`: a prompt begins at position 0."""
+        """Return contexts as in `PackedBatch`: a prompt begins at position 0."""
         is_there = self.slots > 0
         begun = np.cumsum(is_there & (self.positions == 0), axis=1, dtype=np.int32)
         return np.where(is_there, begun, 0).astype(np.int32)
 
     def interleaved(self, num: int) -> "_Rows":
-        """Row q of micro-batch b of `num`, b * m + q here, as row q * num + b."""
+        """Move row b * m + q to row q * num + b: row q of micro-batch b of `num`."""
 
         def spread(x: np.ndarray | None) -> Any:
             if x is None or num == 1:
@@ -370,7 +370,7 @@ class _Rows:
 def _of_slots(
     draws: Sequence[Draw], group_size: int, policy_temperature: float
 ) -> dict[str, np.ndarray]:
-    """What batches keep of each response, [p k] by name; 0 at places that are empty."""
+    """Return the batch arrays per response, [p k] by name; 0 in empty slots."""
 
     def version(y: Trajectory) -> int:
         return y.version_min if y.sampling_temperature == policy_temperature else -1
@@ -386,7 +386,7 @@ def _of_slots(
     }
     found = {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
     for i, d in enumerate(draws):
-        # Of an empty slot too: what is learned of the prompt alone is computed all the same.
+        # Also for empty slots, because log Z is computed from the prompt alone.
         found["prompt_lengths"][i, 0] = len(d.prompt.tokens)
         for j, (y, weight) in enumerate(zip(d.trajectories, d.weights, strict=True)):
             found["prompt_lengths"][i, j] = len(d.prompt.tokens)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Padded lengths: few shapes for sequences of many lengths, because every shape is compiled for.
+"""Padded lengths: few shapes for sequences of many lengths, because every shape is compiled.
 
-It knows numpy and token ids. Invariant: a sequence is never cut.
+Invariant: a sequence is never truncated.
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ import numpy as np
 
 
 def bucket_length(length: int, buckets: Sequence[int]) -> int:
-    """Smallest bucket that holds `length` tokens.
+    """Return the smallest bucket that holds `length` tokens.
 
     Raises:
-        ValueError: when no bucket is large enough.
+        ValueError: no bucket is large enough.
     """
     for bucket in buckets:
         if length <= bucket:
@@ -27,7 +27,7 @@ def bucket_length(length: int, buckets: Sequence[int]) -> int:
 
 
 def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
-    """Bucket lengths that halve from `max_length` down, ascending, multiples of 8 except the last.
+    """Return lengths that halve from `max_length` down, ascending, multiples of 8 but the last.
 
     Example: length_buckets(96, 3) == (24, 48, 96).
     """
@@ -40,7 +40,7 @@ def length_buckets(max_length: int, num_buckets: int) -> tuple[int, ...]:
 
 
 def left_pad(rows: Sequence[np.ndarray], length: int, pad_id: int) -> np.ndarray:
-    """int32 [b length]: each row right-aligned, `pad_id` before it."""
+    """Return int32 [b length]: each row right-aligned, `pad_id` before it."""
     out = np.full((len(rows), length), pad_id, np.int32)
     for i, row in enumerate(rows):
         if len(row):
@@ -80,14 +80,14 @@ class Padding:
 
     @property
     def largest(self) -> "Padding":
-        """One shape for all: that of the longest sequences."""
+        """Return padding with a single shape, for the longest sequences."""
         return Padding(self.prompt_buckets[-1:], self.response_buckets[-1:], self.pad_id)
 
     def lengths(self, prompt: int, response: int) -> tuple[int, int]:
-        """The buckets that hold a prompt and a response of so many tokens.
+        """Return the buckets for a prompt and a response of these lengths.
 
         Raises:
-            ValueError: when no bucket is large enough.
+            ValueError: no bucket is large enough.
         """
         prompt_length = bucket_length(prompt, self.prompt_buckets)
         return prompt_length, bucket_length(response, self.response_buckets)
@@ -95,7 +95,7 @@ class Padding:
     def rows(
         self, prompts: Sequence[np.ndarray], responses: np.ndarray, response_lengths: np.ndarray
     ) -> PaddedRows:
-        """Prompts before the responses to them, at the smallest buckets that hold them.
+        """Return prompts with their responses, at the smallest buckets that hold them.
 
         Args:
             prompts: b prompts.
@@ -103,7 +103,7 @@ class Padding:
             response_lengths: int32 [b c]; not all 0.
 
         Raises:
-            ValueError: when no bucket is large enough.
+            ValueError: no bucket is large enough.
         """
         lengths = np.array([len(x) for x in prompts], np.int32)
         s, t = self.lengths(int(lengths.max()), int(response_lengths.max()))

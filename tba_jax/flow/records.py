@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and trajectories as outbox and buffer keep them: bytes and rows instead of objects.
+"""Prompts and trajectories as bytes and table rows, for outbox and buffer.
 
-Token ids and log-probs are bytes, the scalar fields one row of a numpy table, what is the same for
-many trajectories an index into a table of settings. A million dataclass objects would cost several
-times their tokens. It owns one invariant: unpacking gives back exactly what was packed.
+Token ids and log-probs are bytes, scalar fields are one row of a numpy table, and values shared by
+many trajectories are an index into a table of settings. A million dataclass objects would take
+several times the memory of their tokens. Invariant: unpacking returns exactly what was packed.
 """
 
 import itertools
@@ -27,12 +27,12 @@ ROW_FIELDS = (
 )
 ROW_DTYPE = np.dtype(list(ROW_FIELDS))
 
-# Flat arrays and JSON-compatible metadata: what a part is saved as.
+# Flat arrays and JSON-compatible metadata, the saved form of a part.
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 
 class Settings(NamedTuple):
-    """What many trajectories share; stored once."""
+    """Values that many trajectories share; stored once."""
 
     searcher: int
     sampling_temperature: float
@@ -48,7 +48,7 @@ class Settings(NamedTuple):
 
 
 class SettingsTable:
-    """Settings by small index; grows by one for every combination not seen before."""
+    """Settings by small index; a new combination gets a new index."""
 
     def __init__(self, rows: Iterable[Sequence[Any]] = ()) -> None:
         self._index: dict[Settings, int] = {}
@@ -57,7 +57,7 @@ class SettingsTable:
             self.index(Settings.from_row(row))
 
     def index(self, settings: Settings) -> int:
-        """Index of these settings, new or known."""
+        """Return the index of these settings, new or known."""
         found = self._index.setdefault(settings, len(self._rows))
         if found == len(self._rows):
             self._rows.append(settings)
@@ -67,12 +67,12 @@ class SettingsTable:
         return self._rows[index]
 
     def to_json(self) -> list[list[Any]]:
-        """Rows for SettingsTable(rows)."""
+        """Return rows for SettingsTable(rows)."""
         return [[*row[:3], list(row.part_names), row.has_advantages] for row in self._rows]
 
 
 def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
-    """Scalar fields of `y` in the order of ROW_FIELDS."""
+    """Return the scalar fields of `y` in the order of ROW_FIELDS."""
     settings = Settings(
         y.searcher,
         y.sampling_temperature,
@@ -92,15 +92,15 @@ def pack_row(y: Trajectory, table: SettingsTable) -> tuple[Any, ...]:
 
 
 def pack_tokens(y: Trajectory) -> bytes:
-    """Response token ids, 4 bytes each; equal bytes mean equal responses."""
+    """Return response token ids, 4 bytes each; equal bytes mean equal responses."""
     return np.ascontiguousarray(y.response_tokens, "<i4").tobytes()
 
 
 def pack_extras(y: Trajectory) -> bytes:
-    """Behavior log-probs (float32), values of the reward parts (float64), advantages, is_sampled.
+    """Return behavior log-probs (float32), reward parts (float64), advantages, `is_sampled`.
 
-    Advantages are float32; none where there are none. `is_sampled` is a bit for each token, in
-    whole words of 4 bytes; none where every token is sampled.
+    Advantages are float32, or absent. `is_sampled` is a bit per token, in whole words of 4 bytes;
+    absent if the policy sampled every token.
     """
     parts = y.reward_parts.values()
     logprobs = np.ascontiguousarray(y.behavior_token_logprobs, "<f4").tobytes()
@@ -127,7 +127,7 @@ def unpack(
         extras: from `pack_extras`.
         table: the table the rows were packed with.
     """
-    # One copy and two arrays for all: a pair of arrays for each would take a third of the time.
+    # Two arrays for all: a pair of arrays per trajectory would take a third of the time.
     all_tokens = np.frombuffer(b"".join(tokens), np.int32)
     all_extras = np.frombuffer(b"".join(extras), np.float32)
     start = extra_start = 0
@@ -174,7 +174,7 @@ def unpack(
 
 
 def flatten(blobs: Sequence[bytes], name: str) -> dict[str, np.ndarray]:
-    """Byte strings as two flat arrays, for a file: `name` (uint8) and `name_sizes` (int64)."""
+    """Return byte strings as two flat arrays, for a file: `name` (uint8), `name_sizes` (int64)."""
     return {
         name: np.frombuffer(b"".join(blobs), np.uint8),
         f"{name}_sizes": np.fromiter(map(len, blobs), np.int64, len(blobs)),
@@ -189,7 +189,7 @@ def unflatten(arrays: Mapping[str, np.ndarray], name: str) -> list[bytes]:
 
 
 def pack_prompts(prompts: Sequence[Prompt]) -> Snapshot:
-    """Prompts as flat arrays and JSON-compatible metadata."""
+    """Return prompts as flat arrays and JSON-compatible metadata."""
     arrays = flatten([p.tokens.astype("<i4").tobytes() for p in prompts], "prompt_tokens")
     arrays["prompt_ids"] = np.array([p.prompt_id for p in prompts], np.int64)
     return arrays, {

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A finished round: what it brought, what it measured, and when.
+"""A finished round: its groups, metrics and times.
 
-`RoundCommit` is what a searcher commits and the buffer takes in; `RoundReport` is what the logs
-keep of it. A searcher that decodes without rounds commits tickets: a ticket is a round of one
-prompt, and may be finished before one of a lower number. Two invariants: a commit that
-`check_commit` lets pass counts every response once, and a commit that was packed for a file comes
-back exactly.
+A searcher commits a `RoundCommit`, which the buffer adds; the logs keep a `RoundReport`. A searcher
+that decodes without rounds commits tickets: a ticket is a round of one prompt, and may finish
+before one with a lower number. Invariants: a commit accepted by `check_commit` counts every
+response once, and a commit packed for a file is restored exactly.
 """
 
 import dataclasses
@@ -34,10 +33,10 @@ from tba_jax.flow.trajectory import Group
 
 
 class PhaseTimes(NamedTuple):
-    """The clock of a round: start and end since the run began, and what its phases took.
+    """Times of a round: start and end since the run began, and the durations of its phases.
 
-    `decode_s` is the round's own share of the time in which its searcher decoded, `reference_s`
-    what was left of the reference after the rewards were there.
+    `decode_s` is the round's share of its searcher's decoding time, `reference_s` the time of the
+    reference after the rewards were computed.
     """
 
     start_s: float
@@ -48,7 +47,7 @@ class PhaseTimes(NamedTuple):
 
 
 class RoundMetrics(NamedTuple):
-    """What the responses of a round were like.
+    """Metrics of the responses of a round.
 
     Attributes:
         tokens: drawn; 0 where the responses were given.
@@ -72,13 +71,13 @@ class RoundMetrics(NamedTuple):
 
 
 class RoundReport(NamedTuple):
-    """What the logs keep of a round."""
+    """Metrics and times of a round, for the logs."""
 
     metrics: RoundMetrics
     times: PhaseTimes
 
     def record(self) -> dict[str, float]:
-        """Flat and JSON-compatible: the fields of a `round` event, and of a saved round."""
+        """Return the fields of a `round` event, flat and JSON-compatible."""
         metrics = self.metrics._asdict()
         parts = metrics.pop("reward_parts")
         return {**self.times._asdict(), **metrics, **parts}
@@ -90,7 +89,7 @@ class RoundReport(NamedTuple):
         Raises:
             ValueError: a field is missing.
         """
-        plain = RoundMetrics._fields[:-1]  # all but the parts, which are named by the task
+        plain = RoundMetrics._fields[:-1]  # all except the parts, whose names depend on the task
         names = [*PhaseTimes._fields, *plain]
         if missing := [name for name in names if name not in record]:
             raise ValueError(
@@ -104,7 +103,7 @@ class RoundReport(NamedTuple):
 
 
 def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
-    """Search metrics over the rounds merged at one sync; {} when there were none."""
+    """Return search metrics over the rounds merged at one sync; {} without rounds."""
     if not reports:
         return {}
     metrics = [report.metrics for report in reports]
@@ -125,7 +124,7 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
 
 
 def mean_known(values: Sequence[float]) -> float:
-    """Mean of what is not nan; nan where nothing is."""
+    """Return the mean of the values that are not nan; nan without any."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     return float(known.mean()) if known.size else math.nan
@@ -133,7 +132,7 @@ def mean_known(values: Sequence[float]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class RoundCommit:
-    """Everything one finished round of a searcher leaves behind; committed as one.
+    """Result of one finished round of a searcher; committed as a whole.
 
     Attributes:
         searcher: index of the searcher.
@@ -163,8 +162,8 @@ def check_commit(commit: RoundCommit) -> None:
     """Refuse a commit that would break the ledger or the buffer later.
 
     Raises:
-        ValueError: counts that do not add up, a reward that is not finite, a log-prob per token
-            missing, or an empty response.
+        ValueError: inconsistent counts, a reward that is not finite, missing log-probs, or an empty
+            response.
     """
     where = f"round {commit.round} of searcher {commit.searcher}"
     counted = sum(len(g.trajectories) + sum(g.rejected.values()) for g in commit.groups)
@@ -211,7 +210,7 @@ def check_commit(commit: RoundCommit) -> None:
 
 
 def pack_commits(commits: Sequence[RoundCommit]) -> Snapshot:
-    """Commits as flat arrays and JSON-compatible metadata, exact."""
+    """Return commits as flat arrays and JSON-compatible metadata, exact."""
     table = SettingsTable()
     groups = [g for c in commits for g in c.groups]
     trajectories = [y for g in groups for y in g.trajectories]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a part of a run gives to a checkpoint, and takes back from one."""
+"""Checkpoint interface of the parts of a run."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
@@ -22,19 +22,19 @@ class PartState(NamedTuple):
 
 
 class Saveable(Protocol):
-    """A part with state. Restored from its state it goes on as if it had never stopped."""
+    """A part with state. Restored from its state, it continues as if never interrupted."""
 
     def state(self) -> PartState:
-        """Everything that it would need to go on; later changes of the part do not reach it."""
+        """Return all state needed to continue; later changes of the part do not affect it."""
         ...
 
     def restore(self, state: PartState) -> None:
-        """Replace everything by what `state` of an equally configured part returned."""
+        """Replace everything by the `state` of an equally configured part."""
         ...
 
 
 def pack_states(states: Mapping[str, PartState]) -> bytes:
-    """States by name as bytes, exact."""
+    """Return states by name as bytes, exact."""
     arrays = {
         f"{name}/{key}": np.asarray(value)
         for name, state in states.items()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one response is: Prompt, Trajectory, Group, and Draw as the buffer hands it out.
+"""Data of one response: Prompt, Trajectory, Group, and Draw from the replay buffer.
 
-No logic, and no knowledge of jax, models, tokenizers or configs; every array is a host (numpy)
-array. Invariant: the K or S responses of one prompt stay together.
+Every array is a host (numpy) array. Invariant: the K or S responses of one prompt stay together.
 """
 
 import dataclasses

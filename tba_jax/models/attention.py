@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of grouped queries: over whole sequences, and of one new token over a cache.
 
-`choose` says who computes it, from the platform that a program is made for, never from the devices
-of the process. "xla" is the einsum here, everywhere. On 2
-CPU cores its gradient takes 5 % less processor time than that of `jax.nn.dot_product_attention`
-with the same masks (256 rows of 28, 4 heads of 16; and 8 rows of 256, 8 query on 2 key/value heads
-of 64), its forward pass the same. The invariant it owns: a masked key has weight exactly 0, and a
-row without any valid key gives finite numbers.
+`choose` selects the implementation from the platform that a program is compiled for, never from the
+process's devices. "xla" is the einsum here. On 2 CPU cores its gradient takes 5 % less processor
+time than that of `jax.nn.dot_product_attention` with the same masks (256 rows of 28, 4 heads of 16;
+and 8 rows of 256, 8 query on 2 key/value heads of 64); the forward pass takes the same. Invariant:
+a masked key has weight exactly 0, and a row without any valid key gives finite numbers.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -23,35 +22,34 @@ from tba_jax.models.partial_softmax import Partial, merge
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 
 Implementation = Literal["xla", "xla_tpu", "cudnn", "tpu_kernel"]
-"""Who computes attention.
+"""Implementation of attention.
 
 xla: einsum and softmax, on every device; the scores of a layer are materialised.
-xla_tpu: the same, its axes in another order: with heads in front of the queries, as XLA:CPU wants
-    them, XLA:TPU moves more.
+xla_tpu: the same with another order of axes: with heads before queries, as XLA:CPU is fastest,
+    XLA:TPU moves more data.
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
-    head_dim a multiple of 8 up to 128. Rows of several sequences are masked, by two bytes for each
-    pair of positions, the same for all heads. One token over a cache goes through `decode_kernel`:
-    cuDNN wants another layout, and the copy would cost more than the attention.
-tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; only where it is asked
-    for, until somebody measures it on a TPU.
+    head_dim a multiple of 8 up to 128. Rows of several sequences use a mask of two bytes per pair
+    of positions, the same for all heads. One token over a cache uses `decode_kernel`: cuDNN needs
+    another layout, and the copy would cost more than the attention.
+tpu_kernel: `splash` for whole sequences, `attention_kernels` for one token; not measured on a TPU,
+    so never chosen automatically.
 """
 
 
 Wanted = Literal["auto", "xla", "cudnn", "tpu_kernel"]
-"""Who may be asked for; see `choose`."""
+"""Values of model.attention; see `choose`."""
 
 
 class Visible(NamedTuple):
-    """What the queries of whole rows may look at: the valid positions up to their own.
+    """Visibility of keys: a query of a row sees the valid positions up to its own.
 
     Attributes:
-        mask: bool [b s], the valid positions; side by side in each row.
-        first: int32 [b], where they begin; None: at 0 in every row, known without looking.
-        segments: int32 [b s] where rows hold several sequences, which do not see one another: the
-            number of each position's sequence, 0 at padding; None: one sequence a row.
-        prompts: where sequences see a prompt before them too: the number of the prompt that each
-            query sees, 0 for none, and of the one that each key belongs to, -1 for none; [b s]
-            both.
+        mask: bool [b s], the valid positions; adjacent in each row.
+        first: int32 [b], index of the first valid position; None: 0 in every row.
+        segments: int32 [b s] for rows of several sequences, which do not see one another: index of
+            each position's sequence, 0 at padding; None: one sequence per row.
+        prompts: for sequences that also see a prompt before them: the index of the prompt that each
+            query sees, 0 for none, and of the prompt of each key, -1 for none; [b s] both.
     """
 
     mask: Array
@@ -61,11 +59,11 @@ class Visible(NamedTuple):
 
 
 def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visible:
-    """Causal attention within rows.
+    """Return causal visibility within rows.
 
     Args:
-        mask: the valid positions, side by side in each row; padding on either side.
-        is_right_padded: no row has padding in front, which saves cuDNN a shift.
+        mask: the valid positions, adjacent in each row; padding on either side.
+        is_right_padded: no row has padding in front, which saves a shift for cuDNN.
     """
     return Visible(mask, None if is_right_padded else jnp.argmax(mask, axis=1))
 
@@ -75,17 +73,17 @@ def packed(
     contexts: Int[Array, "b s"] | None = None,
     is_prompt: Bool[Array, "b s"] | None = None,
 ) -> Visible:
-    """Causal attention within the sequences of rows that hold several.
+    """Return causal visibility within the sequences of rows that hold several.
 
     Args:
-        segments: number of each position's sequence, side by side in a row; 0 at padding.
-        contexts: number of the prompt that each position belongs or responds to; None: a prompt
-            is a part of the one sequence that sees it.
+        segments: index of each position's sequence, adjacent in a row; 0 at padding.
+        contexts: index of the prompt that each position belongs or responds to; None: each prompt
+            is part of the only sequence that sees it.
         is_prompt: with contexts, which positions are prompts.
     """
     if contexts is None or is_prompt is None:
         return Visible(segments > 0, None, segments)
-    # A prompt is a sequence of its own.
+    # A prompt is a separate sequence.
     segments = jnp.where(segments > 0, 2 * segments + is_prompt, 0)
     prompts = jnp.where(is_prompt, 0, contexts), jnp.where(is_prompt, contexts, -1)
     return Visible(segments > 0, None, segments, prompts)
@@ -100,22 +98,22 @@ def attend_causal(
     implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
-    """Softmax attention of whole sequences; the r queries of a group share one key/value head.
+    """Return softmax attention of whole sequences; r queries of a group share a key/value head.
 
-    What comes out at a padded position is finite and meaningless.
+    The output at a padded position is finite but has no meaning.
 
     Args:
         q, k, v: q and k rotated.
         visible: from `causal` or `packed`.
-        implementation: who computes it, from `choose`.
-        sharding: on a mesh, of keys and values as a cache [b g s e]; tpu_kernel alone needs it.
+        implementation: from `choose`.
+        sharding: on a mesh, of keys and values as a cache [b g s e]; only for tpu_kernel.
     """
     if implementation == "cudnn" and visible.segments is not None:
         return _attend_masked(q, k, v, visible)
     if implementation == "cudnn":
         return _attend_cudnn(q, k, v, visible)
     if implementation == "tpu_kernel":
-        # Here, not above: only a TPU needs Pallas, and its import takes a third of a second.
+        # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
 
         if visible.prompts is not None:
@@ -133,17 +131,17 @@ def choose(
     dtype: Any,
     head_dim: int,
 ) -> Implementation:
-    """Who computes attention in a program.
+    """Return the implementation of attention for a program.
 
     Args:
-        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU where it can, else xla. On a
-            TPU xla is xla_tpu.
-        platform: of the devices that the program is made for.
-        dtype: of queries, keys and values.
+        wanted: an implementation, or "auto": cudnn on an NVIDIA GPU that supports it, else xla. On
+            a TPU, xla becomes xla_tpu.
+        platform: platform that the program is compiled for.
+        dtype: dtype of queries, keys and values.
         head_dim: e.
 
     Raises:
-        ValueError: an implementation that does not exist or cannot do this.
+        ValueError: unknown implementation, or one that does not support these arguments.
     """
     by_einsum = "xla_tpu" if platform == "tpu" else "xla"
     if wanted == "tpu_kernel":
@@ -152,9 +150,10 @@ def choose(
         return by_einsum
     if wanted not in ("auto", "cudnn"):
         raise ValueError(
-            f"attention implementation {wanted!r}; want 'auto', 'xla', 'cudnn' or 'tpu_kernel'"
+            f"attention implementation {wanted!r} is unknown. Choose 'auto', 'xla', 'cudnn' or "
+            "'tpu_kernel'"
         )
-    # 128: what every supported GPU can do; from Hopper on it could be 256.
+    # Every supported GPU handles 128; GPUs from Hopper on could handle 256.
     is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
     fits = is_narrow and head_dim % 8 == 0 and head_dim <= 128
     if platform == "cuda" and fits:
@@ -174,11 +173,11 @@ def _attend_cudnn(
     v: Float[Array, "b s g e"],
     visible: Visible,
 ) -> Float[Array, "b s g r e"]:
-    """Of rows of one sequence: cuDNN knows causal masks and lengths, and skips what they hide."""
+    """Attend within rows of one sequence: cuDNN skips what causal masks and lengths hide."""
     b, s, g, r, e = q.shape
     mask, first = visible.mask, visible.first
     valid = mask[:, :, None, None]
-    # Padding is zeroed on both sides: nothing is promised about it, and one nan is enough.
+    # Padding may hold anything, and one nan would spread: zero it on input and output.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     if first is not None:
         q, k, v = (_turned(x, first) for x in (q, k, v))
@@ -199,10 +198,10 @@ def _attend_cudnn(
 
 @jax.custom_vjp
 def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
-    """Rows moved to the left, around the end.
+    """Rotate each row to the left by `by`.
 
-    Its gradient is the way back. That of the gather is a sum into places of which it does not know
-    that each is met once.
+    The gradient rotates back; the gradient of a gather would be a slower scatter-add, because it
+    does not know that indices are unique.
     """
     index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
     return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
@@ -226,14 +225,14 @@ def _attend_masked(
     visible: Visible,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b s g r e"]:
-    """Of rows of several sequences: a mask of pairs, which cuDNN adds to scores as a dense bias.
+    """Attend within rows of several sequences, with a mask of pairs as dense bias of cuDNN.
 
-    A bias is read once for each head, where scores by einsum are written and read several times.
+    A bias is read once per head; scores by einsum would be written once and read several times.
     """
     b, s, g, r, e = q.shape
     valid = visible.mask[:, :, None, None]
-    # Padding is zeroed, as in `_attend_cudnn`, and sees itself: a row of the softmax is never
-    # empty. cuDNN's gradient under a bias wants an even length.
+    # Padding is zeroed, as in `_attend_cudnn`, and sees itself, so that no row of the softmax is
+    # empty. cuDNN's gradient with a bias needs an even length.
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     odd = (0, s % 2)
     q, k, v = (jnp.pad(x, ((0, 0), odd, (0, 0), (0, 0))) for x in (q, k, v))
@@ -250,12 +249,12 @@ def causal_bias(
     segments: Int[Array, "b s"] | None = None,
     prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None = None,
 ) -> Float32[Array, "b s s"]:
-    """0 where a query may look, MASKED elsewhere: the valid positions up to its own.
+    """Return 0 for visible keys (valid positions up to the query's own), MASKED elsewhere.
 
     Args:
         mask: the valid positions.
-        segments: in packed rows, the sequence of each position; others are not looked at.
-        prompts: as in `Visible`; a prompt is looked at too.
+        segments: in packed rows, the sequence of each position; other sequences are masked.
+        prompts: as in `Visible`; the prompt is visible, too.
     """
     return jnp.where(_seen(mask, segments, prompts), 0.0, MASKED)
 
@@ -265,7 +264,7 @@ def _seen(
     segments: Int[Array, "b s"] | None,
     prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None,
 ) -> Bool[Array, "b s s"]:
-    """Whether each query looks at each key."""
+    """Return whether each query sees each key."""
     index = jnp.arange(mask.shape[1])
     seen = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
     if segments is not None:
@@ -284,14 +283,14 @@ def attend(
     *,
     heads_first: bool = True,
 ) -> Float[Array, "b s g r e"]:
-    """Softmax attention under any additive bias, by einsum.
+    """Return softmax attention with any additive bias, by einsum.
 
     Args:
         q, k, v: q and k rotated.
         bias: added to scores.
-        heads_first: put the heads of queries in front before they are multiplied. In any other
-            order XLA:CPU transposes the scores, the largest array there is; XLA:TPU chooses layouts
-            by itself and moves more where it is given one.
+        heads_first: move the heads of queries in front before the product. With another order,
+            XLA:CPU transposes the scores, the largest array; XLA:TPU chooses layouts itself and
+            moves more data if one is given.
     """
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     rows, axes = (jnp.transpose(q, (0, 2, 3, 1, 4)), "bgrse") if heads_first else (q, "bsgre")
@@ -303,7 +302,7 @@ def attend(
 
 
 def _wide(x: Array) -> Any:
-    """The dtype of sums over arrays like this one: float32, or its own where that is wider."""
+    """Return the dtype of sums over such arrays: float32, or a wider dtype of the array."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
@@ -319,27 +318,27 @@ def attend_cached(
     implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
-    """Attention of one new token per slot, and `recent` with its key and value written.
+    """Return attention of one new token per slot, and `recent` with its key and value.
 
-    The cache has two parts so that a step writes one column, the same for every slot: `history`
-    is read only, `recent` holds the tokens of this chunk of steps.
+    The cache has two parts so that a step writes one column, the same for every slot: `history` is
+    read-only, `recent` holds the tokens of this chunk of steps.
 
     Args:
         q, k, v: of the new token; k rotated.
-        history: keys and values of earlier chunks, as they were or in eight bits.
-        history_length: how many positions of it a slot holds.
-        recent: of this chunk, [n g m e], as they were.
-        index: the column of this token; those up to it are visible.
-        implementation: who computes it.
-        sharding: of the caches on a mesh; kernels alone need it.
+        history: keys and values of earlier chunks, in their dtype or 8-bit.
+        history_length: valid positions of each slot in `history`.
+        recent: keys and values of this chunk, [n g m e], not 8-bit.
+        index: column of this token; columns up to it are visible.
+        implementation: from `choose`.
+        sharding: of the caches on a mesh; only for kernels.
 
     Raises:
-        ValueError: eight bits for tpu_kernel.
+        ValueError: tpu_kernel with an 8-bit cache.
     """
     if implementation == "tpu_kernel" and isinstance(history.keys, Rounded):
         raise ValueError(
-            "attention implementation 'tpu_kernel' got a cache in eight bits; it knows none. Use "
-            "'xla', or a cache_dtype of bfloat16"
+            "attention implementation 'tpu_kernel' does not support an 8-bit cache. Use 'xla', or "
+            "a cache_dtype of bfloat16"
         )
     if implementation == "cudnn":
         from tba_jax.models import decode_kernel
@@ -367,7 +366,7 @@ def attend_cached(
 
 
 def _partial(scaled: Float[Array, "n g r e"], cache: KVCache, length: Int[Array, " n"]) -> Partial:
-    """The softmax over the first `length` positions of each slot, by einsum."""
+    """Return the softmax over the first `length` positions of each slot, by einsum."""
     f32 = jnp.float32
     (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)
     seen = jnp.arange(keys.shape[2])[None] < length[:, None]

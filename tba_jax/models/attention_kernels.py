@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new token over its cache on a TPU: a Pallas kernel behind `attention`.
+"""Attention of one new token over its cache on a TPU: a Pallas kernel behind `attention`.
 
-jax's own decode kernels for TPU (paged, ragged) return no log-sum-exp, which our two-part cache
-needs to merge its parts, hence a small one here: it reads of each slot's cache only the blocks that
-the slot has filled. Whole sequences are `splash`'s. The invariant it owns: the numbers of
-`attention.attend_cached`, whatever the columns hold that a slot has not filled.
+jax's own decode kernels for TPU (paged, ragged) return no log-sum-exp, which is needed to merge the
+two parts of the cache. This small kernel reads only the filled blocks of each slot's cache. Whole
+sequences use `splash`. Invariant: the results are those of `attention.attend_cached`, whatever the
+unfilled columns contain.
 
-Compiled for TPU and checked in interpret mode; nobody has measured it on one, so nothing uses it
-unless asked to. On other devices it runs interpreted: correct and very slow.
+Compiled for TPU and checked in interpret mode, but not measured on a TPU, so it is never chosen
+automatically. On other devices it runs interpreted: correct and very slow.
 """
 
 import functools
@@ -39,11 +39,11 @@ def attend_history(
     length: Int[Array, " n"],
     sharding: NamedSharding | None = None,
 ) -> Partial:
-    """Attention of one query position over the first `length` columns of each slot.
+    """Return attention of one query position over the first `length` columns of each slot.
 
     Args:
         q: rotated and scaled.
-        keys, values: caches; what lies behind `length` is not read, or is ignored.
+        keys, values: caches; columns from `length` on are ignored.
         length: valid columns of each slot, possibly 0.
         sharding: of the caches on a mesh; None: one device.
     """
@@ -66,8 +66,8 @@ def _flash_decode(
     block = min(columns, _MOST_COLUMNS, max(_LANES, _BLOCK_BYTES // row_bytes // 8 * 8))
 
     def cache_block(slot: Array, j: Array, length: Any) -> tuple[Any, ...]:
-        # Behind the slot's last block the index stays, so nothing more is fetched. (lax.div, not
-        # //: rounding down needs a sign, which compiles only where the TPU is present.)
+        # After the slot's last block the index stays, so no further block is fetched. (lax.div, not
+        # //: rounding down needs a sign, which compiles only on a machine with a TPU.)
         last = jax.lax.div(jnp.maximum(length[slot] - 1, 0), block)
         return slot, 0, jnp.minimum(j, last), 0
 
@@ -116,7 +116,7 @@ def _flash_decode_kernel(
     *,
     block: int,
 ) -> None:
-    """One slot and one block of its columns; the outputs stay in fast memory between blocks."""
+    """Process one block of a slot's columns; outputs stay in fast memory between blocks."""
     length, start = length_ref[pl.program_id(0)], pl.program_id(1) * block
 
     @pl.when(pl.program_id(1) == 0)
@@ -133,7 +133,7 @@ def _flash_decode_kernel(
         before = most_ref[0]
         most = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
         shrink, weights = jnp.exp(before - most), jnp.exp(scores - most)
-        # Weight 0 does not undo a nan: the last block may reach past the end of the cache.
+        # The last block may exceed the cache, and a weight of 0 does not cancel a nan.
         values = values_ref[0]
         filled = start + jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < length
         values = jnp.where(filled, values, jnp.zeros_like(values))
@@ -144,6 +144,6 @@ def _flash_decode_kernel(
 
 
 def _batched_matmul(x: Array, y: Array, *, contract: int) -> Float32[Array, "g r x"]:
-    """x [g r a] times y, whose axis `contract` is a; accumulated in float32."""
+    """Return x [g r a] times y, whose axis `contract` is a; accumulated in float32."""
     dimensions = (((2,), (contract,)), ((0,), (0,)))
     return jax.lax.dot_general(x, y, dimensions, preferred_element_type=jnp.float32)

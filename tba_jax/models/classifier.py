@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of whole sequences: classifiers and reward models on the trunk of `transformer`.
 
-The invariant it owns: a row's scores depend on its valid tokens only, wherever they lie in the row.
+Invariant: a row's scores depend only on its valid tokens, not on their position in the row.
 """
 
 from typing import Any
@@ -21,11 +21,11 @@ def classify(
     compute_dtype: Any,
     sharding: Any = None,
 ) -> Float32[Array, "b labels"]:
-    """Raw scores (no softmax) at the last valid token of each row, as transformers pools them.
+    """Return raw scores (no softmax) at the last valid token of each row, as in transformers.
 
-    Rows may be padded on either side. transformers takes every token that is not the pad token for
-    valid; where responses may end in that token, give the mask it would have guessed to get its
-    number. The scores of a row without valid tokens are finite and mean nothing.
+    Rows may be padded on either side. transformers treats every token except the pad token as
+    valid: if responses may end in that token, use its mask to get its scores. The scores of a row
+    without valid tokens are finite but have no meaning.
 
     Args:
         params: with the leaf `score`.
@@ -40,7 +40,7 @@ def classify(
     """
     if not config.num_labels:
         raise ValueError(
-            "classify got a language model (num_labels = 0); load a checkpoint of a "
+            "classify got a language model (num_labels = 0). Load a checkpoint of a "
             "*ForSequenceClassification architecture"
         )
     if sharding is not None:

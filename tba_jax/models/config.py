@@ -13,30 +13,32 @@ LORA_MODULES = ("q", "k", "v", "o", "gate", "up", "down")
 class ModelSettings(Section):
     """The model that is trained."""
 
-    path: str = field("", "HF folder, hub id or embedded:NAME; empty: embedded:start_model")
-    param_dtype: Dtype = field("float32", "storage of policy and reference parameters")
+    path: str = field("", "HF folder, hub ID or embedded:NAME; empty: embedded:start_model")
+    param_dtype: Dtype = field("float32", "storage dtype of policy and reference parameters")
     compute_dtype: Dtype = field("float32", "matmul inputs of the trainer; the loss is float32")
     remat: Literal["none", "dots", "layers"] = field(
-        "layers", "what the backward pass computes again: nothing, all but matrix products, layers"
+        "layers",
+        "what the backward pass recomputes: none; dots: all except matrix products; layers: whole "
+        "layers",
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
-        "auto: flash attention of cuDNN and a decode kernel on NVIDIA GPUs, else xla; xla: plain "
-        "programs everywhere, where a kernel fails or is doubted; tpu_kernel: splash attention and "
-        "a decode kernel, for TPUs, which no one has measured",
+        "auto: flash attention of cuDNN and a decode kernel on NVIDIA GPUs, else xla; xla: no "
+        "kernels on any platform, to rule out a kernel as cause of an error; tpu_kernel: splash "
+        "attention and a decode kernel on TPUs, not measured yet",
         on_resume=True,
     )
-    rollout_dtype: Dtype = field("float32", "what searchers get and compute in")
+    rollout_dtype: Dtype = field("float32", "dtype of the searchers' weights and computation")
 
 
 @dataclass(frozen=True)
 class LoraSettings(Section):
-    """Adapters, which are trained and published while the parameters stay."""
+    """Low-rank adapters, which are trained and published while the parameters are frozen."""
 
-    rank: int = field(0, "of each adapter; 0: all parameters are trained", at_least=0)
-    alpha: float = field(16.0, "an adapter's product counts alpha / rank times", above=0)
+    rank: int = field(0, "rank of each adapter; 0: train all parameters", at_least=0)
+    alpha: float = field(16.0, "scale of the adapters: alpha / rank times their product", above=0)
     modules: tuple[str, ...] = field(
-        ("q", "k", "v", "o"), f"matrices of a layer that have one, of {', '.join(LORA_MODULES)}"
+        ("q", "k", "v", "o"), f"matrices with an adapter, of {', '.join(LORA_MODULES)}"
     )
 
     def check(self) -> None:

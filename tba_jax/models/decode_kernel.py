@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One new token over its cache on an NVIDIA GPU: one Pallas (Triton) kernel for a layer's step.
+"""Attention of one new token over its cache on an NVIDIA GPU: one Pallas (Triton) kernel per step.
 
-By einsum that is ten launches a layer: two columns written, and for each part of the cache two
-products, a maximum and a sum, then the merge. Here a program of one slot and key/value head reads
-the columns that the slot has filled, takes the new key and value into the recent part on the way,
-writes them there, and normalises at the end. jax's own decode kernel
-(`jax.experimental.pallas.ops.gpu.decode_attention`) is deprecated, wants caches whose columns are
-divided by its splits, and leaves writing and merging to others. The invariant it owns: the numbers
-of `attention.attend_cached`, whatever the columns hold that a slot has not filled.
+By einsum, a layer takes ten launches: two column writes, two products, a maximum and a sum for each
+part of the cache, and the merge. Here one program per slot and key/value head reads the filled
+columns, writes the new key and value into the recent part, and normalises at the end. jax's own
+decode kernel (`jax.experimental.pallas.ops.gpu.decode_attention`) is deprecated, needs caches whose
+columns its splits divide, and neither writes nor merges. Invariant: the results are those of
+`attention.attend_cached`, whatever the unfilled columns contain.
 
-Compiled for h100 and checked in interpret mode; nobody has measured it on a GPU. On other devices
-it runs interpreted: correct and very slow.
+Compiled for h100 and checked in interpret mode, but not measured on a GPU. On other devices it runs
+interpreted: correct and very slow.
 """
 
 import functools
@@ -27,8 +26,8 @@ from tba_jax.models.kv_cache import KVCache, Part, Rounded
 from tba_jax.models.per_shard import cache_axes, per_shard
 
 _MASKED = -1e30  # finite, so that a slot without history gives weight 0 and not nan
-_LEAST = 16  # rows and columns of a product of tensor cores
-_COLUMNS = 64  # of the cache in one step of the loop: 32 KiB of keys and values of 128 bfloat16
+_LEAST = 16  # minimum rows and columns of a tensor-core product
+_COLUMNS = 64  # cache columns per loop step: 32 KiB of keys and values of 128 bfloat16
 _WARPS, _STAGES = 4, 3
 
 
@@ -42,22 +41,22 @@ def attend_step(
     index: Int[Array, ""],
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], tuple[Array, Array]]:
-    """(output, `recent` with k and v at column `index`), the softmax over both parts of the cache.
+    """Return (output, `recent` with k and v at column `index`): attention over both cache parts.
 
     Args:
         q, k, v: of the new token; q and k rotated.
-        history: keys and values [n g c e], as they were or in eight bits, which are widened where
-            they are read; what lies behind `length` is not used.
+        history: keys and values [n g c e], in their dtype or 8-bit, which are converted on
+            reading; columns from `length` on are ignored.
         length: valid columns of each slot, possibly 0.
-        recent: keys and values of this chunk [n g m e], as they were; those before `index` are
-            used. Written in place where nobody else holds them.
+        recent: keys and values of this chunk [n g m e], not 8-bit; columns before `index` are
+            used. Written in place if nothing else refers to them.
         index: column of the new token.
         sharding: of the caches on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
     cache = PartitionSpec(rows, heads)
     slot = PartitionSpec(rows)
-    # One array: its rotations, biases and casts are then one launch instead of one for each part.
+    # One array, so that rotations, biases and casts are one launch instead of three.
     token = jnp.concatenate([q, k[:, :, None], v[:, :, None]], axis=2)
     out, *written = per_shard(
         _attend_step,
@@ -82,7 +81,7 @@ def _attend_step(
     rows, width, recent_rows = (max(_LEAST, pl.next_power_of_2(x)) for x in (r, e, m))
     columns = pl.cdiv(c, _COLUMNS) * _COLUMNS
 
-    # Blocks reach past the arrays where a power of two does; every load and store has a mask.
+    # Blocks have power-of-two sizes and may exceed the arrays; every load and store has a mask.
     def block(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((None, None, *shape), lambda i, j: (i, j, *[0] * len(shape)))
 
@@ -140,9 +139,9 @@ def _kernel(
     sizes: tuple[int, int, int],
     num_scales: int,
 ) -> None:
-    """One slot and key/value head; `sizes` are r, e, m of the arrays, blocks are powers of two.
+    """Process one slot and key/value head; `sizes` are r, e, m; blocks are powers of two.
 
-    `refs`: what columns of keys and of values are times, where there is such; the outputs.
+    `refs`: scales of the columns of keys and values, if 8-bit; then the outputs.
     """
     r, e, m = sizes
     scale_refs, (out_ref, *new_refs) = refs[:num_scales], refs[num_scales:]
@@ -153,13 +152,13 @@ def _kernel(
     is_dim = jnp.arange(width) < e
 
     def load(ref: Any, start: Any, num: int, limit: Any) -> Array:
-        """[num width], zero from row `limit` of the array on: weight 0 does not undo a nan."""
+        """Load [num width], zero from row `limit` on: a weight of 0 does not cancel a nan."""
         seen = start + jnp.arange(num) < limit
         at = ref.at[pl.ds(start, num), pl.ds(0, width)]
         return plgpu.load(at, mask=seen[:, None] & is_dim[None], other=0).astype(dtype)
 
     def add(carry: Any, k: Array, v: Array, seen: Array, *scales: Array) -> Any:
-        """The softmax so far with more columns, of keys and values that are times `scales`."""
+        """Return the softmax so far with more columns, multiplied by `scales`."""
         out, before, total = carry
         scores = plgpu.dot(q, k.T)
         if scales:
@@ -173,7 +172,7 @@ def _kernel(
 
     q = (load(token_ref, 0, rows, r) * e**-0.5).astype(dtype)
 
-    # The new token is visible to itself, so the sums start above zero.
+    # The new token sees itself, so the sums start above zero.
     k, v = (load(token_ref, row, 1, r + 2) for row in (r, r + 1))
     place = jnp.arange(recent_rows)
     is_own = (place == index)[:, None]

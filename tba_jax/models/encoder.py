@@ -3,8 +3,8 @@
 
 Learned positions, layer norm after each half of a layer, exact GELU. Parameters are plain nested
 dicts of arrays with the layers stacked on a leading axis. A setting of config.json that is not
-implemented is refused by name. The invariant it owns: what a row gives depends on its valid tokens
-alone, not on where the padding lies, how much of it there is, or what stands in it.
+implemented is refused by name. Invariant: the result of a row depends on its valid tokens alone,
+not on position, amount or contents of the padding.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from tba_jax.models.hf.tensors import HFTensor, linear, plain, split_vector
 
 Params = Mapping[str, Any]
 
-# Buffers of old checkpoints, and the pooler of the pretraining task: read by nothing here.
+# Buffers of old checkpoints, and the pooler of the pretraining task; not used here.
 _SPARE = (
     "embeddings.position_ids",
     "embeddings.token_type_ids",
@@ -40,7 +40,7 @@ _SIZES = {
     "num_positions": "max_position_embeddings",
     "num_token_types": "type_vocab_size",
 }
-# transformers' own defaults, for fields that old config.json files leave out.
+# Defaults of transformers, for fields that old config.json files omit.
 _DEFAULTS = {
     "hidden_act": "gelu",
     "position_embedding_type": "absolute",
@@ -62,10 +62,10 @@ class EncoderConfig:
         num_heads: h; divides hidden_size.
         mlp_size: inner width of the MLP.
         num_positions: rows of the position table.
-        num_token_types: rows of the token type table; every token is of type 0.
+        num_token_types: rows of the token type table; every token has type 0.
         norm_eps: added to the variance in a layer norm.
-        pad_id: RoBERTa's padding token: it has position `pad_id`, and the other tokens of a row
-            are counted from pad_id + 1. None: all tokens are counted from 0 (BERT).
+        pad_id: RoBERTa's padding token, which has position `pad_id`; other tokens count from
+            pad_id + 1. None: all tokens count from 0 (BERT).
         labels: names of the classes, one per logit; empty: no classification head.
     """
 
@@ -89,15 +89,15 @@ class EncoderConfig:
 
     @property
     def max_tokens(self) -> int:
-        """Longest row there are positions for, special tokens included."""
+        """Maximum tokens of a row, special tokens included."""
         return self.num_positions - (0 if self.pad_id is None else self.pad_id + 1)
 
 
 def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
-    """Our architecture for the contents of a Hugging Face config.json.
+    """Return the architecture for the contents of a Hugging Face config.json.
 
     Raises:
-        ValueError: naming the setting, the value it has and the values that are covered.
+        ValueError: an unsupported setting; names its value and the supported values.
     """
     config_values.check_kinds(hf_config)
     family = hf_config.get("model_type")
@@ -137,15 +137,15 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
 def load(
     path_or_hub_id: str | os.PathLike[str], *, param_dtype: Any = jnp.float32
 ) -> tuple[EncoderConfig, Params]:
-    """(architecture, parameters) of a Hugging Face encoder, on the default device.
+    """Return (architecture, parameters) of a Hugging Face encoder, on the default device.
 
     Args:
-        path_or_hub_id: a folder with config.json and safetensors, or a hub id.
-        param_dtype: storage dtype; the checkpoint's is converted.
+        path_or_hub_id: a folder with config.json and safetensors, or a hub ID.
+        param_dtype: storage dtype; the checkpoint is converted.
 
     Raises:
-        ValueError: no such model, an unsupported setting, pickled weights, a file that is damaged,
-            or tensors that are missing, unexpected or misshaped (all named in one message).
+        ValueError: no such model, an unsupported setting, pickled weights, a damaged file, or
+            missing, unexpected or misshaped tensors (all named in one message).
     """
     folder = folders.resolve(path_or_hub_id)
     config = encoder_config(folders.load_config(folder))
@@ -160,7 +160,7 @@ def load(
 
 
 def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
-    """The tree of `load` as ShapeDtypeStructs."""
+    """Return the tree of `load` as ShapeDtypeStructs."""
     d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
     e = d // h
 
@@ -198,10 +198,10 @@ def classify(
     config: EncoderConfig,
     compute_dtype: Any,
 ) -> Float32[Array, "b n"]:
-    """Logits of the classes (`config.labels`), read at the first valid token, `<s>`.
+    """Return logits of the classes (`config.labels`), from the first valid token, `<s>`.
 
-    Rows may be padded on either side. transformers reads the first slot instead, which is the same
-    token unless the padding is on the left; there it would classify a padding token.
+    Rows may be padded on either side. transformers reads the first slot instead, which with left
+    padding is a padding token.
 
     Args:
         params: from `load`.
@@ -216,10 +216,10 @@ def classify(
             "checkpoint, or use embed_sentences"
         )
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
-    first = jnp.argmax(mask, axis=1)  # a row without valid tokens: its first slot
+    first = jnp.argmax(mask, axis=1)  # for a row without valid tokens: its first slot
     x = jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
     x = jnp.tanh(_linear(params, "head", x)).astype(jnp.float32)
-    # float32: the scores of near ties decide rewards, and this product is tiny.
+    # float32: scores decide rewards even if nearly equal, and this product is small.
     return _linear(params, "logits", x)
 
 
@@ -231,7 +231,7 @@ def embed_sentences(
     config: EncoderConfig,
     compute_dtype: Any,
 ) -> Float32[Array, "b d"]:
-    """Mean of the hidden states of each row's valid tokens, scaled to length 1.
+    """Return the mean hidden state of each row's valid tokens, scaled to length 1.
 
     The pooling of all-MiniLM-L6-v2; the dot product of two rows is their cosine similarity.
 
@@ -245,7 +245,7 @@ def embed_sentences(
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
     mean = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
     mean = jnp.where(mask.any(axis=1, keepdims=True), mean, 0.0)
-    # The floor keeps a row of zeros from becoming 0 / 0.
+    # The lower bound prevents 0 / 0 for a row of zeros.
     return mean / jnp.maximum(jnp.linalg.norm(mean, axis=1, keepdims=True), 1e-12)
 
 
@@ -257,10 +257,10 @@ def encode(
     config: EncoderConfig,
     compute_dtype: Any,
 ) -> Float[Array, "b s d"]:
-    """Hidden states after the last layer; every token attends to all valid ones of its row.
+    """Return hidden states after the last layer; every token attends to all valid ones of its row.
 
-    What comes out at a padded position is meaningless. A token id outside the vocabulary makes
-    its row nan: it has no embedding, and that of another token would give a plausible answer.
+    The output at a padded position has no meaning. A token id outside the vocabulary makes its row
+    nan, because the embedding of another token would give a plausible but wrong result.
 
     Args:
         params: from `load`.
@@ -302,16 +302,16 @@ def encode(
 def _positions(
     tokens: Int[Array, "b s"], mask: Bool[Array, "b s"], config: EncoderConfig
 ) -> Int[Array, "b s"]:
-    """Row of the position table for each token."""
+    """Return the row of the position table for each token."""
     if config.pad_id is None:
         return jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
-    # A padding token inside a text takes no number, as when the model was made.
+    # A padding token inside a text has no position number, as in training of the model.
     counted = mask & (tokens != config.pad_id)
     return config.pad_id + jnp.where(counted, jnp.cumsum(counted, axis=1), 0)
 
 
 def _linear(p: Params, name: str, x: Array, num_in: int = 1) -> Array:
-    """x [..., *in] times kernel [*in, *out] plus bias [*out], in the dtype of x."""
+    """Return x [..., *in] times kernel [*in, *out] plus bias [*out], in the dtype of x."""
     kernel, bias = p[name].astype(x.dtype), p[name + "_bias"].astype(x.dtype)
     size = math.prod(kernel.shape[:num_in])
     out = x.reshape(-1, size) @ kernel.reshape(size, -1)
@@ -322,7 +322,7 @@ def _linear(p: Params, name: str, x: Array, num_in: int = 1) -> Array:
 def _layer_norm(
     p: Params, name: str, x: Float[Array, "b s d"], config: EncoderConfig
 ) -> Float[Array, "b s d"]:
-    # float32: the variance of bfloat16 values loses the small ones.
+    # float32, because the variance of bfloat16 values loses small contributions.
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + config.norm_eps)
@@ -331,10 +331,10 @@ def _layer_norm(
 
 
 def _tensors(config: EncoderConfig) -> dict[str, HFTensor]:
-    """Hugging Face tensor name -> place in our tree."""
+    """Return the leaf of our tree for each Hugging Face tensor name."""
     d, h, f, n = config.hidden_size, config.num_heads, config.mlp_size, len(config.labels)
     heads = (h, d // h)
-    prefix = "roberta." if n else ""  # a model with a head keeps its trunk under that name
+    prefix = "roberta." if n else ""  # with a head, the trunk's tensors have this prefix
     out: dict[str, HFTensor] = {}
 
     def table(name: str, leaf: str, rows: int) -> None:

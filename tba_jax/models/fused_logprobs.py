@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and entropies of tokens from hidden states and an output table, without their logits.
+"""Log-probs and entropies of tokens from hidden states and an output table, without full logits.
 
     logits = hidden @ table.T / temperature
     logprob = logits[target] - logsumexp(logits);  entropy = logsumexp(logits) - sum(p * logits)
 
-The forward pass visits the table block by block and keeps a running maximum and sums for each
-token. The backward pass, written by hand, makes the same blocks again, so logits exist for one
-block of the vocabulary and one chunk of the tokens at a time. That is a fourth product beside the
-three that cannot be saved, a third more work. Logits of few bytes are therefore kept for the
-backward pass instead. The invariant it owns: nothing it makes has a token axis and the whole
-vocabulary, unless that has no more bytes than were allowed.
+The forward pass visits the table block by block, with a running maximum and sums for each token.
+The backward pass, written by hand, recomputes the blocks, so logits exist for one block of the
+vocabulary and one chunk of the tokens at a time. That is a fourth product besides the three
+necessary ones, a third more work. Logits that are small are therefore kept for the backward pass.
+Invariant: no array has a token axis and the whole vocabulary, unless its bytes are allowed.
 
 A block of logits is [vocabulary, tokens]: sums over the vocabulary then run over the major axis,
-where every lane of a vector unit is another token. In the backward pass blocks are the outer loop
-and chunks the inner one: a block's table gradient is complete in float32 before it is rounded to
-the dtype of the table, and the whole gradient exists only once, in that dtype.
+with one token per lane of a vector unit. In the backward pass blocks are the outer loop and chunks
+the inner one: a block's table gradient is complete in float32 before it is rounded to the table's
+dtype, and the whole gradient exists only once, in that dtype.
 """
 
 import functools
@@ -30,18 +29,17 @@ from tba_jax.devices.platform import Platform
 _Carry = TypeVar("_Carry")
 
 VOCAB_BLOCK = 2048
-"""Table rows per block. Each block adds into the hidden gradient [n, d], and reads and writes of
-that array cost less than the products only if a block has a thousand rows or more."""
+"""Table rows per block. Each block adds to the hidden gradient [n, d]; reading and writing that
+array costs less than the products only if a block has a thousand rows or more."""
 
 _VOCAB_BLOCK_ON_GPU = 8192  # a launch there costs as much as a small product
 
 
 def vocab_block_on(platform: Platform) -> int:
-    """Table rows per block of programs for a platform.
+    """Return the table rows per block for a platform.
 
-    In a train step of 7B for h200 blocks of 2,048 words are three quarters of 419,000 launches.
-    With four times as many words 156,000 are left, 12 % fewer bytes are moved, and temporaries are
-    the same.
+    In a train step of 7B for h200, blocks of 2,048 rows cause three quarters of 419,000 launches.
+    Blocks four times as large leave 156,000, and move 12 % fewer bytes with equal temporaries.
     """
     return _VOCAB_BLOCK_ON_GPU if platform in ("cuda", "rocm") else VOCAB_BLOCK
 
@@ -51,7 +49,7 @@ _LOWEST = -1e30
 
 
 class _Static(NamedTuple):
-    """What the compiled program depends on beside shapes."""
+    """Static arguments of the compiled program besides shapes."""
 
     temperature: float
     vocab_shards: int
@@ -66,7 +64,7 @@ class _Sums(NamedTuple):
     Attributes:
         top: largest logit so far.
         total: sum of exp(logit - top).
-        weighted: sum of exp(logit - top) * (logit - top); 0 where no entropy is wanted.
+        weighted: sum of exp(logit - top) * (logit - top); 0 without entropy.
         chosen: logit of the target.
     """
 
@@ -87,25 +85,25 @@ def fused_logprobs(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
 ) -> Float32[Array, "b t"]:
-    """log softmax(hidden @ table.T / temperature)[targets], float32.
+    """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
-    Gradients flow to `hidden` and `table`; there is no forward-mode derivative. Products take
+    Gradients flow to `hidden` and `table`; there is no forward-mode derivative. Products have
     inputs of the dtype of `hidden` and accumulate in float32.
 
     Args:
-        hidden: states after the last norm. The axis b may be divided over devices; no program
-            made here moves its rows between them.
+        hidden: states after the last norm. The axis b may be divided over devices; rows stay on
+            their devices.
         table: one row per token id, tied to the embedding or not; cast to the dtype of `hidden`
             block by block.
         targets: token ids in [0, v).
         temperature: divides the logits, > 0.
-        chunk_tokens: most tokens, over all devices, whose logits of a block exist at a time.
-            Chunks are cut along t, so that b stays divided as it was.
-        vocab_shards: into how many parts devices divide the axis v of `table`. Blocks are then
-            cut within the parts; a wrong number costs communication, not correctness.
-        vocab_block: rows of each part in a block.
-        kept_bytes: logits of at most as many, over all devices, are made once and kept for the
-            backward pass; blocks and chunks have no part in them.
+        chunk_tokens: maximum tokens, over all devices, whose logits of a block exist at a time.
+            Chunks divide t, so that the division of b is unchanged.
+        vocab_shards: number of parts into which devices divide the axis v of `table`. Blocks are
+            within the parts; a wrong number costs communication, not correctness.
+        vocab_block: rows of each part per block.
+        kept_bytes: logits up to this size, over all devices, are computed once and kept for the
+            backward pass, without blocks and chunks.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
@@ -127,7 +125,7 @@ def fused_logprobs_and_entropy(
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
-    """`fused_logprobs`, and the entropy in nats of the distribution each token was drawn from.
+    """Return `fused_logprobs`, and the entropy in nats of each token's distribution.
 
     Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
     """
@@ -149,9 +147,8 @@ def _check(table: Array, chunk_tokens: int, static: _Static) -> None:
             raise ValueError(f"{name} = {value}; wanted a positive number")
     if table.shape[0] % static.vocab_shards:
         raise ValueError(
-            f"a table of {table.shape[0]} rows cannot be divided into vocab_shards = "
-            f"{static.vocab_shards} equal parts; keep it whole on each device and use "
-            "vocab_shards = 1"
+            f"vocab_shards={static.vocab_shards} does not divide the {table.shape[0]} rows of the "
+            "table. Keep it whole on each device with vocab_shards=1"
         )
 
 
@@ -171,7 +168,7 @@ def _over_chunks(
     padding = ((0, 0), (0, c * size - t))
     hidden = jnp.pad(hidden, (*padding, (0, 0))).reshape(b, c, size, d)
     targets = jnp.pad(targets, padding).reshape(b, c, size)
-    # b before the positions: a division of b over devices is one of the merged axis too.
+    # b before the positions, so that a division of b is also one of the merged axis.
     outputs = _fused(
         jnp.swapaxes(hidden, 0, 1).reshape(c, b * size, d),
         table.reshape(m, v // m, d),
@@ -192,7 +189,7 @@ def _fused(
     targets: Int[Array, "c n"],
     static: _Static,
 ) -> tuple[Float32[Array, "c n"], Float32[Array, "c n"]]:
-    """(log-probs, entropies or zeros) of c chunks; the table in m parts of w rows."""
+    """Return (log-probs, entropies or zeros) of c chunks; the table in m parts of w rows."""
     return _forward(hidden, table, targets, static)[0]
 
 
@@ -227,7 +224,7 @@ def _forward(
         zeros = jnp.zeros((table.shape[0], targets.shape[0]), jnp.float32)
         first = _Sums(zeros + _LOWEST, zeros, zeros, zeros)
         sums = _each_block(table.shape[1], static.vocab_block, visit, first)
-        # Only here do devices that hold different parts talk.
+        # The only communication between devices that hold different parts.
         top = jnp.max(sums.top, axis=0)
         _, total, weighted, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None], static))
         logsumexp = top + jnp.log(total)
@@ -244,7 +241,7 @@ def _forward(
 def _backward(
     static: _Static, saved: Any, cotangents: tuple[Array, Array]
 ) -> tuple[Float[Array, "c n d"], Float[Array, "m w d"], None]:
-    """Gradients of hidden and table.
+    """Return the gradients of hidden and table.
 
     d logprob / d logits = onehot(target) - p
     d entropy / d logits = -p * (log p + entropy)
@@ -272,7 +269,7 @@ def _backward(
             d_logits = (chosen - jnp.exp(logp) * weight).astype(hidden.dtype)
             of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
             if c == 1:
-                d_hidden = d_hidden + of_chunk[None]  # a slice of all of it would be a copy
+                d_hidden = d_hidden + of_chunk[None]  # updating a slice would copy it
             else:
                 of_chunk = d_hidden[j] + of_chunk
                 d_hidden = jax.lax.dynamic_update_index_in_dim(d_hidden, of_chunk, j, 0)
@@ -287,7 +284,7 @@ def _backward(
         return d_hidden, jax.lax.dynamic_update_slice_in_dim(d_table, d_rows, start, axis=1)
 
     n, d = hidden.shape[1:]
-    # Each part of the table has its own sum: devices add them up once and not for every block.
+    # Each part of the table has its own sum, so that devices add them up once, not per block.
     d_hidden = jnp.zeros((c, table.shape[0], n, d), jnp.float32)
     first = d_hidden, jnp.zeros_like(table)
     d_hidden, d_table = _each_block(table.shape[1], static.vocab_block, visit, first)
@@ -300,11 +297,11 @@ _fused.defvjp(_forward, _backward)
 def _each_block(
     width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
 ) -> _Carry:
-    """`carry` after `visit(start, size, carry)` of all blocks; the last may be smaller."""
+    """Return `carry` after `visit(start, size, carry)` of all blocks; one may be smaller."""
     if block >= width:
         return visit(0, width, carry)
     whole, rest = divmod(width, block)
-    # The smaller block first: after a loop XLA:CPU copies the table gradient to write into it.
+    # The smaller block first: after a loop XLA:CPU would copy the table gradient to update it.
     if rest:
         carry = visit(whole * block, rest, carry)
     if whole:
@@ -313,7 +310,7 @@ def _each_block(
 
 
 def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
-    """The same sums relative to a larger `top`."""
+    """Return the same sums relative to a larger `top`."""
     rise = top - sums.top
     scale = jnp.exp(-rise)
     weighted = sums.weighted
@@ -325,22 +322,22 @@ def _lift(sums: _Sums, top: Float32[Array, "m n"], static: _Static) -> _Sums:
 def _block(
     table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
 ) -> Float[Array, "m x d"]:
-    """One block: `size` rows of each part of the table."""
+    """Return one block: `size` rows of each part of the table."""
     rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
-    # Times one, which the compiler must not know: it would move the rounding to bfloat16 out of
-    # the loop (on TPU that of float32 products too) and keep a rounded copy of the whole table.
+    # Multiply by a one that the compiler cannot see: otherwise it would move the rounding to
+    # bfloat16 out of the loop and keep a rounded copy of the whole table.
     rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
     return rows.astype(dtype)
 
 
 def _ids(table: Float[Array, "m w d"], start: Any, size: int) -> Int[Array, "m x"]:
-    """Token ids of a block."""
+    """Return the token ids of a block."""
     m, w, _ = table.shape
     return (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
 
 
 def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:
-    # Compared in place: a gather of rows from a divided table would travel between devices.
+    # A comparison, because a gather of rows from a divided table would communicate.
     return ids[..., None] == targets[None, None]
 
 

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of a layer that the decoder keeps: as they are, or in eight bits.
+"""Keys and values of one layer in the decoder's cache: in their dtype, or 8-bit.
 
-A decode step reads the whole cache for one token of each slot, so bytes are time. In eight bits a
-key or value is integers times a scale of its own, one for each slot, head and column: scales leave
-a product with the cache as factors of scores and weights, and nothing is widened in memory. It
-knows neither slots nor attention. The invariant it owns: what is read of a column does not depend
-on when, or beside what, it was written.
+A decode step reads the whole cache for one token of each slot, so its time depends on bytes. An
+8-bit key or value is a vector of integers times its own scale, one per slot, head and column.
+Scales are factors of scores and weights, so no wider copy is stored. Invariant: what is read of a
+column does not depend on when, or with which others, it was written.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +17,11 @@ _LARGEST = 127.0
 
 
 class Rounded(NamedTuple):
-    """Keys or values in eight bits.
+    """8-bit keys or values.
 
     Attributes:
         values: int8 [n g c e], from -127 to 127.
-        scale: float32 [n g c], what they are times.
+        scale: float32 [n g c], factor of each column.
     """
 
     values: Array
@@ -46,7 +45,7 @@ class KVCache(NamedTuple):
 
 
 def keep(keys: Float[Array, "n g c e"], values: Float[Array, "n g c e"], dtype: Any) -> KVCache:
-    """A cache of these.
+    """Return a cache of these keys and values.
 
     Args:
         keys, values: after rotation.
@@ -65,11 +64,11 @@ def _rounded(x: Float[Array, "n g c e"]) -> Rounded:
 
 
 def open_part(part: Part, dtype: Any) -> tuple[Array, Array | None]:
-    """(what is multiplied [n g c e], what its columns are times [n g c] or None).
+    """Return (factor of a product [n g c e], scale of its columns [n g c] or None).
 
     Args:
         part: keys or values.
-        dtype: of the product; integers up to 127 are exact in any float.
+        dtype: dtype of the product; integers up to 127 are exact in any float.
     """
     if isinstance(part, Rounded):
         return part.values.astype(dtype), part.scale
@@ -77,7 +76,7 @@ def open_part(part: Part, dtype: Any) -> tuple[Array, Array | None]:
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
-    """Zeros [n g c e] of a dtype, int8 or a float."""
+    """Return zeros [n g c e] of a dtype, int8 or a float."""
     zeros: Part = jnp.zeros(shape, dtype)
     if zeros.dtype == jnp.int8:
         zeros = Rounded(zeros, jnp.ones(shape[:3]))
@@ -85,5 +84,5 @@ def empty(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
 
 
 def abstract(shape: tuple[int, int, int, int], dtype: Any) -> KVCache:
-    """`empty` as ShapeDtypeStructs."""
+    """Return `empty` as ShapeDtypeStructs."""
     return jax.eval_shape(lambda: empty(shape, dtype))

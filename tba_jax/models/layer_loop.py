@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer after the other, and what the backward pass computes again.
+"""Loop over layers, and rematerialisation in the backward pass.
 
-It knows neither what a layer is nor how many residual streams pass it. The invariant it owns: the
-weights of one layer are gathered once, whatever is done with them.
+Invariant: the weights of one layer are gathered once per pass, whatever uses them.
 """
 
 import functools
@@ -12,11 +11,11 @@ from typing import Any, Literal, TypeVar
 import jax
 
 Remat = Literal["none", "layers", "dots"]
-"""What is computed again in the backward pass instead of being kept.
+"""What the backward pass recomputes instead of keeping it.
 
 none: nothing.
-dots: all but the outputs of projections (attention scores, norms and activations come again).
-layers: whole layers; only what enters them is kept.
+dots: all except outputs of projections (attention scores, norms and activations).
+layers: whole layers; only their inputs are kept.
 """
 
 _REMAT: dict[str, Callable[..., Any]] = {
@@ -39,7 +38,7 @@ def run_layers(
     remat: Remat,
     sharding: Any,
 ) -> _Streams:
-    """`x` after all layers.
+    """Return `x` after all layers.
 
     Args:
         layer: (x, parameters of a layer) -> x after it.

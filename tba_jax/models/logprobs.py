@@ -2,8 +2,8 @@
 """Token log-probs of given responses: the one definition used for policy and reference.
 
 The log-softmax is float32, over the full vocabulary, of logits divided by the sampling temperature,
-at every response token including the end-of-sequence token. `fused_logprobs` sees to it that logits
-exist for a block of the vocabulary at a time, unless they are small.
+at every response token including end-of-sequence. `fused_logprobs` limits logits to one block of
+the vocabulary at a time, unless they are small.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
-"""A number of every state. Functions that are given one return, on a last axis of two, log-probs
-and what it reads off the state that predicts each token."""
+"""Returns a number per state. Functions with a readout return, on a last axis of two, log-probs and
+the readout of the state that predicts each token."""
 
 
 def response_mask(
@@ -30,13 +30,13 @@ def response_mask(
     scoring: Scoring,
     is_sampled: Bool[Array, "p k t"] | None = None,
 ) -> Bool[Array, "p k t"]:
-    """Which positions count in log pi(y|x): all sampled tokens of the response, EOS included.
+    """Return the positions that count in log pi(y|x): all actions of the response, EOS included.
 
     Args:
         response_tokens: right-padded responses.
         response_lengths: tokens, EOS included.
         scoring: whether EOS counts.
-        is_sampled: True where the policy sampled the token; None: every token of a response.
+        is_sampled: tokens that the policy sampled; None: every token of a response.
     """
     t = response_tokens.shape[-1]
     mask = jnp.arange(t)[None, None] < response_lengths[..., None]
@@ -59,7 +59,7 @@ def token_logprobs(
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
 ) -> Float[Array, "p k t *both"]:
-    """log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
+    """Return log pi(y_t | x, y_<t) of every response token, float32, 0 at padding.
 
     Args:
         params: model parameters; gradients flow here.
@@ -68,13 +68,13 @@ def token_logprobs(
         response_lengths: response tokens, EOS included.
         response_bucket: t, static.
         config: model shape.
-        scoring: temperature, least length, dtypes.
-        remat: what the backward pass computes again.
-        sharding: how parameters that are divided over a mesh are used; None: on one device.
-        readout: of the states, beside the log-probs; None: these alone.
+        scoring: temperature, minimum length, dtypes.
+        remat: what the backward pass recomputes.
+        sharding: use of parameters that are divided over a mesh; None: one device.
+        readout: of the states, in addition to the log-probs; None: only log-probs.
 
     Raises:
-        ValueError: the model is a classifier; a size that `fused_logprobs` refuses.
+        ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
 
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
@@ -111,7 +111,7 @@ def token_logprobs(
 def _beside(
     logprobs: Float[Array, "*n"], states: Array, is_scored: Array, readout: Readout | None
 ) -> Array:
-    """Log-probs, and what is read off the states beside them; 0 where nothing is scored."""
+    """Return log-probs, and the readout of the states if any; 0 at unscored tokens."""
     if readout is None:
         return jnp.where(is_scored, logprobs, 0.0)
     both = jnp.stack([logprobs, readout(states).reshape(logprobs.shape)], axis=-1)
@@ -131,14 +131,14 @@ def row_token_logprobs(
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
 ) -> Float[Array, "b c t *both"]:
-    """`token_logprobs` of c responses to each prompt; with several the prompt is computed once.
+    """Return `token_logprobs` of c responses per prompt; for c > 1 a prompt is computed once.
 
     Args:
         params: model parameters; gradients flow here.
         tokens: prompt left-padded to s - c t, then c responses right-padded to t, as
             `Batch.tokens`.
         prompt_lengths: prompt tokens without padding.
-        response_lengths: response tokens, EOS included; 0 where there is no response.
+        response_lengths: response tokens, EOS included; 0 for no response.
         response_bucket: t, static.
         config, scoring, remat, sharding, readout: as in `token_logprobs`.
 
@@ -146,7 +146,7 @@ def row_token_logprobs(
         ValueError: as `token_logprobs`.
     """
     (b, c), t = response_lengths.shape, response_bucket
-    if c == 1:  # in one stream and one softmax
+    if c == 1:  # one stream with one softmax
         return token_logprobs(
             params,
             tokens[:, None],
@@ -168,7 +168,7 @@ def row_token_logprobs(
         params,
         tokens[:, : tokens.shape[1] - c * t],
         responses,
-        # A row of padding has a prompt of padding.
+        # Rows of padding get a prompt of one token.
         jnp.maximum(prompt_lengths, 1),
         config=config,
         compute_dtype=compute_dtype,
@@ -185,7 +185,7 @@ def row_token_logprobs(
 
 
 def _table(sharding: ComputeSharding | None) -> dict[str, int]:
-    """How the output table is cut: into parts of devices, and these into blocks."""
+    """Return the division of the output table: into parts of devices, and these into blocks."""
     if sharding is None:
         return {}
     return {
@@ -202,7 +202,7 @@ def _response_logprobs(
     scoring: Scoring,
     sharding: ComputeSharding | None,
 ) -> Float[Array, "n t"]:
-    """Log-probs of the tokens of responses, given the states that predict them."""
+    """Return log-probs of response tokens from the states that predict them."""
 
     def of_tokens(states: Array, targets: Array) -> Array:
         return fused_logprobs(
@@ -222,7 +222,7 @@ def _response_logprobs(
             of_tokens(states, jnp.full(states.shape[:2], i, jnp.int32)) for i in scoring.eos_ids
         ]
         end_prob = jnp.sum(jnp.exp(jnp.stack(ends)), axis=0)
-        # The floor is a float32 step below 1: a model that wants nothing but to end stays finite.
+        # Bounded by a float32 step below 1, so that an EOS probability of 1 stays finite.
         others = jnp.log(jnp.maximum(1.0 - end_prob, 2.0**-24))
         logprobs = logprobs.at[:, :num_endless].add(-others)
     return logprobs
@@ -240,20 +240,20 @@ def packed_token_logprobs(
     sharding: ComputeSharding | None = None,
     readout: Readout | None = None,
 ) -> Float[Array, "n s *both"]:
-    """log pi of every token given those before it in its own sequence, float32.
+    """Return log pi of every token given the tokens before it in its own sequence, float32.
 
-    0 at the first token of a sequence and at padding. Prompts are scored too: where responses lie
-    differs from row to row.
+    0 at the first token of a sequence and at padding. Prompts are scored too, because the position
+    of responses differs from row to row.
 
     Args:
         params: model parameters; gradients flow here.
         tokens: rows of several sequences, as `PackedBatch.tokens`.
         segments: the sequence of each position, 0 at padding.
         positions: position in the sequence.
-        shared: nothing, or where responses come after their prompt, which is there once,
-            `PackedBatch.contexts` and which positions are prompts; [n s] each.
-        config, scoring, remat, sharding, readout: as `token_logprobs`; a least length is not known
-            here.
+        shared: empty; or, if responses follow one copy of their prompt, `PackedBatch.contexts` and
+            which positions are prompts; [n s] each.
+        config, scoring, remat, sharding, readout: as `token_logprobs`; a minimum length is not
+            supported.
 
     Raises:
         ValueError: as `token_logprobs`.
@@ -288,14 +288,14 @@ def packed_token_logprobs(
         **_table(sharding),
         kept_bytes=scoring.kept_bytes,
     )
-    # Nothing predicts the first token of a row.
+    # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))
     states = jnp.pad(states, (*first, (0, 0))) if readout is not None else states
     return _beside(jnp.pad(logprobs, first), states, positions > 0, readout)
 
 
 def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> Int[Array, "n s"]:
-    """The position before each; of the first token of a response, the last one of its prompt."""
+    """Return the position before each; for a response's first token, its prompt's last one."""
     index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
     goes_on = segments == jnp.roll(segments, 1, axis=1)
     last_of_prompt = jax.lax.cummax(jnp.where(is_prompt, index, 0), axis=1)
@@ -305,7 +305,7 @@ def _predictors(segments: Int[Array, "n s"], is_prompt: Bool[Array, "n s"]) -> I
 def _refuse_classifier(config: TransformerConfig) -> None:
     if config.num_labels:
         raise ValueError(
-            f"a classifier with {config.num_labels} labels has no log-probs of tokens; load a "
+            f"a classifier with {config.num_labels} labels has no log-probs of tokens. Load a "
             "language model"
         )
 

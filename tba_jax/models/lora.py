@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters (LoRA): a policy is frozen base parameters and a small tree that is trained.
+"""Low-rank adapters (LoRA): a policy of frozen base parameters and a small trained tree.
 
-Adapters are a tree like that of the parameters, with two leaves A and B for each matrix that has
-one, stacked over layers. They are float32 whatever the base is stored in: they are few, and an
-update may be too small for anything less. This module splits and joins the two trees, makes fresh
-adapters, merges them into plain parameters, and knows one base from another; `transformer` computes
-with them. The invariant it owns: a base with fresh adapters computes what the base alone does, bit
-for bit, unless what is merged is rounded to eight bits.
+Adapters are a tree like that of the parameters, with two leaves A and B for each adapted matrix,
+stacked over layers. They are float32 whatever the base's dtype: they are small, and updates may be
+too small for narrower types. Invariant: a base with fresh adapters computes exactly what the base
+alone computes, unless the merged matrices are rounded to 8 bits.
 
 Reference: arXiv:2106.09685.
 """
@@ -33,7 +31,7 @@ from tba_jax.models.transformer import (
     lora_names,
 )
 
-# First fold of the root key: keeps the draw of A apart from any other use of the seed.
+# First fold of the root key: separates the random A from other uses of the seed.
 _ADAPTER_ROLE = 3
 
 _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -42,10 +40,10 @@ _MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 def with_adapters(
     config: TransformerConfig, rank: int, alpha: float, modules: Sequence[str]
 ) -> TransformerConfig:
-    """The architecture with adapters.
+    """Return the architecture with adapters.
 
     Args:
-        config: without.
+        config: without adapters.
         rank, alpha: as in `Adapters`.
         modules: names of matrices of a layer.
 
@@ -57,14 +55,14 @@ def with_adapters(
     absent = [name for name in modules if name not in matrices]
     if absent:
         raise ValueError(
-            f"config.lora.modules names {', '.join(absent)}, and the layers of this model "
-            f"({config.family}) have the matrices {', '.join(matrices)}; leave out the others"
+            f"lora.modules has {', '.join(absent)}, but the layers of this model "
+            f"({config.family}) have only the matrices {', '.join(matrices)}. Remove the others"
         )
     return dataclasses.replace(config, adapters=Adapters(rank, alpha, tuple(modules)))
 
 
 def split(params: Params) -> tuple[Params, Params]:
-    """(base, adapters) of a tree that holds both; leaves may be anything."""
+    """Return (base, adapters) of a tree that holds both; leaves may be anything."""
     layers = params["layers"]
     leaves = {leaf for name in _MATRICES for leaf in lora_names(name)}
     base = {name: x for name, x in layers.items() if name not in leaves}
@@ -73,22 +71,22 @@ def split(params: Params) -> tuple[Params, Params]:
 
 
 def combine(base: Params, adapters: Params) -> Params:
-    """The inverse of `split`; nothing is copied."""
+    """Return the inverse of `split`, without copies."""
     return {**base, "layers": {**base["layers"], **adapters["layers"]}}
 
 
 def abstract_adapters(config: TransformerConfig) -> Params:
-    """The tree of `init_adapters` as ShapeDtypeStructs."""
+    """Return the tree of `init_adapters` as ShapeDtypeStructs."""
     return split(abstract_params(config, jnp.float32))[1]
 
 
 def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -> Params:
-    """Fresh adapters: A uniform within 1 / sqrt(inputs) of zero, B zero.
+    """Return fresh adapters: A uniform within 1 / sqrt(inputs) of zero, B zero.
 
     Args:
         config: the architecture, with adapters.
-        seed: of the run.
-        shardings: a tree of them; None: the default device. What is drawn does not depend on it.
+        seed: seed of the run.
+        shardings: tree of shardings, which do not change the values; None: the default device.
     """
     shapes, modules = abstract_adapters(config)["layers"], _adapters(config).modules
 
@@ -98,7 +96,7 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
         for number, name in enumerate(modules):
             a, b = lora_names(name)
             shape = shapes[a].shape
-            # As in peft, the implementation that the paper's code uses.
+            # As in peft, which the paper's code uses.
             limit = 1 / math.sqrt(math.prod(shape[1:-1]))
             layers[a] = jax.random.uniform(
                 jax.random.fold_in(key, number), shape, jnp.float32, -limit, limit
@@ -110,13 +108,13 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
 
 
 def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Params:
-    """Plain parameters that compute what base and adapters do: each matrix is W + alpha/r A B.
+    """Return plain parameters equal to base with adapters: each matrix is W + alpha/r A B.
 
-    Summed in float32 and rounded to the dtype of the base. Leaves without an adapter are those of
-    the base itself, the others lie where theirs does.
+    Summed in float32 and rounded to the dtype of the base. Leaves without an adapter are the base's
+    own arrays, the others have the base's sharding.
 
     Args:
-        base: parameters with layers stacked, or apart as the decoder has them.
+        base: parameters with layers stacked, or separate as in the decoder.
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
     """
@@ -128,10 +126,10 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
 
 
 class Base(NamedTuple):
-    """Frozen parameters in the decoder's layout, as a searcher keeps them.
+    """Frozen parameters in the decoder's layout, as in a searcher.
 
     Attributes:
-        kernels: of each layer, the matrices that have adapters; exact.
+        kernels: the adapted matrices of each layer; exact.
         rest: the tree without them, as the decoder reads it.
     """
 
@@ -142,13 +140,13 @@ class Base(NamedTuple):
 def merge_into(
     base: Base, adapters: Params, *, config: TransformerConfig, quantization: Quantization = "none"
 ) -> Params:
-    """`merge` for a decoder: the same weights as `quantize` would make of what it returns.
+    """Return `merge` in the decoder's layout, quantised like the result of `quantize`.
 
     Args:
-        base: whose rest is in eight bits, where the result is to be.
+        base: with a rest that is already quantised.
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
-        quantization: of what is merged.
+        quantization: of the merged matrices.
     """
     merged = _merge(*_merge_arguments(base.kernels, adapters, config, quantization))
     return {**base.rest, "layers": _joined(base.rest["layers"], merged)}
@@ -161,12 +159,12 @@ def lower_merge(
     config: TransformerConfig,
     quantization: Quantization = "none",
 ) -> jax.stages.Lowered:
-    """The program of `merge_into`, from ShapeDtypeStructs with shardings."""
+    """Return the lowered program of `merge_into`, from ShapeDtypeStructs with shardings."""
     return _merge.lower(*_merge_arguments(kernels, adapters, config, quantization))
 
 
 def adapted(base: Params, config: TransformerConfig) -> Any:
-    """The matrices of a base that have adapters, with scales if any: all that merging makes anew.
+    """Return the adapted matrices of a base, with scales if any: all that merging recomputes.
 
     Leaves may be anything, as in `unadapted`.
     """
@@ -177,7 +175,7 @@ def adapted(base: Params, config: TransformerConfig) -> Any:
 
 
 def unadapted(base: Params, config: TransformerConfig) -> Params:
-    """A base in the decoder's layout without what `adapted` takes of it."""
+    """Return a base in the decoder's layout without the matrices of `adapted`."""
     names = _adapted_leaves(config)
     layers = tuple({n: x for n, x in layer.items() if n not in names} for layer in base["layers"])
     return {**base, "layers": layers}
@@ -196,7 +194,7 @@ def _merge_arguments(
     kernels: Any, adapters: Params, config: TransformerConfig, quantization: Quantization = "none"
 ) -> tuple:
     where = [x.sharding for x in jax.tree.leaves(kernels)]
-    # One program serves bases on any one device; a sharding would bind it to its own.
+    # One program for bases on any one device; a sharding would bind it to that device.
     divided = None
     if any(len(x.device_set) > 1 for x in where):
         tree = jax.tree.map(lambda x: x.sharding, kernels)
@@ -207,7 +205,7 @@ def _merge_arguments(
 
 
 def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
-    """Scales lie with the columns that they belong to."""
+    """Return the shardings of scales, which follow their columns."""
     return {
         scale_name(name): NamedSharding(x.mesh, PartitionSpec((*x.spec, None, None)[1]))
         for name, x in layer.items()
@@ -216,7 +214,7 @@ def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
 
 def _adapters(config: TransformerConfig) -> Adapters:
     if config.adapters is None:
-        raise ValueError("this architecture has no adapters; use that of `with_adapters`")
+        raise ValueError("this architecture has no adapters. Use the result of `with_adapters`")
     return config.adapters
 
 
@@ -228,7 +226,7 @@ def _merge(
     shardings: tuple[Any, ...] | None,
     quantization: Quantization,
 ) -> Any:
-    """The kernels, of all layers in one tree or of each in its own, with adapters added."""
+    """Return the kernels, of all layers in one tree or of each in its own, with adapters added."""
 
     def add(kernel: Array, a: Array, b: Array) -> Array:
         inputs = math.prod(a.shape[:-1])
@@ -260,19 +258,19 @@ def _merge(
 
 
 def check_base(folder: Path, expected: str) -> None:
-    """Refuse a base other than the one that adapters were trained on.
+    """Refuse a base other than the one on which the adapters were trained.
 
     Args:
-        folder: of the model.
-        expected: `hf_weights.fingerprint` of the folder that they were trained on.
+        folder: folder of the model.
+        expected: `hf_weights.fingerprint` of the folder in training.
 
     Raises:
-        ValueError: another one, or the same folder with other weights.
+        ValueError: the folder has other weights.
     """
     found = hf_weights.fingerprint(folder)
     if found != expected:
         raise ValueError(
-            f"the adapters of this run were trained on weights with the fingerprint {expected}, "
-            f"and those of {folder} have {found}; put the weights that the run began with there "
-            "again (config.model.path in the run's config.json)"
+            f"{folder} has weights with the fingerprint {found}, but the adapters of this run were "
+            f"trained on {expected}. Restore the weights with which the run began there "
+            "(model.path in the run's config.json)"
         )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A language model, classifier or reward model of a Hugging Face folder or hub id.
+"""A language model, classifier or reward model of a Hugging Face folder or hub ID.
 
-`load` gives all of it; `describe` reads config.json alone, for whoever must know the architecture
-before the weights are placed, or needs no weights.
+`load` returns architecture, weights and tokenizer; `describe` reads only config.json, for callers
+that need the architecture before the weights are sharded, or no weights.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ class Model(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A model whose weights and tokenizer are not read yet.
+    """A model whose weights and tokenizer are not loaded yet.
 
     Attributes:
-        folder: where it is on this machine.
+        folder: its folder on this machine.
         hf_config: contents of its config.json.
         config: its architecture.
     """
@@ -43,16 +43,16 @@ class Description:
     config: TransformerConfig
 
     def load_tokenizer(self) -> Tokenizer:
-        """Its tokenizer; raises ValueError as `Tokenizer.load`."""
+        """Load its tokenizer; raises ValueError as `Tokenizer.load`."""
         return Tokenizer.load(self.folder)
 
     def load_params(
         self, *, param_dtype: Any = jnp.float32, shardings: Params | None = None
     ) -> Params:
-        """Its weights, streamed from the files to the devices that hold a part of them.
+        """Load its weights, streamed from the files to the devices that hold a part of them.
 
         Args:
-            param_dtype: storage dtype; the checkpoint's is converted.
+            param_dtype: storage dtype; the checkpoint is converted.
             shardings: one per leaf; None: the default device.
 
         Raises:
@@ -70,11 +70,11 @@ class Description:
 
 
 def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Description:
-    """What is known of a model before its weights are read.
+    """Return the description of a model, without its weights.
 
     Args:
-        path_or_hub_id: a folder with config.json, a hub id, or embedded:NAME.
-        with_weights: of a hub id, weights are fetched, too.
+        path_or_hub_id: a folder with config.json, a hub ID, or embedded:NAME.
+        with_weights: also download the weights of a hub ID.
 
     Raises:
         ValueError: no such model, or a setting that is not implemented.
@@ -90,7 +90,7 @@ def load(
     param_dtype: Any = jnp.float32,
     mesh: Mesh | None = None,
 ) -> Model:
-    """A model whose weights lie divided over a mesh.
+    """Return a model with weights divided over a mesh.
 
     Args:
         path_or_hub_id: as for `describe`.
@@ -98,7 +98,7 @@ def load(
         mesh: with any of the axes of `devices.sharding`; None: the default device.
 
     Raises:
-        ValueError: no such model, one that is damaged, or one that the mesh does not divide.
+        ValueError: no such model, a damaged model, or the mesh does not divide it.
     """
     found = describe(path_or_hub_id)
     shardings = None if mesh is None else param_shardings(found.config, mesh)

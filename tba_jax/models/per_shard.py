@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels on arrays that a mesh divides: each device runs them on its own slots and heads.
+"""Kernels on sharded arrays: each device runs them on its own slots and heads.
 
-The compiler cannot divide a kernel by itself, nor run one made for another platform. The invariant
-it owns: only slots and key/value heads are ever divided, so a kernel needs nothing of another
-device.
+The compiler can neither divide a kernel nor run it on another platform. Invariant: only slots and
+key/value heads are ever divided, so a kernel needs no data of another device.
 """
 
 import functools
@@ -16,7 +15,7 @@ from jaxtyping import Array
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
-    """Mesh axes of the rows and of the key/value heads of a cache [n g c e].
+    """Return the mesh axes of rows and key/value heads of a cache [n g c e].
 
     Raises:
         ValueError: another axis of the cache is divided.
@@ -34,12 +33,12 @@ def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
 def per_shard(
     function: Callable[..., Any], sharding: NamedSharding | None, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` on each device's part; on one device itself.
+    """Return `function` applied to each device's part; on one device the function itself.
 
     Args:
         function: of arrays.
-        sharding: names the mesh; None: one device.
-        in_specs, out_specs: how arguments and results are divided.
+        sharding: has the mesh; None: one device.
+        in_specs, out_specs: partition of arguments and results.
     """
     if sharding is None:
         return function
@@ -49,7 +48,7 @@ def per_shard(
 
 
 def tpu_or_interpreter(function: Callable[..., Any], *args: Array) -> Any:
-    """function(*args, interpret=...): a TPU's kernel, interpreted in programs for others."""
+    """Return function(*args, interpret=...): compiled on TPU, interpreted on other platforms."""
     return jax.lax.platform_dependent(
         *args,
         tpu=functools.partial(function, interpret=False),

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding: its frequencies, their scalings, and the rotation.
+"""Rotary position embedding: frequencies, scalings, and the rotation.
 
-The invariant it owns: dimensions i and i + width / 2 of the rotated part of a head turn together
-(the halves convention of Hugging Face checkpoints); what lies beyond the rotated part passes
-unchanged.
+Invariant: dimensions i and i + width / 2 of the rotated part of a head are rotated as a pair (the
+halves convention of Hugging Face checkpoints); the other dimensions do not change.
 """
 
 import math
@@ -25,12 +24,12 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1: only wavelengths long against the original context are stretched.
+    """Llama 3.1: stretches only wavelengths that are long relative to the original context.
 
     Attributes:
-        factor: how much the longest ones are.
-        low_freq_factor: wavelengths above original_max_positions / this are stretched fully.
-        high_freq_factor: those below original_max_positions / this not at all.
+        factor: stretch of the longest wavelengths.
+        low_freq_factor: wavelengths above original_max_positions / this are fully stretched.
+        high_freq_factor: wavelengths below original_max_positions / this are not stretched.
         original_max_positions: context before the extension, in tokens.
     """
 
@@ -45,11 +44,11 @@ class YarnScaling:
     """YaRN (arXiv 2309.00071): a ramp over dimensions between stretched and plain frequencies.
 
     Attributes:
-        factor: how much the slow dimensions are stretched.
+        factor: stretch of the slow dimensions.
         original_max_positions: context before the extension, in tokens.
         attention_factor: multiplies cosines and sines, hence queries and keys.
-        beta_fast: dimensions with more turns than this over the original context stay plain.
-        beta_slow: those with fewer turns are stretched fully.
+        beta_fast: dimensions with more rotations than this over the original context are unchanged.
+        beta_slow: dimensions with fewer rotations are fully stretched.
         truncate: round the ends of the ramp outwards to whole dimensions.
     """
 
@@ -65,15 +64,15 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 
 
 def frequencies(dim: int, theta: float, scaling: Scaling | None) -> Float32[np.ndarray, " f"]:
-    """Angle per position of each rotated pair.
+    """Return the angle per position of each rotated pair.
 
     Args:
         dim: rotated dimensions of a head; an odd number is rounded up by one.
         theta: base of the geometric series.
         scaling: context extension, or None.
     """
-    # Rounded where transformers rounds: at position 10^5 one unit in the last place of a
-    # frequency is an angle of 0.01.
+    # Rounded at the same points as in transformers: at position 10^5 one unit in the last place of
+    # a frequency is an angle of 0.01.
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     period = (theta ** exponent.astype(np.float64)).astype(np.float32)
     plain = np.float32(1) / period
@@ -102,13 +101,13 @@ def frequencies(dim: int, theta: float, scaling: Scaling | None) -> Float32[np.n
             if scaling.truncate:
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, dim - 1)
-            high += 0.001 if low == high else 0.0  # a step, not a division by zero
+            high += 0.001 if low == high else 0.0  # avoids a division by zero
             ramp = np.clip((np.arange(len(plain)) - low) / (high - low), 0, 1)
             return (plain / scaling.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
 def angles(positions: Int[Array, "*b"], dim: int, theta: float, scaling: Scaling | None) -> Rope:
-    """Cosines and sines at these positions; arguments as in `frequencies`."""
+    """Return cosines and sines at these positions; arguments as in `frequencies`."""
     frequency = jnp.asarray(frequencies(dim, theta, scaling))
     angle = positions[..., None].astype(jnp.float32) * jnp.broadcast_to(
         frequency, (*positions.shape, frequency.size)
@@ -120,7 +119,7 @@ def angles(positions: Int[Array, "*b"], dim: int, theta: float, scaling: Scaling
 
 
 def rotate(x: Float[Array, "*b n e"], rope: Rope) -> Float[Array, "*b n e"]:
-    """Every head of x turned by the angles of its position; float32 inside, or wider as x."""
+    """Rotate every head of x by the angles of its position; in float32, or wider for wider x."""
     cos, sin = rope[0][..., None, :], rope[1][..., None, :]
     half = cos.shape[-1]
     a, b, rest = jnp.split(x, (half, 2 * half), axis=-1)

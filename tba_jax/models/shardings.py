@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer on a mesh: where its parameters lie, and where they are while a program computes.
+"""Shardings of a transformer on a mesh: of its parameters, and during computation.
 
-Parameters are stored divided over `fsdp` and `model`. A program gathers those of one layer over
-`fsdp` when it reaches that layer, in the dtype it computes in, and gives their gradient back
-divided; the division over `model` stays through every matrix product. The invariant it owns: no
-more than one layer, and the tables at both ends, are ever whole over `fsdp`.
+Parameters are stored divided over `fsdp` and `model`. A program gathers the parameters of a layer
+over `fsdp` when it reaches that layer, in the compute dtype, and divides their gradient again; the
+division over `model` stays through every matrix product. Invariant: at most one layer and the
+embedding and output tables are whole over `fsdp` at a time.
 """
 
 import functools
@@ -22,7 +22,7 @@ from tba_jax.models.transformer import Params, TransformerConfig
 
 
 def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
-    """Shardings of the parameters as they are stored, layers stacked.
+    """Return the shardings of the stored parameters, layers stacked.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -31,7 +31,7 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
 
 
 def on_mesh(mesh: Mesh, shardings: Any) -> Any:
-    """A tree of shardings over a mesh; of one device: that device, which one program can follow."""
+    """Return a tree of shardings over a mesh; a mesh of one device gives that device."""
     if mesh.size > 1:
         return shardings
     # A mesh in its arguments' shardings would bind a program to it.
@@ -40,19 +40,19 @@ def on_mesh(mesh: Mesh, shardings: Any) -> Any:
 
 
 class ComputeSharding:
-    """How a forward and backward pass computes on the devices of a site.
+    """Sharding of a forward and backward pass on the devices of a site.
 
-    Parameters that are divided over them are gathered when they are used; on one device nothing is
-    asked for, so that one program serves any.
+    Parameters that are divided are gathered on use. On one device there are no constraints, so that
+    one program serves any device.
 
     Attributes:
-        platform: what the program is made for.
-        vocab_shards: into how many parts devices divide the vocabulary of the output table.
-        cache: of keys and values [b g s e], for kernels; None: one device.
+        platform: platform of the program.
+        vocab_shards: number of parts into which devices divide the output table's vocabulary.
+        cache: sharding of keys and values [b g s e], for kernels; None: one device.
     """
 
     def __init__(self, config: TransformerConfig, site: Site) -> None:
-        """Raises ValueError when the mesh does not divide the model."""
+        """Raise ValueError if the mesh does not divide the model."""
         mesh = site.mesh
         self.platform: Platform = site.platform
         self._is_divided, self.vocab_shards = site.is_divided, 1
@@ -75,26 +75,26 @@ class ComputeSharding:
         self.vocab_shards = parts if config.vocab_size % parts == 0 else 1
 
     def layer(self, params: Params, compute_dtype: Any) -> Params:
-        """The parameters of one layer, gathered over fsdp."""
+        """Return the parameters of one layer, gathered over fsdp."""
         if not self._is_divided:
             return params
         return _gather_all(params, self._layers, compute_dtype, False)
 
     def ends(self, params: Params, compute_dtype: Any) -> Params:
-        """The tree with everything but the layers gathered over fsdp."""
+        """Return the tree with all parts except the layers gathered over fsdp."""
         if not self._is_divided:
             return params
         return {**params, **_gather_all(params, self._ends, compute_dtype, True)}
 
     def rows(self, x: Array) -> Array:
-        """Activations [b ...], rows where their prompts are, whatever the weights would ask for."""
+        """Constrain activations [b ...] to the sharding of prompts, against that of weights."""
         return jax.lax.with_sharding_constraint(x, self._rows) if self._is_divided else x
 
 
 def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool) -> Params:
     def gather(name: str, sharding: NamedSharding) -> Array:
         x = params[name]
-        # Half the bytes travel when matrices are cast first; vectors are used in float32.
+        # Casting matrices first halves the transferred bytes; vectors are used in float32.
         is_vector = "norm" in name or "bias" in name
         return _gather(x if is_vector else x.astype(compute_dtype), sharding, is_end)
 
@@ -103,7 +103,7 @@ def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: Array, stored: NamedSharding, is_end: bool) -> Array:
-    """x without its division over fsdp; the gradient is divided again."""
+    """Return x without its division over fsdp; the gradient is divided again."""
     return jax.lax.with_sharding_constraint(x, _gathered(stored))
 
 
@@ -118,10 +118,10 @@ def _gather_fwd(x: Array, stored: NamedSharding, is_end: bool) -> tuple[Array, N
 
 
 def _gather_bwd(stored: NamedSharding, is_end: bool, _: None, cotangent: Array) -> tuple[Array]:
-    # The gradient of a lookup is a scatter: asked for a part of each row of the table, the
-    # partitioner would gather the activations of all devices. Of a product it makes the parts
-    # itself, where asking for a whole gradient first (the constraint's transpose) would be an
-    # all-reduce in every layer.
+    # The gradient of a lookup is a scatter: with a constraint on a part of each table row, the
+    # partitioner would gather the activations of all devices. For a product it makes the parts
+    # itself; a constraint to a whole gradient (the constraint's transpose) would be an all-reduce
+    # in every layer.
     if is_end:
         cotangent = jax.lax.with_sharding_constraint(cotangent, _gathered(stored))
     return (jax.lax.with_sharding_constraint(cotangent, stored),)

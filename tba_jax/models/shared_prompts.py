@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transformer over prompts with several responses each, every prompt computed once.
+"""The transformer over prompts with several responses each; every prompt is computed once.
 
-Prompts and responses are two residual streams that pass every layer one after the other, so that a
-layer's weights are gathered once. A response sees all of its prompt and itself up to each position:
-a softmax in two parts, merged by their normalisers, so that nothing of a prompt is repeated for its
-responses; for flash attention its keys and values are. It does not know rows of several sequences,
-losses or log-probs. The invariant it owns: states are those of each prompt and response alone in a
-row of `transformer.apply`, to rounding.
+Prompts and responses are two residual streams that pass every layer one after the other, so that
+weights are gathered once per layer. A response sees its whole prompt and itself causally: a softmax
+in two parts, merged by their normalisers, so that no prompt data is repeated per response; flash
+attention repeats keys and values. Invariant: the states equal those of each prompt and response in
+a row of `transformer.apply`, up to rounding.
 """
 
 from typing import Any, NamedTuple
@@ -31,11 +30,11 @@ from tba_jax.models.transformer import (
 
 
 class Seen(NamedTuple):
-    """A layer's keys (after rotation) and values of prompts, and which positions are valid.
+    """Keys (after rotation) and values of prompts in one layer.
 
     Attributes:
         keys, values: [b x g e].
-        mask: bool [b x].
+        mask: bool [b x], the valid positions.
     """
 
     keys: Array
@@ -54,14 +53,14 @@ def apply(
     remat: Remat = "none",
     sharding: Any = None,
 ) -> tuple[Float[Array, "b d"], Float[Array, "b c t d"]]:
-    """(state at the last token of each prompt, states of its responses), after the final norm.
+    """Return (state at each prompt's last token, states of its responses), after the final norm.
 
-    What comes out at a padded position is finite and meaningless.
+    The output at a padded position is finite but has no meaning.
 
     Args:
         params: from `init_params` or `model.load`, or these in the decoder's layout.
         prompts: left-padded.
-        responses: c to each prompt, right-padded.
+        responses: c per prompt, right-padded.
         prompt_lengths: tokens of each prompt; at least one.
         config, compute_dtype, remat, sharding: as in `transformer.apply`.
 
@@ -120,19 +119,19 @@ def attend_after(
     implementation: attention.Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b c t g r e"]:
-    """Softmax attention of responses to their prompt and, causally, to themselves.
+    """Return softmax attention of responses to their prompt and, causally, to themselves.
 
-    Padding behind a response is seen by padding alone, so it needs no mask.
+    Padding after a response is visible only to padding, so it needs no mask.
 
     Args:
         q, k, v: of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
-        implementation: by einsum in two parts, by tpu_kernel under one mask; nothing is repeated.
-            cudnn: in rows of their own.
-        sharding: on a mesh, of keys and values as a cache [b g x e]; tpu_kernel alone needs it.
+        implementation: xla: two parts, without repetition; tpu_kernel: one mask, without
+            repetition; cudnn: one row per response.
+        sharding: on a mesh, of keys and values as a cache [b g x e]; only for tpu_kernel.
     """
     if implementation == "tpu_kernel":
-        from tba_jax.models import splash  # here, not above: its import takes a third of a second
+        from tba_jax.models import splash  # a slow import: a third of a second
 
         return splash.attend_after(q, k, v, *seen, sharding)
     if implementation == "cudnn":
@@ -147,7 +146,7 @@ def _in_parts(
     v: Float[Array, "b c t g e"],
     seen: Seen,
 ) -> Float[Array, "b c t g r e"]:
-    """By einsum; the compiler chooses the order of axes, as XLA:TPU does well."""
+    """Attend by einsum; the compiler chooses the order of axes, which suits XLA:TPU."""
     index, scale = jnp.arange(q.shape[2]), q.shape[-1] ** -0.5
     wide = jnp.promote_types(q.dtype, jnp.float32)
     before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)
@@ -170,11 +169,11 @@ def _in_parts_of_rows(
     v: Float[Array, "b c t g e"],
     seen: Seen,
 ) -> Float[Array, "b c t g r e"]:
-    """By einsum in the order of axes that XLA:CPU wants."""
+    """Attend by einsum with the order of axes that suits XLA:CPU."""
     b, c, t, g, r, e = q.shape
     index, scale = jnp.arange(t), e**-0.5
-    # The queries of all responses are the rows of one product with the prompt's keys. Axes of the
-    # batch in front: any other order makes XLA:CPU transpose the scores, the largest arrays here.
+    # The queries of all responses are the rows of one product with the prompt's keys, with batch
+    # axes in front: with another order XLA:CPU transposes the scores, the largest arrays here.
     before = _products(jnp.transpose(q, (0, 3, 4, 1, 2, 5)).reshape(b, g, r * c * t, e), seen.keys)
     padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None]
     to_prompt = _partial(
@@ -194,12 +193,12 @@ def _in_parts_of_rows(
 
 
 def _flat(x: Float[Array, "b c t g e"]) -> Float[Array, "bc t g e"]:
-    """Responses of all rows as rows."""
+    """Return the responses of all rows as rows."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def _products(rows: Float[Array, "b g n e"], keys: Float[Array, "b x g e"]) -> Array:
-    """[b g n x], accumulated in float32 at least."""
+    """Return [b g n x], accumulated in float32 at least."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     keys = jnp.swapaxes(keys, 1, 2)
     return jnp.einsum("bgne,bgxe->bgnx", rows, keys, preferred_element_type=wide)
@@ -212,11 +211,11 @@ def _attend_in_rows(
     seen: Seen,
     implementation: attention.Implementation,
 ) -> Float[Array, "b c t g r e"]:
-    """The same with keys and values of the prompt before those of each response.
+    """Attend with keys and values of the prompt repeated before those of each response.
 
-    For flash attention: what it gives back of a part (cuDNN's residual) has no gradient, so its
-    parts cannot be merged; and its causal mask begins at the first key, so queries stand at the
-    prompt too. Beside what is saved (the layers of the prompt) these products are few.
+    For flash attention: cuDNN's residual of a part has no gradient, so parts cannot be merged; and
+    its causal mask starts at the first key, so there are query positions for the prompt, too. The
+    savings in the layers of the prompt outweigh these products.
     """
     b, c, t = q.shape[:3]
     x = seen.keys.shape[1]
@@ -233,8 +232,8 @@ def _attend_in_rows(
 
 
 def _partial(scores: Array, values: Array, equation: str) -> Partial:
-    """The softmax over these scores; `out` as the equation says, else as the scores."""
-    # Whatever is subtracted cancels, so no gradient has to flow through it.
+    """Return the softmax over these scores; `out` has the axes of the equation."""
+    # The maximum cancels, so it needs no gradient.
     most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - most)
     total = jnp.sum(weights, axis=-1, keepdims=True)

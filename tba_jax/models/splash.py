@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole sequences by jax's splash attention for TPU: rows, packed rows, and behind shared prompts.
+"""Splash attention of jax for TPU on whole sequences: rows, packed rows, and shared prompts.
 
-What queries see comes to it in three ways: from shapes alone (causal, or responses behind their
-prompt), as numbers of segments beside that, or as a mask of pairs for what neither can say. The
-gradient is the library's own, so nothing is merged here. The invariant it owns: the numbers of
-`attention.attend`, whatever the padding holds.
+Visibility is given by shapes alone (causal, or responses after their prompt), with segment numbers,
+or by a mask of pairs if these do not suffice. The gradient is the library's. Invariant: the results
+are those of `attention.attend`, whatever the padding contains.
 
-Compiled for TPU and checked in interpret mode; nobody has measured it on one, so nothing uses it
-unless asked to. On other devices it runs interpreted: correct and very slow.
+Compiled for TPU and checked in interpret mode, but not measured on a TPU, so it is never chosen
+automatically. On other devices it runs interpreted: correct and very slow.
 """
 
 import dataclasses
@@ -28,9 +27,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models.per_shard import cache_axes, per_shard, tpu_or_interpreter
 
-_LANES = 128  # of a vector register; splash works on blocks of multiples of it
-# Queries, and keys, of a block. Under a mask of pairs smaller ones: sequences of a packed row have
-# a few hundred tokens, and blocks that see nothing of one another are skipped.
+_LANES = 128  # of a vector register; splash needs blocks of multiples of it
+# Maximum queries and keys per block. Smaller with a mask of pairs: sequences of a packed row have a
+# few hundred tokens, and blocks without visible pairs are skipped.
 _MOST_BLOCK, _MASKED_BLOCK = 512, 256
 
 
@@ -41,11 +40,11 @@ def attend_causal(
     segments: Bool[Array, "b s"] | Int[Array, "b s"],
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
-    """Causal attention of rows padded on either side, or packed, by splash attention.
+    """Return causal attention of rows padded on either side, or packed.
 
     Args:
         q, k, v: queries and keys rotated.
-        segments: which positions are valid, or the number of each one's sequence, 0 at padding.
+        segments: which positions are valid, or the index of each one's sequence, 0 at padding.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
     return _of_rows(_splash_causal, sharding)(q, k, v, segments)
@@ -58,11 +57,11 @@ def attend_masked(
     seen: Bool[Array, "b s s"],
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
-    """Attention under any mask of pairs, by splash attention, which skips its empty blocks.
+    """Return attention with any mask of pairs; splash skips its empty blocks.
 
     Args:
         q, k, v: queries and keys rotated.
-        seen: whether each query sees each key; what sees none gives finite numbers.
+        seen: whether each query sees each key; a query that sees none gives finite numbers.
         sharding: of k and v as a cache [b g s e], on a mesh; None: one device.
     """
     return _of_rows(_splash_pairs, sharding)(q, k, v, seen)
@@ -77,12 +76,12 @@ def attend_after(
     valid: Bool[Array, "b x"],
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b c t g r e"]:
-    """Attention of c responses to their prompt and, causally, to themselves, by splash attention.
+    """Return attention of c responses to their prompt and, causally, to themselves.
 
     Args:
         q, k, v: of the responses; q and k rotated.
         keys, values: of the prompts, keys rotated.
-        valid: which positions of the prompts are.
+        valid: valid positions of the prompts.
         sharding: of keys and values as a cache [b g x e], on a mesh; None: one device.
     """
     rows, heads = cache_axes(sharding)
@@ -95,7 +94,7 @@ def attend_after(
 def _of_rows(
     function: Callable[..., Array], sharding: NamedSharding | None
 ) -> Callable[..., Array]:
-    """function(q, k, v, what each row may see), on each device for its own rows and heads."""
+    """Return function(q, k, v, visibility of rows), applied per device to its rows and heads."""
     rows, heads = cache_axes(sharding)
     of_rows = PartitionSpec(rows, None, heads)
     return per_shard(function, sharding, (of_rows, of_rows, of_rows, PartitionSpec(rows)), of_rows)
@@ -107,7 +106,7 @@ def _splash_causal(
     v: Float[Array, "b s g e"],
     segments: Bool[Array, "b s"] | Int[Array, "b s"],
 ) -> Float[Array, "b s g r e"]:
-    # Padding is a segment too: segments do not see one another.
+    # Padding is a segment of its own, and segments do not see one another.
     size = _up(q.shape[1], _LANES)
     segments = _padded(segments.astype(jnp.int32), size)
     block = _block(size)
@@ -130,9 +129,9 @@ def _splash_after(
     values: Float[Array, "b x g e"],
     valid: Bool[Array, "b x"],
 ) -> Float[Array, "b c t g r e"]:
-    """The responses to a prompt are one row of queries; its keys are theirs, then the prompt's."""
+    """Attend with a prompt's responses as one row; keys are theirs, then the prompt's."""
     b, c, t = q.shape[:3]
-    # Blocks no longer than a response: those of other responses are skipped.
+    # Blocks no longer than a response, so that those of other responses are skipped.
     block = _block(_up(c * t, _LANES), most=t)
     of_keys = _block(block, most=valid.shape[1])
     own, prompt = _up(c * t, block), _up(valid.shape[1], of_keys)
@@ -158,11 +157,11 @@ def _splash_after(
 
 @dataclasses.dataclass(frozen=True)
 class _AfterPrompt(splash_mask.Mask):
-    """A response sees itself up to each position, and all of the prompt; made block by block.
+    """Mask of responses that see themselves causally and the whole prompt; computed per block.
 
     Attributes:
-        own: queries, and keys at the same positions.
-        prompt: keys behind them.
+        own: number of queries, and of keys at the same positions.
+        prompt: number of keys after them.
         length: of a response.
     """
 
@@ -177,8 +176,8 @@ class _AfterPrompt(splash_mask.Mask):
     def __getitem__(self, idx: tuple[slice, slice]) -> np.ndarray:
         rows, columns = (np.arange(*at.indices(n)) for n, at in zip(self.shape, idx, strict=True))
         of_rows, of_columns = rows[[0, -1]] // self.length, columns[[0, -1]] // self.length
-        # Nearly all blocks are seen whole or not at all, and there are 66,000 of them of four
-        # responses of 32,768 tokens: a millisecond each where every pair is compared.
+        # Nearly all blocks are fully visible or fully hidden. Four responses of 32,768 tokens have
+        # 66,000 blocks; comparing every pair would take a millisecond each.
         if columns[0] >= self.own:
             return np.ones((len(rows), len(columns)), bool)
         if columns[-1] < self.own:
@@ -199,7 +198,7 @@ def _splash_rows(
     mask: splash_mask.Mask,
     blocks: tuple[int, int],
 ) -> Float[Array, "b s h e"]:
-    """Under a mask of shapes alone [s c]; queries see keys of their own segment."""
+    """Attend with a mask of shapes alone [s c]; queries see keys of their own segment."""
 
     def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:
         kernel = _splash_kernel(
@@ -221,11 +220,11 @@ def _splash_pairs(
     v: Float[Array, "b s g e"],
     seen: Bool[Array, "b s s"],
 ) -> Float[Array, "b s g r e"]:
-    """Under a mask that only the program knows, the same for all heads: a row after the other."""
+    """Attend with a dynamic mask, the same for all heads, one row after the other."""
     s = q.shape[1]
     size = _up(s, _LANES)
-    # What sees nothing sees itself: a block in which no query sees any would be left out, and its
-    # output nobody's numbers.
+    # Positions that see nothing see themselves: a block without visible pairs would be skipped, and
+    # its output would be undefined.
     seen = jnp.pad(seen, ((0, 0), (0, size - s), (0, size - s)))
     seen = seen | jnp.eye(size, dtype=bool)[None]
     block = _block(size, most=_MASKED_BLOCK)
@@ -233,7 +232,7 @@ def _splash_pairs(
     def run(q: Array, k: Array, v: Array, seen: Array, *, interpret: bool) -> Array:
         def row(q: Array, k: Array, v: Array, seen: Array) -> Any:
             kernel = _splash_kernel(seen[None], (block, block), interpret=interpret)
-            # Made in a trace, its flag for names in profiles is an array: nothing can branch on it.
+            # Created in a trace, this flag would be an array, on which nothing can branch.
             kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
             return kernel(q, k, v)
 
@@ -250,7 +249,7 @@ def _splash_kernel(
     *,
     interpret: bool,
 ) -> splash.SplashAttentionKernel:
-    """(q [h s e], k [g c e], v [g c e], segments) -> [h s e], blocks of queries and of keys."""
+    """Return (q [h s e], k [g c e], v [g c e], segments) -> [h s e], with these block sizes."""
     of_queries, of_keys = blocks
     return splash.make_splash_mha(
         mask,
@@ -269,22 +268,22 @@ def _splash_kernel(
 
 
 def _rows_of_heads(q: Float[Array, "*b g r e"]) -> Float[Array, "*b h e"]:
-    """Queries, scaled, with the heads of all groups side by side."""
+    """Return the scaled queries with the heads of all groups on one axis."""
     *rows, g, r, e = q.shape
     return (q * e**-0.5).reshape(*rows, g * r, e)
 
 
 def _padded(x: Float[Array, "b s *rest"], size: int) -> Float[Array, "b n *rest"]:
-    """x with `size` positions, the new ones behind and 0."""
+    """Return x with `size` positions; the added ones are at the end and 0."""
     return jnp.pad(x, ((0, 0), (0, size - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
 
 
 def _block(size: int, most: int = _MOST_BLOCK) -> int:
-    """The largest block that divides a multiple of 128 and is no longer than `most`, or 128."""
+    """Return the largest block up to `most` that divides a multiple of 128, at least 128."""
     fitting = (n for n in (_MOST_BLOCK, 256) if size % n == 0 and n <= most)
     return next(fitting, _LANES)
 
 
 def _up(size: int, step: int) -> int:
-    """The next multiple."""
+    """Round up to a multiple of `step`."""
     return -(-size // step) * step

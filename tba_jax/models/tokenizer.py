@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Text <-> token ids; the only module that knows the tokenizer libraries.
+"""Conversion between text and token ids; the only module that uses tokenizer libraries.
 
-They are imported when a tokenizer is loaded, not with this module: `tokenizers` where its file
-says everything, else transformers, which takes seconds. It does not know models, prompts or tasks,
-and it never pads: who pads keeps lengths or masks, so `pad_id` may be a real end-of-sequence token
-and none is ever lost. The invariant it owns: which ids are special (`bos_id`, `eos_ids`, `pad_id`)
-is decided here, once, from the files of the model folder, and every id that leaves this module is
-one the model has an embedding for.
+They are imported when a tokenizer is loaded: `tokenizers` if tokenizer.json suffices, otherwise
+transformers, which takes seconds. This module never pads: callers keep lengths or masks, so
+`pad_id` may be a real end-of-sequence token and none is ever lost. Invariant: this module alone
+decides which ids are special (`bos_id`, `eos_ids`, `pad_id`), from the files of the model folder,
+and every id that it returns has an embedding in the model.
 """
 
 import functools
@@ -24,13 +23,13 @@ class Tokenizer:
     """The tokenizer of a model folder; use `Tokenizer.load`.
 
     Attributes:
-        bos_id: beginning-of-sequence token, None where the model has none.
-        adds_bos: the model expects `bos_id` in front of plain text, that is, its own tokenizer
-            puts it there (Llama does; GPT-2, Pythia and Qwen do not).
-        eos_ids: every token that ends a response, generation_config.json's included.
+        bos_id: beginning-of-sequence token, None if the model has none.
+        adds_bos: the model expects `bos_id` before plain text, because its own tokenizer adds it
+            (Llama's does; those of GPT-2, Pythia and Qwen do not).
+        eos_ids: all tokens that end a response, including those of generation_config.json.
         pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
             `eos_ids` (Qwen: <|endoftext|> is both).
-        vocab_size: number of tokens, added ones included; the model may have more rows.
+        vocab_size: number of tokens, including added ones; the model may have more rows.
     """
 
     def __init__(
@@ -49,16 +48,16 @@ class Tokenizer:
         if any(i >= 0 for i in declared) and not self.eos_ids:
             raise self._no_row("end-of-sequence token", max(declared))
         pad = tokenizer.pad_token_id
-        # A pad token without a row of its own would read past the embedding.
+        # A pad token without a row would index beyond the embedding.
         self.pad_id: int = pad if self._has_row(pad) else (self.eos_ids or (0,))[0]
 
     @classmethod
     def load(cls, path_or_hub_id: str | os.PathLike[str]) -> "Tokenizer":
-        """The tokenizer of a model folder, hub id or embedded model.
+        """Return the tokenizer of a model folder, hub ID or embedded model.
 
         Raises:
-            ValueError: no such model, no tokenizer there that can be read without running its code,
-                or special tokens that the model of the same folder lacks.
+            ValueError: no such model, no tokenizer that can be loaded without running its code, or
+                special tokens without an embedding in the model.
         """
         folder = folders.resolve(path_or_hub_id)
         if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -67,7 +66,7 @@ class Tokenizer:
                 "model folder that has its tokenizer files"
             )
         generation, model, library, settings = (
-            _read_json(folder / name)  # all of them: the library's own complaint names no file
+            _read_json(folder / name)  # a check, because the library's error names no file
             for name in (
                 "generation_config.json",
                 "config.json",
@@ -96,18 +95,18 @@ class Tokenizer:
             raise ValueError(f"{folder}: {error}") from error
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
-        """int32 [s]: token ids of the text, special tokens written in it recognised.
+        """Return int32 [s]: token ids of the text; special tokens in the text are recognised.
 
         Args:
             text: any text.
-            add_bos: put the beginning-of-sequence token first, where the model expects one
-                (`adds_bos`) and the text does not begin with it, as the output of `format_chat`
-                may. An empty text is then that token for every model that has one.
+            add_bos: start with the beginning-of-sequence token if the model expects it (`adds_bos`)
+                and the text does not start with it, as the output of `format_chat` may. An empty
+                text becomes that token for every model that has one.
 
         Raises:
-            ValueError: a token of the text that the model has no embedding for.
+            ValueError: a token of the text has no embedding in the model.
         """
-        # Not verbose: whoever has a limit says what it is; transformers would only warn.
+        # Not verbose: transformers would warn about lengths that callers check themselves.
         ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
@@ -116,17 +115,17 @@ class Tokenizer:
         return self._checked(ids)
 
     def encode_complete(self, text: str, max_tokens: int | None = None) -> np.ndarray:
-        """int32 [s]: the text between the special tokens that the tokenizer itself adds.
+        """Return int32 [s]: the text with the special tokens that the tokenizer itself adds.
 
-        What encoder models read: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
+        Input of encoder models: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
 
         Args:
             text: any text.
-            max_tokens: the text, never the special tokens, is cut at its end to fit.
+            max_tokens: truncates the text, never the special tokens.
 
         Raises:
-            ValueError: max_tokens leaves no room for the special tokens, or a token of the text
-                that the model has no embedding for.
+            ValueError: max_tokens leaves no room for the special tokens, or a token of the text has
+                no embedding in the model.
         """
         encoded = self._tokenizer(text, return_special_tokens_mask=True)
         ids = np.array(encoded["input_ids"], np.int32)
@@ -134,24 +133,24 @@ class Tokenizer:
         from_text = np.flatnonzero(np.array(encoded["special_tokens_mask"]) == 0)
         if excess > len(from_text):
             raise ValueError(
-                f"max_tokens = {max_tokens} is less than the {len(ids) - len(from_text)} special "
-                "tokens that this tokenizer adds; give more"
+                f"max_tokens={max_tokens} is less than the {len(ids) - len(from_text)} special "
+                "tokens that this tokenizer adds. Set a larger limit"
             )
         return self._checked(np.delete(ids, from_text[len(from_text) - excess :]))
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Text of token ids, special tokens left out unless asked for."""
+        """Return the text of token ids, without special tokens unless requested."""
         return self.batch_decode([ids], skip_special)[0]
 
     def batch_decode(
         self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
     ) -> list[str]:
-        """Text of each row of token ids; ids past the tokenizer's own add nothing.
+        """Return the text of each row of token ids; ids beyond the tokenizer's own are ignored.
 
         A model may have more rows than its tokenizer has tokens, and may sample one of them.
         """
         return [
-            # No clean-up: it would delete spaces in front of punctuation that the model wrote.
+            # Clean-up would delete spaces before punctuation that the model wrote.
             self._tokenizer.decode(
                 [int(i) for i in row],
                 skip_special_tokens=skip_special,
@@ -170,9 +169,9 @@ class Tokenizer:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def knows(self, character: str) -> bool:
-        """Whether a text does not lose this character: no unknown token, and some token, is it.
+        """Return whether the tokenizer can represent this character.
 
-        White space may be none: tokenizers that put words apart leave it out.
+        White space may be lost: tokenizers that split words remove it.
         """
         ids = self._tokenizer.encode(character, add_special_tokens=False, verbose=False)
         unknown = self._tokenizer.unk_token_id
@@ -180,33 +179,33 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `format_chat` can be used."""
+        """Whether `format_chat` works."""
         return bool(self._tokenizer.chat_template)
 
     def format_chat(
         self, messages: Sequence[Mapping[str, str]], *, is_complete: bool = False
     ) -> str:
-        """The messages in the model's chat template, ending where the assistant begins or goes on.
+        """Format messages with the model's chat template, up to the start of the response.
 
-        Where the template writes the beginning-of-sequence token, the text has it; `encode` gives
-        that one id and no second one.
+        If the template writes the beginning-of-sequence token, the text has it; `encode` adds no
+        second one.
 
         Args:
-            messages: each with "role" and "content"; a last one of the assistant's is the beginning
-                of the response.
-            is_complete: it is not: the response is another message, such as a guard's verdict on
-                the conversation.
+            messages: each with "role" and "content"; a last message of the assistant is the
+                beginning of the response.
+            is_complete: the conversation is complete, and the response is a separate message, such
+                as a guard's verdict.
 
         Raises:
-            ValueError: the tokenizer has no chat template, jinja2 is not installed, a message
-                lacks a key, or the template refuses the messages (some know no "system" role).
+            ValueError: the tokenizer has no chat template, jinja2 is not installed, a message lacks
+                a key, or the template refuses the messages (some have no "system" role).
         """
         if not self.has_chat_template:
             raise ValueError(
-                "this tokenizer has no chat template; use plain prompts, or an instruction-tuned "
+                "this tokenizer has no chat template. Use plain prompts, or an instruction-tuned "
                 "checkpoint"
             )
-        # A template would write nothing for what is missing, without a word.
+        # A template would silently drop missing keys.
         if not messages or any(not {"role", "content"} <= m.keys() for m in messages):
             raise ValueError(
                 f"chat messages {list(messages)!r}: wanted at least one, each with 'role' and "
@@ -223,19 +222,19 @@ class Tokenizer:
                 continue_final_message=begun,
             )
         except ImportError as error:
-            raise ValueError("chat templates need jinja2; pip install jinja2") from error
+            raise ValueError("chat templates need jinja2. Run pip install jinja2") from error
         except TemplateError as error:
             raise ValueError(
-                f"the chat template of this tokenizer refuses the messages ({error}); change the "
+                f"the chat template of this tokenizer refuses the messages ({error}). Change the "
                 "roles or their order"
             ) from error
 
     def has_vocabulary_of(self, other: "Tokenizer") -> bool:
-        """Whether every token of `other` has the same id here, so that its ids can be read."""
+        """Return whether every token of `other` has the same id here."""
         return other._tokenizer.get_vocab().items() <= self._tokenizer.get_vocab().items()
 
     def _has_row(self, token_id: int | None) -> bool:
-        """Tokens can be added to a tokenizer without giving the model rows for them."""
+        """Return whether the model has an embedding for a token; added tokens may have none."""
         size = self._model_vocab_size
         return token_id is not None and token_id >= 0 and (size is None or token_id < size)
 
@@ -253,8 +252,8 @@ class Tokenizer:
         )
 
 
-# What tokenizer_config.json may hold where the tokenizer has no Python code of its own. None of it
-# changes what `Tokenizer` asks for, which never pads, cuts or cleans up.
+# Accepted values in tokenizer_config.json of a tokenizer without Python code. They do not change
+# the methods that `Tokenizer` uses, which never pad, truncate or clean up.
 _PLAIN_SETTINGS = {
     *("tokenizer_class", "clean_up_tokenization_spaces", "model_max_length", "padding_side"),
     *("bos_token", "eos_token", "pad_token", "unk_token"),
@@ -262,12 +261,12 @@ _PLAIN_SETTINGS = {
 
 
 def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether transformers would add nothing to tokenizer.json.
+    """Return whether tokenizer.json suffices, so that transformers would add nothing.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         library: contents of its tokenizer.json.
-        settings: those of its tokenizer_config.json.
+        settings: contents of its tokenizer_config.json.
     """
     others = ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
     special = {x["content"] for x in library.get("added_tokens", ()) if x["special"]}
@@ -276,14 +275,14 @@ def _says_everything(folder: Path, library: Mapping[str, Any], settings: Mapping
         bool(library)
         and settings.get("tokenizer_class") == "PreTrainedTokenizerFast"
         and settings.keys() <= _PLAIN_SETTINGS
-        # Others it would add to the vocabulary.
+        # transformers would add other tokens to the vocabulary.
         and all(isinstance(x, str) and x in special for x in declared)
         and not any((folder / name).exists() for name in others)
     )
 
 
 class _Plain:
-    """What `Tokenizer` asks of a tokenizer of transformers, by tokenizer.json alone."""
+    """The methods of a transformers tokenizer that `Tokenizer` uses, by tokenizer.json alone."""
 
     chat_template = None
 
@@ -331,11 +330,11 @@ class _Plain:
 
 
 def _of_transformers(folder: Path) -> Any:
-    # It would advise on standard error to install torch, which is not used.
+    # Suppresses advice on standard error to install torch, which is not used.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer  # seconds to import: only when needed
 
-    # False, not the default: that one asks at the terminal.
+    # False, because the default asks at the terminal.
     return _read(
         folder,
         lambda: AutoTokenizer.from_pretrained(
@@ -352,7 +351,7 @@ def _read(folder: Path, load: Callable[[], Any]) -> Any:
     """
     try:
         return load()
-    except Exception as error:  # `tokenizers` raises Exception itself for files it cannot read
+    except Exception as error:  # `tokenizers` raises plain Exception for unreadable files
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"{folder}: the tokenizer cannot be read ({reason}). Correct the tokenizer files, or "

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One decoder-only transformer: by its config a Llama, Qwen2, Qwen3, GPT-NeoX or GPT-2.
 
-Parameters leave this module as plain nested dicts of arrays with the layers stacked on a leading
-axis; Flax NNX is used inside and is invisible outside. It does not know tokenizers, files, caches,
-sampling temperatures or losses. The invariant it owns: there is one layer, `run_layer`; scoring
-(`apply`) and the decoder's prefill and steps differ only in what they let its queries see.
+Parameters are plain nested dicts of arrays with the layers stacked on a leading axis; Flax NNX is
+used only inside this module. Invariant: there is one layer, `run_layer`; scoring (`apply`) and the
+decoder's prefill and steps differ only in what queries see.
 """
 
 import dataclasses
@@ -29,9 +28,8 @@ class Adapters(NamedTuple):
 
     Attributes:
         rank: r, columns of A and rows of B.
-        alpha: strength of an adapter, whatever its rank.
-        modules: names of the matrices that have one; their A and B are the leaves
-            `lora_names(name)`.
+        alpha: scale of an adapter, independent of its rank.
+        modules: names of the adapted matrices; their A and B are the leaves `lora_names(name)`.
     """
 
     rank: int
@@ -45,12 +43,12 @@ class Adapters(NamedTuple):
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Names of the leaves A [*inputs r] and B [r *outputs] of a matrix [*inputs *outputs]."""
+    """Return the names of the leaves A [*inputs r], B [r *outputs] of matrix [*inputs *outputs]."""
     return f"{name}_lora_a", f"{name}_lora_b"
 
 
 def num_input_axes(name: str) -> int:
-    """How many leading axes of a layer's matrix are its input."""
+    """Return the number of leading axes of a layer's matrix that are its input."""
     return 2 if name == "o" else 1
 
 
@@ -76,17 +74,17 @@ class TransformerConfig:
         rope_theta: base of the rotary frequencies.
         rope_scaling: context extension, or None.
         qkv_bias: query, key and value projections have a bias.
-        o_bias: the attention output projection has one.
-        mlp_bias: the matrices of the MLP have one.
+        o_bias: the attention output projection has a bias.
+        mlp_bias: the matrices of the MLP have a bias.
         qk_norm: queries and keys pass an RMSNorm per head before they are rotated (Qwen3).
         activation: of the MLP; `gelu` is exact, `gelu_tanh` its usual approximation.
         gated_mlp: activation(gate) * up instead of activation(up).
         tie_embeddings: the embedding is also the output matrix.
-        max_positions: longest sequence the model was made for, in tokens; rows of a learned table.
+        max_positions: maximum sequence length, in tokens; rows of a learned table.
         num_labels: outputs of a sequence classifier or reward model; 0: a language model.
-        adapters: what a policy in training has beside its matrices, or None.
-        attention: who computes it: auto, the best measured one that its platform has; xla, plain
-            programs; tpu_kernel, kernels for TPU.
+        adapters: adapters of a policy in training, or None.
+        attention: implementation: auto, the fastest measured one for the platform; xla, without
+            kernels; tpu_kernel, kernels for TPU.
     """
 
     vocab_size: int
@@ -124,7 +122,7 @@ class TransformerConfig:
             )
         if not 0 <= self.rotary_fraction <= 1:
             raise ValueError(
-                f"rotary_fraction = {self.rotary_fraction} is not a share of head_dim; give a "
+                f"rotary_fraction = {self.rotary_fraction} is not a share of head_dim. Set it to a "
                 "number from 0 to 1"
             )
         if self.positions == "rotary" and self.rotary_dim % 2 and self.rotary_dim == self.head_dim:
@@ -132,7 +130,7 @@ class TransformerConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Rotated dimensions of a head."""
+        """Number of rotated dimensions of a head."""
         return int(self.head_dim * self.rotary_fraction)
 
 
@@ -141,7 +139,7 @@ Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 class Block(nnx.Module):
-    """One layer; `attend` decides what the queries of this call may see."""
+    """One layer; `attend` defines what queries see."""
 
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
         d, h, g, e, f = (
@@ -163,8 +161,8 @@ class Block(nnx.Module):
         def ones(size: int) -> nnx.Param:
             return nnx.Param(jnp.ones((size,), dtype))
 
-        # Matrices that write into the residual stream start smaller, so that its scale does not
-        # grow with depth (GPT-2).
+        # Matrices that write into the residual stream have smaller initial values, so that its
+        # scale does not grow with depth (GPT-2).
         depth = 2 * config.num_layers
         self.config = config
         self.attn_norm = ones(d)
@@ -202,7 +200,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Float[Array, "*b d"], angles: Rope, attend: Attend
     ) -> tuple[Float[Array, "*b d"], Any]:
-        """(x after this layer, whatever `attend` returned beside its output)."""
+        """Return (x after this layer, second result of `attend`)."""
         out, extra = self._attention(self._norm("attn_norm", x), angles, attend)
         if self.config.parallel_residual:
             return x + out + self._mlp(self._norm("mlp_norm", x)), extra
@@ -240,13 +238,13 @@ class Block(nnx.Module):
     def _linear(
         self, name: str, x: Float[Array, "*b i"], has_bias: bool, out_shape: tuple[int, ...]
     ) -> Array:
-        """[*b *out_shape]: x times the matrix of this name, plus its bias, in the dtype of x.
+        """Return [*b *out_shape]: x times the matrix of this name, plus its bias, in x's dtype.
 
-        As one two-dimensional product: the weight gradient then contracts one long axis instead
-        of several (229 against 262 ms for the gradient of 256 rows x 28 positions of the start
-        model on 2 CPU cores). Keys and values, gate and up are products of their own: fused into
-        one they took two to three times as long in training on CPU, and on TPU an axis of two
-        among them made XLA copy the weights to another layout.
+        As one two-dimensional product: the weight gradient then contracts one long axis instead of
+        several (229 against 262 ms for the gradient of 256 rows x 28 positions of the start model
+        on 2 CPU cores). Keys and values, and gate and up, are separate products: fused into one,
+        they took two to three times as long in training on CPU, and on TPU an axis of two made XLA
+        copy the weights to another layout.
         """
         kernel = getattr(self, name)[...].astype(x.dtype).reshape(x.shape[-1], -1)
         rows = x.reshape(-1, x.shape[-1])
@@ -258,7 +256,7 @@ class Block(nnx.Module):
             out = (out * jnp.broadcast_to(scale[...], out.shape)).astype(x.dtype)
         adapters = self.config.adapters
         if adapters is not None and name in adapters.modules:
-            # Not W + A B first: its gradient would have the size of W.
+            # Not W + A B first, because its gradient would have the size of W.
             a, b = (getattr(self, leaf)[...].astype(x.dtype) for leaf in lora_names(name))
             narrow = rows @ a.reshape(x.shape[-1], -1)
             out = out + adapters.scale * narrow @ b.reshape(adapters.rank, -1)
@@ -274,7 +272,7 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What is not a layer: embeddings, final norm, output matrix."""
+    """Parameters outside the layers: embeddings, final norm, output matrix."""
 
     def __init__(self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs):
         d = config.hidden_size
@@ -328,7 +326,7 @@ _AXES = {
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
 def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.float32) -> Params:
-    """Fresh random parameters: a nested dict, layers stacked on a leading axis.
+    """Return random initial parameters: a nested dict, layers stacked on a leading axis.
 
     Args:
         config: the architecture.
@@ -344,12 +342,12 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
 
 
 def abstract_params(config: TransformerConfig, param_dtype: Any = jnp.float32) -> Params:
-    """The tree of `init_params` as ShapeDtypeStructs; nothing is computed."""
+    """Return the tree of `init_params` as ShapeDtypeStructs, without computation."""
     return jax.eval_shape(lambda: init_params(config, jax.random.key(0), param_dtype))
 
 
 def param_axes(config: TransformerConfig) -> Params:
-    """The tree of `init_params` with a tuple of logical axis names in place of each array."""
+    """Return the tree of `init_params` with a tuple of logical axis names for each array."""
     axes = dict(_AXES)
     for name in config.adapters.modules if config.adapters else ():
         (layers, *rest), at = _AXES[name], num_input_axes(name)
@@ -363,7 +361,7 @@ def param_axes(config: TransformerConfig) -> Params:
 
 
 def num_params(config: TransformerConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(x.shape) for x in jax.tree.leaves(abstract_params(config)))
 
 
@@ -379,10 +377,10 @@ def apply(
     remat: Remat = "none",
     sharding: Any = None,
 ) -> Float[Array, "b s d"]:
-    """Hidden states after the final norm; a position attends to the valid ones up to itself.
+    """Return hidden states after the final norm; positions attend to valid ones up to themselves.
 
-    Rows may be padded on either side, or hold several sequences side by side (`visible`); what
-    comes out at a padded position is finite and meaningless.
+    Rows may be padded on either side, or hold several sequences (`visible`); the output at a padded
+    position is finite but has no meaning.
 
     Args:
         params: from `init_params` or `model.load`, or these in the decoder's layout.
@@ -393,10 +391,10 @@ def apply(
         config: the architecture.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
-        visible: of packed rows, from `attention.packed`; None: one sequence a row.
-        remat: what the backward pass computes again.
-        sharding: a `shardings.ComputeSharding`: the devices that this is computed on. On a mesh it
-            gathers the layers, and `params` come with their ends gathered. None: any one device.
+        visible: of packed rows, from `attention.packed`; None: one sequence per row.
+        remat: what the backward pass recomputes.
+        sharding: a `shardings.ComputeSharding`: on a mesh it gathers the layers, and `params`
+            outside the layers are gathered already. None: any one device.
 
     Raises:
         ValueError: `remat` is not the name of a policy.
@@ -424,7 +422,7 @@ def apply(
 def choose_attention(
     config: TransformerConfig, compute_dtype: Any, sharding: Any
 ) -> attention.Implementation:
-    """Who computes the attention of whole sequences; arguments as in `apply`."""
+    """Return the attention implementation for whole sequences; arguments as in `apply`."""
     platform = "any" if sharding is None else sharding.platform
     return attention.choose(config.attention, platform, compute_dtype, config.head_dim)
 
@@ -437,9 +435,9 @@ def embed(
     config: TransformerConfig,
     compute_dtype: Any,
 ) -> Float[Array, "*b d"]:
-    """What the first layer reads.
+    """Return the input of the first layer.
 
-    A position outside a learned table reads its nearest row: keep sequences within max_positions.
+    A position beyond a learned table reads its last row: keep sequences within max_positions.
     """
     x = params["embed"][tokens].astype(compute_dtype)
     if config.positions == "learned":
@@ -449,7 +447,7 @@ def embed(
 
 
 def rotary(positions: Int[Array, "*b"], config: TransformerConfig) -> Rope:
-    """What `run_layer` needs of these positions, for every layer alike."""
+    """Return the rotary angles of these positions, the same for every layer."""
     if config.positions == "learned":
         return None
     return rope.angles(positions, config.rotary_dim, config.rope_theta, config.rope_scaling)
@@ -463,14 +461,14 @@ def run_layer(
     *,
     config: TransformerConfig,
 ) -> tuple[Float[Array, "*b d"], Any]:
-    """(x after one layer, whatever `attend` returned beside its output).
+    """Return (x after one layer, second result of `attend`).
 
     Args:
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
         x: residual stream; any batch axes, the last of them may be the sequence.
         angles: from `rotary`.
-        attend: (q [*b g r e], k [*b g e], v [*b g e]) -> (output [*b g r e], anything); it decides
-            what the queries see. Keys come rotated.
+        attend: (q [*b g r e], k [*b g e], v [*b g e]) -> (output [*b g r e], anything); it defines
+            what queries see. Keys are rotated.
         config: the architecture.
     """
     return nnx.merge(_block_graph(config, layer_params), layer_params)(x, angles, attend)
@@ -479,7 +477,7 @@ def run_layer(
 def final_norm(
     params: Params, x: Float[Array, "*b d"], *, config: TransformerConfig
 ) -> Float[Array, "*b d"]:
-    """The norm between the last layer and `unembed`."""
+    """Apply the norm between the last layer and `unembed`."""
     return _norm(x, params["final_norm"], params.get("final_norm_bias"), config.norm_eps)
 
 
@@ -490,14 +488,14 @@ def unembed(
     config: TransformerConfig,
     compute_dtype: Any,
 ) -> Float32[Array, "*b v"]:
-    """Logits, accumulated in float32 whatever the dtype of the matmul inputs.
+    """Return logits, accumulated in float32 for any dtype of the matmul inputs.
 
     Raises:
         ValueError: the model is a classifier.
     """
     if config.num_labels:
         raise ValueError(
-            f"a classifier with {config.num_labels} labels has no logits over tokens; use "
+            f"a classifier with {config.num_labels} labels has no logits over tokens. Use "
             "classifier.classify, or load a language model"
         )
     table = params["embed"] if config.tie_embeddings else params["unembed"]
@@ -510,9 +508,9 @@ def unembed(
 
 
 def unstack_layers(params: Params, config: TransformerConfig) -> Params:
-    """The tree with a tuple of layers in place of the stacked ones: the decoder's layout.
+    """Return the tree with a tuple of layers instead of stacked ones: the decoder's layout.
 
-    Slices taken inside a decode loop would be copied at every step. Matrices have two axes, heads
+    Slices inside a decode loop would be copied at every step. Matrices have two axes, with heads
     and head_dim merged: TPU would copy [d h e] to the layout of a matrix in every chunk.
     """
 
@@ -529,7 +527,7 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
 
 
 def _block_graph(config: TransformerConfig, names: Iterable[str]) -> Any:
-    """The graph of a layer with leaves of these names."""
+    """Return the graph of a layer with leaves of these names."""
 
     def make() -> Block:
         block = Block(config, jnp.float32, nnx.Rngs(0))
@@ -547,7 +545,7 @@ def _norm(
     bias: Float[Array, " d"] | None,
     eps: float,
 ) -> Float[Array, "*b d"]:
-    """LayerNorm where there is a bias, else RMSNorm."""
+    """Apply LayerNorm with a bias, RMSNorm without."""
     if bias is None:
         return _rms_norm(x, weight, eps)
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -559,7 +557,7 @@ def _norm(
 def _rms_norm(
     x: Float[Array, "*b d"], weight: Float[Array, " d"], eps: float
 ) -> Float[Array, "*b d"]:
-    # float32 at least: the mean of squares of bfloat16 values loses the small ones.
+    # At least float32: the mean of squares of bfloat16 values loses small contributions.
     y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * jnp.broadcast_to(weight.astype(y.dtype), y.shape)).astype(x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of parameter trees, for everyone who replaces one by another."""
+"""Comparison of parameter trees, before one replaces another."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ def check_same_tree(old: Any, new: Any) -> None:
     """Refuse weights that programs compiled for the old ones would not accept.
 
     Raises:
-        ValueError: naming the first leaf that differs in path, shape or dtype.
+        ValueError: names the first leaf with another path, shape or dtype.
     """
     old_leaves = {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(old)
@@ -21,7 +21,8 @@ def check_same_tree(old: Any, new: Any) -> None:
     if old_leaves.keys() != new_leaves.keys():
         names = sorted(old_leaves.keys() ^ new_leaves.keys())
         raise ValueError(
-            f"published weights have another tree than the version before; differing: {names[:5]}"
+            "published weights have another tree than the version before; different leaves: "
+            f"{names[:5]}"
         )
     for name, leaf in new_leaves.items():
         before = old_leaves[name]

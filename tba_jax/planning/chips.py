@@ -73,7 +73,7 @@ _ALLOCATOR = "slack of the allocator"
 
 
 def gpu_chip(gpu: gpus.Gpu) -> Chip:
-    """A GPU with what a run leaves outside of its pool, and what the allocator loses in it."""
+    """Return a GPU with the memory outside the run's pool, and the allocator's loss inside it."""
     pool = GPU_MEMORY_SHARE * gpu.memory_bytes
     return Chip(
         gpu.kind.removeprefix("NVIDIA ").split()[0].split("-")[0],
@@ -178,7 +178,7 @@ class GpuHosts:
 
 
 def parse_topology(text: str) -> Topology | GpuHosts:
-    """The slice or the GPU hosts that an argument names.
+    """Return the slice or the GPU hosts that an argument names.
 
     TPU hosts have four chips unless the argument says otherwise: `v5e:2x4` is two hosts of four,
     and `v5e:2x4@8` is one host of eight. `h100:8` is one host of eight GPUs, `h100:2x8` are two.
@@ -211,7 +211,7 @@ def parse_topology(text: str) -> Topology | GpuHosts:
 
 
 def attached_chip(devices: Sequence[Any]) -> Chip:
-    """The chip behind attached devices: GPUs from the table, others measured."""
+    """Return the chip of attached devices: GPUs from the table, others measured."""
     device = devices[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = stats.get("bytes_limit", 0) if stats else 0

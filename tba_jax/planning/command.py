@@ -122,7 +122,7 @@ class Planner:
 
 
 def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | None:
-    """The largest of ascending candidates that fits, by bisection; None: not even the first."""
+    """Return the largest of ascending candidates that fits, by bisection; None: none fits."""
     low, high = -1, len(candidates)
     while high - low > 1:
         middle = (low + high) // 2
@@ -134,7 +134,7 @@ def largest(candidates: Sequence[int], fits: Callable[[int], bool]) -> int | Non
 
 
 def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, Any]:
-    """A chosen placement with the micro-batch that the command asks for, where the mesh divides it.
+    """Return a chosen placement with the requested micro-batch, if the mesh divides it.
 
     Args:
         planner: describes the other config.
@@ -293,7 +293,7 @@ def compare(
     facts: Mapping[str, Any],
     say: Callable[[str], None],
 ) -> tuple[Mapping[str, Any], str]:
-    """(description of the faster way, what is said of both) for a slice of several hosts.
+    """Return (the faster placement, a sentence on both) for a slice of several hosts.
 
     Args:
         planner: asks the compiler.

@@ -37,7 +37,7 @@ from tba_jax.run import trainer_parts
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer to one request.
+    """Return the answer to one request.
 
     Args:
         request: `config`, a nested dict; `topology`, "" for the attached devices; `model`, the
@@ -95,7 +95,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         "num_devices": len(devices),
         "num_hosts": len({d.process_index for d in devices}),
         "layout": choice.name,
-        "takes_turns": choice.takes_turns,
+        "shares_devices": choice.shares_devices,
         "searches_elsewhere": MODES[config.placement].searches_elsewhere,
         "changed_fields": choice.fields,
         "notes": (*choice.notes, *_offloaded(config, model_config, choice)),
@@ -119,7 +119,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
-    """What of the train state lies in the memory of hosts, a sentence."""
+    """Return a sentence on the part of the train state in host memory."""
     mesh = choice.placement.trainer_mesh
     size = offloaded_bytes(trainer_parts.abstract_state(config, model_config, mesh))
     if not size:
@@ -138,7 +138,7 @@ def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Seq
 def _judge_bytes(
     config: Config, judges: Mapping[str, Any], devices: Sequence[Any], group_size: int
 ) -> float:
-    """What judges take of the first device of a searcher group; infinity where it cannot be."""
+    """Return the judges' memory on a group's first device; infinity if they do not fit it."""
     mesh = Mesh(np.array(devices[:group_size]), ("model",))
     try:
         return sum(judge_residents(config, judges, mesh)["searcher"].values())
@@ -186,7 +186,7 @@ def _sizes(
     group = choice.placement.searcher_meshes[0].devices.size
     hosts = len({d.process_index for d in devices})
     per_host = len(devices) // hosts
-    apart = choice.takes_turns or writes_versions(config)
+    apart = choice.shares_devices or writes_versions(config)
     of_trainer = 0 if apart else choice.placement.trainer_mesh.size // hosts
     groups = fitting.group_sizes(model_config, per_host - of_trainer, per_host, devices)
     return sizes._asdict() | {

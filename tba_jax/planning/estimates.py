@@ -42,7 +42,7 @@ def step_bytes(
     mesh: MeshShape,
     platform: Platform,
 ) -> float:
-    """What a train step needs beside its state, on a device with so many responses at a time.
+    """Return a train step's memory besides its state, per device, for this many responses.
 
     About: scores of a layer and their gradient (by flash attention, of packed rows, the mask of
     pairs and what is made of it), what enters each layer, the inner products of one and their
@@ -77,7 +77,7 @@ def searcher_bytes(
     devices: Sequence[Any],
     judge_bytes: Callable[[int], float],
 ) -> Callable[[int], float]:
-    """What each device of a searcher group holds, by its size: weights twice, reference, cache.
+    """Return a searcher device's memory by group size: weights twice, reference, cache.
 
     And what judges take of one of them.
     """
@@ -96,7 +96,7 @@ def searcher_bytes(
 
 
 def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
-    """What a searcher decodes with: in use, and the next version; and a base under adapters."""
+    """Return the memory of decoding weights: current and next version, and an adapter base."""
 
     def weights(quantization: Quantization) -> Params:
         where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.rollout_dtype)

@@ -22,7 +22,7 @@ _SHARE_FOR_PROGRAMS = 0.15
 
 
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
-    """A trainer's mesh of so many devices: as much fsdp as rows allow, the rest is `model`.
+    """Return a trainer's mesh of this size: fsdp as far as rows permit, the rest is `model`.
 
     Rows need not divide over the devices, some are then empty: at most a fifth of them.
 
@@ -66,7 +66,7 @@ def mesh_exists(size: int, config: Config, model_config: TransformerConfig, host
 def divisible_prompts(
     config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
 ) -> int:
-    """The next larger number of prompts for which a mesh of one of these sizes exists.
+    """Return the next larger number of prompts for which a mesh of these sizes exists.
 
     Raises:
         PlacementError: the model itself does not divide over them.
@@ -84,7 +84,7 @@ def divisible_prompts(
 def holds_state(
     size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
 ) -> bool:
-    """A mesh of this size exists, and leaves room beside the state."""
+    """Return whether a mesh of this size exists and leaves memory besides the state."""
     if not mesh_exists(size, config, model_config, hosts):
         return False
     held = estimates.held_bytes(config, model_config) / size
@@ -117,7 +117,7 @@ def micro_batch_rows(
     free_bytes: float,
     platform: Platform,
 ) -> int:
-    """The config's own where the mesh divides it, else the nearest that it does.
+    """Return the config's own size if the mesh divides it, else the nearest divisible one.
 
     Where memory allows, of padded rows whole groups on each device, if whole groups were asked for
     (their rows are scored once and not twice) or rows share prompts; of groups that share prompts

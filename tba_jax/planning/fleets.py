@@ -26,7 +26,7 @@ from tba_jax.run.shared import place_run
 
 
 def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
-    """The trainer's mesh as the config asks for it, and that of one searcher.
+    """Return the trainer's mesh as configured, and that of one searcher.
 
     Args:
         config: with placement=fleet.
@@ -65,7 +65,7 @@ def choose_fleet(
     hbm_bytes: float,
     judge_bytes: Callable[[int], float],
 ) -> tuple[Config, list[str]]:
-    """(the config with meshes and resources for such a trainer, what is said of it).
+    """Return (the config with meshes and resources for such a trainer, a sentence on it).
 
     A process of searchers takes a whole host like the trainer's, or what `fleet.searcher` says of
     accelerators.

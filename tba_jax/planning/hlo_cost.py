@@ -188,7 +188,7 @@ class _Counter:
         return -(-(limit - start) // self._step(called(x, "body")[0], counter))
 
     def _step(self, loop: str, counter: int) -> int:
-        """What a loop's body adds to its counter, an element of its tuple; 1 where nobody knows."""
+        """Return a loop counter's increment, by the tuple element it updates; 1 if unknown."""
         body = self._module.computations[loop]
         following = _copied(_root(body), counter, body)
         if following is None:
@@ -200,7 +200,7 @@ class _Counter:
     def _unfused(
         self, x: Instruction, body: Mapping[str, Instruction]
     ) -> tuple[Instruction, list[Instruction]]:
-        """It and its operands; of a fusion, what is computed in it, of operands in and outside."""
+        """Return an instruction and its operands; for a fusion, those inside and outside it."""
         operands = [body[name] for name in x.operands]
         if x.opcode != "fusion":
             return x, operands
@@ -223,7 +223,7 @@ def _index(x: Instruction) -> int | None:
 
 
 def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> Instruction | None:
-    """What an element of a tuple is a copy of; None where no tuple is written out."""
+    """Return the source that a tuple element copies; None if no tuple is written out."""
     if x.opcode != "tuple":
         return None
     found = body[x.operands[element]]

@@ -75,13 +75,13 @@ class Module(NamedTuple):
 
 
 def target(x: Instruction) -> str:
-    """What a custom call calls."""
+    """Return the target of a custom call."""
     found = re.search(r'custom_call_target="([^"]*)"', x.attributes)
     return found[1] if found else "custom-call"
 
 
 def called(x: Instruction, *keys: str) -> list[str]:
-    """Computations that attributes name, as `calls=%a` or `branch_computations={%a, %b}`."""
+    """Return the computations in attributes such as `calls=%a`, `branch_computations={%a, %b}`."""
     names = []
     for key in keys:
         found = re.search(rf"\b{key}=(\{{[^}}]*\}}|%?[\w.\-]+)", x.attributes)
@@ -91,19 +91,19 @@ def called(x: Instruction, *keys: str) -> list[str]:
 
 
 def numbers(x: Instruction, key: str) -> list[int]:
-    """The integers of an attribute, as `dimensions={0,1}`."""
+    """Return the integers of an attribute such as `dimensions={0,1}`."""
     found = re.search(rf"\b{key}=\{{([\d,]*)\}}", x.attributes)
     return [int(n) for n in found[1].split(",") if n] if found else []
 
 
 def braces(text: str, key: str) -> str:
-    """What stands behind a key, up to the brace that closes it."""
+    """Return the text after a key, up to its closing brace."""
     start = text.find(key)
     return "" if start < 0 else text[start + len(key) : text.index("}", start)]
 
 
 def parse(text: str) -> Module:
-    """The module of `jax.stages.Compiled.as_text()`."""
+    """Return the module of `jax.stages.Compiled.as_text()`."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = None, None
     for line in _whole_lines(text):

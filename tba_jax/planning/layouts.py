@@ -37,7 +37,7 @@ class Choice(NamedTuple):
         name: of its layout.
         placement: meshes; searchers are those of the last host.
         num_groups: searcher groups on the whole slice.
-        takes_turns: trainer and searchers share devices.
+        shares_devices: trainer and searchers share devices.
         fields: config fields that were changed for it, with their values.
         notes: changes that are more than a placement, a sentence each.
     """
@@ -45,7 +45,7 @@ class Choice(NamedTuple):
     name: str
     placement: Placement
     num_groups: int
-    takes_turns: bool
+    shares_devices: bool
     fields: dict[str, Any]
     notes: tuple[str, ...] = ()
 
@@ -59,7 +59,7 @@ def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> lis
     """
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
-    layouts = [WHOLE_HOSTS] if whole_hosts else [x for x in POD_LAYOUTS if not x.takes_turns]
+    layouts = [WHOLE_HOSTS] if whole_hosts else [x for x in POD_LAYOUTS if not x.shares_devices]
     return [n for n in range(1, len(devices)) if any(x.accepts(devices, n) for x in layouts)]
 
 
@@ -79,7 +79,7 @@ def usable_options(
 
 
 def place(config: Config, devices: Sequence[Any]) -> Choice:
-    """The config's own placement on these devices.
+    """Return the config's own placement on these devices.
 
     Raises:
         PlacementError: it does not suit them.
@@ -107,7 +107,7 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     chosen = searching[-1]
     layout = arrange(config.placement, devices, asked(config)).layout
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
-    return Choice(layout.name, chosen, len(groups), layout.takes_turns, {})
+    return Choice(layout.name, chosen, len(groups), layout.shares_devices, {})
 
 
 def choose(
@@ -118,7 +118,7 @@ def choose(
     judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
     trainer_devices: float = 0.0,
 ) -> tuple[Config, Choice]:
-    """The config with a placement for these devices; and that placement.
+    """Return the config with a placement for these devices, and that placement.
 
     A fleet stays one (`fleets`), and so do whole hosts. One host: `shared` on one device, else
     `split` in halves. Several: the trainer gets half of the chips of each host where the chips
@@ -185,16 +185,16 @@ def _choose_every_host(
         (n for n in sizes if fitting.holds_state(n, config, model_config, hbm_bytes, hosts)),
         len(devices),
     )
-    takes_turns = size == len(devices)
+    shares_devices = size == len(devices)
     mesh = fitting.mesh_shape(size, config, model_config, hosts)
-    pool = per_host if takes_turns else per_host - size // hosts
+    pool = per_host if shares_devices else per_host - size // hosts
     held = estimates.held_bytes(config, model_config) / size
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
-    free = hbm_bytes - held if takes_turns else hbm_bytes
+    free = hbm_bytes - held if shares_devices else hbm_bytes
     group = fitting.group_size(model_config, pool, per_host, free, devices, searching)
-    free = hbm_bytes - held - (searching(group) if takes_turns else 0.0)
+    free = hbm_bytes - held - (searching(group) if shares_devices else 0.0)
     fields |= {
-        "placement": "pod" if hosts > 1 else "shared" if takes_turns else "split",
+        "placement": "pod" if hosts > 1 else "shared" if shares_devices else "split",
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
         "mesh.model": mesh.model,
@@ -261,7 +261,7 @@ def _choose_whole_hosts(
 
 
 def _placed(given: Config, config: Config, devices: Sequence[Any], notes: Sequence[str]) -> Choice:
-    """The placement of a chosen config, with the fields in which it differs from the given one."""
+    """Return the placement of a chosen config, and the fields that differ from the given one."""
     validate(config)
     before, after = flatten(given), flatten(config)
     changed = {name: x for name, x in after.items() if before[name] != x}

@@ -48,7 +48,7 @@ class _Products(NamedTuple):
         return self.after_prompt(rows, 0, 1, length)
 
     def after_prompt(self, rows: int, prompt: int, responses: int, length: int) -> float:
-        """The same of rows of a prompt and responses to it, which see it and themselves."""
+        """Return the minimum for rows with a prompt and responses that see it and themselves."""
         pairs = prompt * (prompt + 1) / 2 + responses * (
             length * prompt + length * (length + 1) / 2
         )
@@ -66,7 +66,7 @@ def _products(config: TransformerConfig) -> _Products:
 def minima(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> dict[str, Minimum]:
-    """The minimum of each program of policy and reference, by its name in the plan."""
+    """Return the minimum of each program of policy and reference, by its name in the plan."""
     return _of_trainer(config, model_config, placement) | _of_searcher(
         config, model_config, placement
     )

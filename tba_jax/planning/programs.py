@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Config) -> Sizes:
-    """The largest shapes that a config leads to."""
+    """Return the largest shapes of a config."""
     prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
     response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
     slots, samples = num_slots(config), config.search.samples_per_prompt
@@ -306,7 +306,7 @@ def _base(
     placement: Placement,
     policy: TransformerConfig,
 ) -> lora.Base:
-    """What a searcher keeps under adapters."""
+    """Return the base weights that a searcher keeps for adapters."""
     exact = abstract_weights(config, model_config, placement)
     held = abstract_weights(config, model_config, placement, config.search.quantization)
     return lora.Base(lora.adapted(exact, policy), lora.unadapted(held, policy))
@@ -365,7 +365,7 @@ def _scoring(
 
 
 def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
-    """The largest batch as ShapeDtypeStructs."""
+    """Return the largest batch as ShapeDtypeStructs."""
     sizes = sizes_of(config)
     p, k = sizes.prompts, sizes.group
     packing = trainer_parts.make_packing(config, 0, placement.trainer_mesh)
@@ -446,13 +446,13 @@ def abstract_weights(
 def abstract_reference(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> Any:
-    """The reference on the first searcher's devices, in the trainer's layout."""
+    """Return the reference on the first searcher's devices, in the trainer's layout."""
     shardings = model_parts.reference_shardings(model_config, placement.searcher_meshes[0])
     return _abstract(abstract_params(model_config), shardings, config.model.param_dtype)
 
 
 def _frozen(config: Config, model_config: TransformerConfig, placement: Placement) -> tuple:
-    """The base where adapters are trained, as the train step's last argument."""
+    """Return the base of trained adapters, the train step's last argument."""
     base = trainer_parts.make_step_shardings(config, model_config, placement.trainer_mesh).base
     if base is None:
         return ()

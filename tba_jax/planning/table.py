@@ -29,7 +29,7 @@ _COLUMNS = {
 
 
 def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> str:
-    """What is planned, and how it is placed."""
+    """Return the heading: the planned run and its placement."""
     chip, groups = facts["chip"], facts["groups"]
     rates = (
         f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.3g} TFLOP/s, "
@@ -42,7 +42,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     hosts = facts["num_hosts"]
     per_host = facts["num_devices"] // hosts
     trainer, searcher = groups["trainer"], groups["searcher"]
-    turns = ", in turns on the same devices" if facts["takes_turns"] else ""
+    turns = ", in turns on the same devices" if facts["shares_devices"] else ""
     if facts["searches_elsewhere"]:
         turns = ", elsewhere, planned for devices like these"
     lines = [
@@ -131,7 +131,7 @@ def as_json(
     advice: Sequence[str],
     fits: bool,
 ) -> dict[str, Any]:
-    """The object of --json."""
+    """Return the object of --json."""
     return {
         "fits": fits,
         "chip": facts["chip"]["name"],

@@ -99,7 +99,9 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
         programs: compiled ones; those that failed count nothing here.
     """
     groups = facts["groups"]
-    names = {"both": ("trainer", "searcher")} if facts["takes_turns"] else {n: (n,) for n in groups}
+    names = (
+        {"both": ("trainer", "searcher")} if facts["shares_devices"] else {n: (n,) for n in groups}
+    )
     out = []
     for label, members in names.items():
         parts: list[tuple[str, float]] = []
@@ -126,8 +128,8 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
 
 
 def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
-    """What a searcher keeps on a device while the trainer has its turn there."""
-    is_beside = facts["takes_turns"] and not facts["searches_elsewhere"]
+    """Return the memory that a searcher holds on a device during a program of the trainer."""
+    is_beside = facts["shares_devices"] and not facts["searches_elsewhere"]
     if not is_beside or facts["config"]["driver"] != "async":
         return {}
     slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
@@ -159,7 +161,7 @@ class Balance:
 
 
 def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | None:
-    """The balance of searchers to trainer; None where a program it needs did not compile."""
+    """Return the balance of searchers and trainer; None if a needed program does not compile."""
     by_name = {p.name: p for p in programs if not p.failure}
     if not {"train_step", "prefill", "decode_chunk"} <= by_name.keys():
         return None
@@ -176,7 +178,7 @@ def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | 
     of_searchers = wanted * trained / rate * searcher["count"] * searcher["devices"]
     share = of_trainer / (of_trainer + of_searchers)
     search_s = wanted * trained / rate
-    in_turns = facts["takes_turns"] and not facts["searches_elsewhere"]
+    in_turns = facts["shares_devices"] and not facts["searches_elsewhere"]
     period = step_s + search_s if in_turns else max(step_s, search_s)
     return Balance(
         step_s=step_s,
@@ -195,7 +197,7 @@ def advice(
     found: Sequence[Occupancy],
     weighed: Balance | None,
 ) -> list[str]:
-    """What to change, most pressing first; each line says what for."""
+    """Return advice, most urgent first; each line says what it improves."""
     lines = []
     capacity = facts["chip"]["hbm_bytes"] - sum(facts["chip"]["overheads"].values())
     over = {o.group: o for o in found if o.over_bytes}
@@ -203,7 +205,7 @@ def advice(
         if p.failure and not p.is_too_large:
             lines.append(f"{p.name} does not compile here: {p.failure}. {_OTHER_PLACEMENT}")
     for p in programs:
-        group = "both" if facts["takes_turns"] else p.group
+        group = "both" if facts["shares_devices"] else p.group
         occupancy = next((o for o in found if o.group == group), None)
         resident = 0.0
         if occupancy is not None:
@@ -296,7 +298,7 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
 def _savings(
     facts: Mapping[str, Any], programs: Sequence[Program], group: str, occupancy: Occupancy
 ) -> list[str]:
-    """What else could be given up on devices that hold too much, with what it would free."""
+    """Return further options for devices without enough memory, with the bytes they free."""
     config, frees = facts["config"], {}
     members = ("trainer", "searcher") if group == "both" else (group,)
     code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)
@@ -383,7 +385,7 @@ def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:
             f"{slow} would be waited for: {weighed.searchers:.1f} searchers keep the trainer busy; "
             f"set --config.fleet.max_searchers={wanted} (now {there})"
         ]
-    if facts["takes_turns"] or not facts["trainer_options"]:
+    if facts["shares_devices"] or not facts["trainer_options"]:
         return []
     now = facts["groups"]["trainer"]["devices"]
     nearest = min(facts["trainer_options"], key=lambda n: abs(n - weighed.trainer_devices))

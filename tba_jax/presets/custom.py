@@ -46,5 +46,5 @@ PRESETS = {
 
 
 def get_config(preset: str = "default") -> ConfigDict:
-    """The default config with one preset's differences."""
+    """Return the default config with one preset's differences."""
     return differing("custom", PRESETS, preset)

@@ -171,5 +171,5 @@ for _lag in (2, 10):
 
 
 def get_config(preset: str = "arithmetic") -> ConfigDict:
-    """The default config with one preset's differences."""
+    """Return the default config with one preset's differences."""
     return differing("math", PRESETS, preset)

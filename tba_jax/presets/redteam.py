@@ -204,5 +204,5 @@ PRESETS["llama_150k"] = _merged(PRESETS["llama"], _LLAMA_150K)
 
 
 def get_config(preset: str = "toy") -> ConfigDict:
-    """The default config with one preset's differences."""
+    """Return the default config with one preset's differences."""
     return differing("redteam", PRESETS, preset)

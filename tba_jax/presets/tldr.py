@@ -23,7 +23,7 @@ from tba_jax.config.presets import differing
 
 
 def _pythia(size: str) -> dict:
-    """The paper's run for one size of Pythia."""
+    """Return the paper's run for one size of Pythia."""
     return {
         "num_steps": 256,
         "sync_period": 10,
@@ -125,5 +125,5 @@ PRESETS = {
 
 
 def get_config(preset: str = "toy") -> ConfigDict:
-    """The default config with one preset's differences."""
+    """Return the default config with one preset's differences."""
     return differing("tldr", PRESETS, preset)

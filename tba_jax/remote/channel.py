@@ -21,8 +21,8 @@ import uvicorn
 from tba_jax.devices.worker import StopFlag, Worker
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
-"""Returns the response to a request, or a future of the response. The response is empty where the
-future takes longer than a second: the client requests it again.
+"""Returns the response to a request, or a future of the response. The response is empty if the
+future takes longer than a second: the client then requests it again.
 
 Raises:
     NotReady: the owner cannot respond yet; the client tries again.
@@ -36,7 +36,7 @@ _FUTURE_S = 1.0  # a response that takes longer is empty: the client requests it
 
 
 class Unreachable(Exception):
-    """No response arrived in time; the request may have arrived all the same."""
+    """No response arrived in time; the request may have arrived."""
 
 
 class ChannelError(RuntimeError):
@@ -48,7 +48,7 @@ class NotReady(Exception):
 
 
 class Endpoint(NamedTuple):
-    """Where a channel server listens.
+    """Address of a channel server.
 
     Attributes:
         addresses: HOST:PORT candidates, in the order in which clients try them.
@@ -147,7 +147,7 @@ class ChannelServer:
         self._socket.close()
 
     async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
-        """One request, as an ASGI application."""
+        """Handle one request, as an ASGI application."""
         if scope["type"] != "http":
             return
         status, body = await self._result(scope, receive)
@@ -268,7 +268,7 @@ async def _result_in_time(future: asyncio.Future[bytes]) -> bytes:
 
 
 def _brief(error: BaseException) -> str:
-    """The innermost cause; urllib3 wraps a few layers around it."""
+    """Return the innermost cause; urllib3 wraps it in several exceptions."""
     while error.__cause__ is not None or error.__context__ is not None:
         inner = error.__cause__ or error.__context__
         assert inner is not None

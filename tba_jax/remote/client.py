@@ -31,11 +31,11 @@ _HEARTBEAT_S = 2.0
 
 
 class Rewind(Exception):
-    """The trainer was restored: join again, and sample again what the checkpoint does not hold."""
+    """The trainer was restored: join again, and repeat what its checkpoint does not have."""
 
 
 class Dismissed(Exception):
-    """This process may not run the searcher any more; the message says why."""
+    """This process may no longer run the searcher; the message has the reason."""
 
 
 class SearchRequests(Protocol):
@@ -140,7 +140,7 @@ class LeasedShard:
 
 
 class Callbacks(NamedTuple):
-    """What a searcher tells its client, and hears from it.
+    """Functions of a searcher that its client calls.
 
     Attributes:
         room: returns the number of tickets that the searcher could start now.
@@ -196,10 +196,10 @@ class SearcherClient:
         self._next_request_s = self._next_heartbeat_s = self._last_response_s = clock()
 
     def step(self) -> bool:
-        """Send finished tickets and request more; False where there was nothing to send.
+        """Send finished tickets and request more; return False if there was nothing to send.
 
         Raises:
-            Rewind, Dismissed: the search server said so.
+            Rewind, Dismissed: by response of the search server.
             TimeoutError: the trainer did not respond for `timeout_s`.
         """
         did_put = self._put()

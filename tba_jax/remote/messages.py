@@ -48,7 +48,7 @@ class SearcherKey(NamedTuple):
 
 
 class SearcherStart(NamedTuple):
-    """Where a searcher starts.
+    """Start state of a searcher.
 
     Attributes:
         key: sender of the searcher's later messages.

@@ -42,8 +42,8 @@ from tba_jax.remote.searcher_table import (
 )
 from tba_jax.replay.outbox import Outbox
 
-# Searchers without work send at most so many ticket requests a second in total, and one searcher
-# one request in at least _RETRY_S seconds.
+# Maximum rate of ticket requests from all searchers without work, in requests per second; a single
+# searcher waits at least _RETRY_S seconds between two requests.
 _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
 _NO_HEARTBEAT = Heartbeat()
@@ -284,7 +284,7 @@ class SearchServer:
             self._step = step
 
     def lose_silent_searchers(self) -> bool:
-        """Count searchers over the heartbeat timeout as lost; whether there were any."""
+        """Count searchers over the heartbeat timeout as lost; return whether there was one."""
         with self._lock:
             now, found = self._clock(), False
             for searcher, record in self._searchers.items():
@@ -484,7 +484,7 @@ class SearchServer:
 
 
 def _drawn(record: SearcherRecord) -> list[OpenTicket]:
-    """The open tickets whose responses are sampled; given responses are never lost."""
+    """Return the open tickets with sampled responses; given responses are never lost."""
     return [ticket for ticket in record.open_tickets.values() if not ticket.is_given]
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepServer: gives every step of training to the trainer processes that do not own the buffer.
+"""StepServer: sends every training step to the trainer processes that do not own the buffer.
 
-The first trainer process decides what happens in a step, and draws its batch. The others request
-each step by its number, and receive the decision as bytes. A request also carries what only its
-sender knows: whether that process was told to stop, and whether it still writes published weights.
+The first trainer process decides each step and draws its batch. The others request each step by its
+number, and receive the decision as bytes. A request also has two flags of its sender: a stop
+request, and unfinished publication.
 
 Invariant: every process receives the same bytes for a step, however often it requests them
 (tests/remote/test_step_server.py).
@@ -99,7 +99,7 @@ class StepServer:
         """Wait until every process has requested this step.
 
         Raises:
-            PeerError: a process did not within the timeout.
+            PeerError: a process did not request it within the timeout.
         """
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
@@ -116,7 +116,7 @@ class StepServer:
         return -1 if request is None else request.step
 
     def answer(self, step: int, decision: bytes) -> None:
-        """Give the decision on a step to everyone who requests it."""
+        """Send the decision on a step to every process that requests it."""
         with self._changed:
             self._answered, self._answer = step, decision
             ready = [future for s, future in self._waiting if s == step]
@@ -138,7 +138,7 @@ def step_handlers(server: StepServer) -> Mapping[str, Handler]:
 class StepClient:
     """Requests steps from the process that owns the buffer.
 
-    A worker sends the requests, so that `wait` notices a failure of this process meanwhile.
+    A worker sends the requests, so that `wait` notices failures of this process.
 
     Args:
         channel: to the owner.

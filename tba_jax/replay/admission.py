@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: how many prompts may be under way between being taken and being trained on.
+"""Admission: limits the prompts that are begun but not yet used in training.
 
-Searchers ask before they begin a prompt; the trainer says how far it is. A bound on staleness acts
-here, where nothing has been spent yet, and not where responses have been paid for. It knows
-neither responses nor devices. Invariant: without new word from the trainer the number of groups
-under way (being decoded, graded, waiting in an outbox or unused in the buffer) ends at its limit.
-Where it is strict, nothing begins that the trainer could not use in time.
+Searchers ask before they begin a prompt, and the trainer reports its progress. A bound on staleness
+thus takes effect before a response costs anything. Invariant: without further reports of the
+trainer, the number of open groups (in decoding, grading, an outbox, or unused in the buffer) stops
+at its limit. With a strict bound, no group begins that the trainer could not use in time.
 """
 
 import collections
@@ -14,20 +13,20 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_KEPT = 512  # latencies that are remembered
-_KEPT_STEPS = 32  # the median of so many counts: some of them compile
+_KEPT = 512  # number of latencies for the statistics
+_KEPT_STEPS = 32  # number of step times for the median: some steps include compilation
 
 
 class Demand(NamedTuple):
-    """What the trainer takes.
+    """The trainer's demand for groups.
 
     Attributes:
-        prompts: p, fresh groups that a batch may need at once.
-        share: m, the mean share of them that is fresh.
-        max_staleness: bound in steps; 0: none, then everything is admitted.
+        prompts: p, maximum number of fresh groups in a batch.
+        share: m, mean share of fresh groups in a batch.
+        max_staleness: bound in steps; 0: no bound, then everything is admitted.
         sync_period: steps between two publications and merges.
-        initial: groups wanted before the first step.
-        is_strict: the trainer rather waits than that the bound gives way.
+        initial: groups needed before the first step.
+        is_strict: the trainer waits instead of exceeding the bound.
     """
 
     prompts: int
@@ -39,15 +38,15 @@ class Demand(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """What searchers and trainer were measured to take.
+    """Measured latency of groups.
 
     Attributes:
-        mean_steps, p95_steps: from admission to commit, in steps of the trainer that did not wait.
-        step_s: such a step.
-        behind_steps: median age, in steps of the newest published weights, that those have with
-            which prompts begin: their way to the searchers.
+        mean_steps, p95_steps: from admission to commit, in steps without waiting.
+        step_s: duration of such a step.
+        behind_steps: median publication latency: steps by which the weights at a prompt's start
+            are older than the newest published ones.
         late_share: share of the responses that cannot be used within the bound.
-        feasible: least bound that 95 % of them can meet.
+        feasible: smallest bound that 95 % of the responses can meet.
     """
 
     mean_steps: float
@@ -59,36 +58,35 @@ class Latency(NamedTuple):
 
 
 class Admission:
-    """Counts groups under way, and says whether another may begin.
+    """Counts open groups, and decides whether another may begin.
 
-    A group that is admitted at step t with weights of version v waits for those before it. The
-    trainer takes m p of them in a step, so it is used within the bound if there are at most
-    (v + bound + 1 - t) m p, itself included (the rule of AReaL, arXiv 2505.24298, with the share
-    that is replayed taken off). v is the version that whoever asks has, not the newest published:
-    weights that travel for steps have used up a part of the bound when they arrive. Once it is
-    known how long responses take, no more are admitted than keep the trainer fed, so that searchers
-    with power to spare make data fresher and not older. Where responses take longer than the bound,
-    that many would leave the trainer without data: as many as it takes meanwhile are admitted, and
-    what is late is late.
+    A group admitted at step t with weights of version v is used after those before it. The trainer
+    takes m p of them per step, so it is used within the bound if at most (v + bound + 1 - t) m p
+    groups are open, including itself (the rule of AReaL, arXiv 2505.24298, minus the replayed
+    share). v is the version of the asking searcher, not the newest published version, because
+    publication latency uses up a part of the bound. Once latencies are known, no more groups are
+    admitted than the trainer needs, so that fast searchers make data fresher and not older. If
+    responses take longer than the bound, that limit would leave the trainer without data: then as
+    many groups are admitted as it takes during a response, and some responses are late.
 
-    A strict admission keeps to the rule instead, whatever it costs: searchers wait for newer
-    weights, and the trainer for what `holds` it. Responses are then used within the bound where
-    every slot is fresh (m = 1); below that, the fresh slots of a step are a draw, and so is a step
-    more.
+    A strict admission always keeps to the rule: searchers wait for newer weights, and the trainer
+    for groups that `holds` names. Responses are then used within the bound if every slot is fresh
+    (m = 1). For smaller m, the number of fresh slots per step is random, and they may be one step
+    later.
 
-    When there is less room than there are searchers that want some, those come first that were
-    admitted the longest ago.
+    If there is room for only some of the asking searchers, the one admitted longest ago comes
+    first.
 
     Args:
-        demand: of the trainer, or of this host's part of it.
-        searchers: indices of those who ask.
-        unmerged: groups that wait in outboxes already.
+        demand: demand of the trainer.
+        searchers: searcher IDs.
+        unmerged: groups that already wait in outboxes.
     """
 
     def __init__(self, demand: Demand, searchers: Sequence[int], unmerged: int = 0) -> None:
         self._demand = demand
         self._lock = threading.Lock()
-        self._open: dict[int, list[int]] = {s: [] for s in searchers}  # versions they began with
+        self._open: dict[int, list[int]] = {s: [] for s in searchers}  # versions of open groups
         self._unmerged = unmerged
         self._fresh = 0
         self._step = self._version = 0
@@ -101,11 +99,11 @@ class Admission:
         self._step_s = 0.0
 
     def admit(self, searcher: int, version: int) -> bool:
-        """Whether this searcher may begin one more prompt; if so, it is under way.
+        """Return whether this searcher may begin one more prompt; if so, count it as open.
 
         Args:
-            searcher: who asks.
-            version: of the weights it would begin with, or older.
+            searcher: ID of the asking searcher.
+            version: version of the weights that it would begin with, or an older one.
         """
         with self._lock:
             limit = self._limit(version)
@@ -113,7 +111,7 @@ class Admission:
             self._hungry.discard(searcher)
             ahead = [s for s in self._hungry if self._turn[s] < self._turn[searcher]]
             if room <= len(ahead):
-                if limit:  # who waits for weights stands in nobody's way
+                if limit:  # a searcher that waits for weights does not delay others
                     self._hungry.add(searcher)
                 return False
             self._serial += 1
@@ -123,12 +121,12 @@ class Admission:
             return True
 
     def commit(self, searcher: int, latency_s: float, version: int) -> None:
-        """A group of this searcher lies in its outbox.
+        """Count a group of this searcher as committed to its outbox.
 
         Args:
-            searcher: whose.
-            latency_s: since it was admitted.
-            version: that it was admitted with.
+            searcher: ID of the searcher.
+            latency_s: time since its admission.
+            version: version of its admission.
         """
         with self._lock:
             self._open[searcher].remove(version)
@@ -136,14 +134,13 @@ class Admission:
             self._latencies.append(latency_s)
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """What this searcher has under way, by the versions that it was admitted with: it was lost,
-        or is heard of again."""
+        """Replace a searcher's open groups by these versions: it was lost, or has reconnected."""
         with self._lock:
             self._open[searcher] = list(versions)
             self._hungry.discard(searcher)
 
     def holds(self, step: int) -> bool:
-        """Whether the trainer waits before this step for a group that would be late after it."""
+        """Return whether the trainer must wait before this step for a group that would be late."""
         demand = self._demand
         if not demand.is_strict:
             return False
@@ -152,11 +149,11 @@ class Admission:
             return oldest <= step - demand.max_staleness
 
     def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
-        """Where the trainer is.
+        """Report the trainer's progress.
 
         Args:
             step: updates done.
-            version: newest published.
+            version: newest published version.
             num_merged: groups that left the outboxes since the last call.
             num_fresh: groups in the buffer that wait for their first use.
         """
@@ -166,14 +163,14 @@ class Admission:
             self._fresh = num_fresh
 
     def note_step(self, seconds: float) -> None:
-        """A step of the trainer took as long, waiting for data not counted."""
+        """Report the duration of a step, without waiting for data."""
         with self._lock:
             self._steps.append(seconds)
             self._step_s = _quantile(sorted(self._steps), 0.5)
 
     @property
     def limit(self) -> float:
-        """Groups that may be under way now, with the newest weights; inf without a bound."""
+        """Limit of open groups with the newest weights; inf without a bound."""
         with self._lock:
             return self._limit(self._version)
 
@@ -193,11 +190,11 @@ class Admission:
         rate = demand.share * demand.prompts
         steps: float = version + demand.max_staleness + 1 - self._step
         if demand.is_strict and steps < 1:
-            return 0  # newer weights are on their way
+            return 0  # wait for newer weights
         if len(self._latencies) >= demand.prompts and self._step_s:
             mean = sum(self._latencies) / len(self._latencies) / self._step_s
             slow = _quantile(sorted(self._latencies), 0.95) / self._step_s
-            # Not more than keeps the trainer fed, nor less than it takes while they are made.
+            # The trainer's demand during one response is both the minimum and the maximum.
             steps = min(steps, slow + demand.sync_period)
             if not demand.is_strict:
                 steps = max(steps, mean + 0.5 + demand.sync_period)
@@ -205,7 +202,7 @@ class Admission:
         return max(least, math.floor(rate * steps) if demand.is_strict else math.ceil(rate * steps))
 
     def latency(self) -> Latency | None:
-        """What was measured; None before there is enough of it."""
+        """Return the measured latency; None before there are enough measurements."""
         with self._lock:
             latencies, step_s = sorted(self._latencies), self._step_s
             behind = int(_quantile(sorted(self._behind), 0.5)) if self._behind else 0
@@ -213,7 +210,7 @@ class Admission:
             return None
         steps = [seconds / step_s for seconds in latencies]
         extra = 2 * self._demand.sync_period - 1 + behind
-        # From the publication that its weights are of to the merge after it was committed.
+        # From the publication of its weights to the merge after its commit.
         ages = [math.ceil(s) + extra for s in steps]
         bound = self._demand.max_staleness
         return Latency(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ReplayBuffer: what the searchers found, and which of it the trainer sees next.
+"""ReplayBuffer: stores the searchers' responses and draws the trainer's batches.
 
-It decides what each slot of a batch is drawn from; `Contents` keeps the books. The trainer's merge
-is its only writer. It owns two invariants: every response that entered is accounted for (the
-ledger), and a restored buffer makes the same next draws as the one that was saved.
+It chooses what each slot of a batch is drawn from; `Contents` stores and counts. The trainer's
+merge is its only writer. Invariants: every response that entered is accounted for (the ledger), and
+a restored buffer makes the same next draws as the saved one.
 """
 
 import math
@@ -25,7 +25,7 @@ from tba_jax.replay.economy import Economy
 from tba_jax.replay.soft_values import SoftValues
 from tba_jax.replay.store import ID
 
-# Lowers the log-weight of responses that were drawn before, far beyond the range of Gumbel noise.
+# Subtracted from the log-weight of responses drawn before, far more than the range of Gumbel noise.
 _AFTER_ALL_OTHERS = 1e3
 
 
@@ -33,11 +33,11 @@ class ReplayBuffer:
     """Bounded, thread-safe store of trajectories with recency and reward sampling.
 
     Args:
-        settings: what is kept, and what is drawn. A response is as old as its oldest version, and
-            the byte bound includes bookkeeping, estimated per row. Responses of one merge that are
-            equal are one row with a count.
-        seed: int or sequence of ints for the numpy Generator behind every draw.
-        values: soft values of prompts, which draws then have; None: they have none.
+        settings: limits and sampling. A response is as old as its oldest version; the byte limit
+            includes bookkeeping, estimated per row. Equal responses of one merge are one row with
+            a count.
+        seed: int or sequence of ints for the numpy Generator of every draw.
+        values: soft values of prompts, for draws; None: draws have none.
     """
 
     def __init__(
@@ -51,25 +51,25 @@ class ReplayBuffer:
         self._lock = threading.RLock()
         self._rng = np.random.default_rng(seed)
         self._contents = Contents(settings)
-        self._plan: list[bool] | None = None  # slot kinds of a batch that has to wait
+        self._plan: list[bool] | None = None  # slot kinds of a batch that waits for data
         self._step = 0
 
     def merge(self, commits: Sequence[RoundCommit], step: int) -> dict[str, int]:
-        """Take in the finished rounds of one sync, then evict down to the bounds.
+        """Add the finished rounds of one sync, then evict down to the limits.
 
-        Merges at one step are one: while the trainer waits, further ones add to the newest data. A
-        merge without a single trajectory leaves what is fresh as it is. Rounds merged together or
+        Merges at one step count as one: while the trainer waits, further ones add to the newest
+        data. A merge without a trajectory does not change what is fresh. Rounds merged together or
         one by one give the same buffer, so that a schedule log can be replayed.
 
         Args:
             commits: rounds in the order they were taken from the outboxes.
-            step: trainer step now.
+            step: current trainer step.
 
         Returns:
-            How much each ledger counter grew, plus "stored" and "rejected".
+            Increase of each ledger counter, plus "stored" and "rejected".
 
         Raises:
-            ValueError: a commit `check_commit` refuses; the buffer is unchanged.
+            ValueError: `check_commit` refuses a commit; the buffer is unchanged.
         """
         for commit in commits:
             check_commit(commit)
@@ -84,7 +84,7 @@ class ReplayBuffer:
             return {name: n - before[name] for name, n in self._contents.totals().items()}
 
     def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
-        """Whether `sample` would return a batch; slot kinds that this decides stay decided."""
+        """Return whether `sample` would return a batch; slot kinds that it chooses are kept."""
         with self._lock:
             self._age(step)
             plan = self._slot_kinds(num_prompts)
@@ -106,26 +106,25 @@ class ReplayBuffer:
         A fresh slot draws a group (the responses of one merge to one prompt) with unused responses,
         each group once, unused responses first: groups of the newest merge, or with `max_staleness`
         of all merges, the oldest version first. With fewer prompts than slots, as in a task of one
-        prompt, a group is drawn once for every K of its unused responses. With `recycle_fresh` a
-        prompt of the newest merges is drawn again when no unused response is left.
+        prompt, a group is drawn once for every K of its unused responses. With `recycle_fresh`,
+        prompts of the newest merges are drawn again when no unused response is left.
 
         A replay slot draws a prompt of a running shuffle of all prompts, and its responses by
         `response_log_weights`.
 
-        No prompt comes twice in a batch unless there are fewer prompts than slots. With fewer than
-        `group_size` responses all of them are taken and the rest are repeats. A group that
-        `curriculum` does not want is replaced by another waiting group, then by replay; or its slot
-        stays empty.
+        A prompt repeats in a batch only if there are fewer prompts than slots. With fewer than
+        `group_size` responses, all are taken and the rest are repeats. A group that `curriculum`
+        rejects is replaced by another waiting group, then by replay; or its slot stays empty.
 
         Args:
             num_prompts: p.
             group_size: K.
-            step: trainer step the batch is for.
+            step: trainer step of the batch.
 
         Returns:
-            The slots; None when the trainer must wait: nothing is stored, `max_reuse` leaves too
-            little, or pace is "trainer" and there are too few fresh prompts. Slot kinds that were
-            decided stay decided over a wait, so waiting does not bias the fresh share.
+            The slots; None if the trainer must wait: nothing is stored, `max_reuse` leaves too
+            little, or pace is "trainer" and there are too few fresh prompts. Slot kinds are kept
+            over a wait, so waiting does not bias the fresh share.
         """
         with self._lock:
             if not self.is_ready(num_prompts, group_size, step):
@@ -167,7 +166,7 @@ class ReplayBuffer:
         self._contents.age(step)
 
     def _slot_kinds(self, num_prompts: int) -> list[bool]:
-        """Which slots of the next batch should be fresh, decided once for each batch."""
+        """Return which slots of the next batch should be fresh, chosen once per batch."""
         if self._plan is None or len(self._plan) != num_prompts:
             self._plan = [
                 u < self._settings.recency_prob for u in self._rng.random(num_prompts).tolist()
@@ -175,19 +174,19 @@ class ReplayBuffer:
         return self._plan
 
     def _fresh_fill(self, num_prompts: int, group_size: int) -> int:
-        """Unused responses that fill a fresh slot; 0: each prompt fills one slot at most."""
+        """Unused responses that fill a fresh slot; 0: each prompt fills at most one slot."""
         return group_size if len(self._contents.store) < num_prompts else 0
 
     def _suffices(self, num_prompts: int, group_size: int) -> bool:
         store = self._contents.store
         if self._settings.max_reuse and len(store) < num_prompts:
-            # Prompts will come twice, so responses may be used up in the middle of the batch.
+            # Prompts repeat, so responses may reach max_reuse within the batch.
             uses_left = self._settings.max_reuse * store.num_trajectories - store.sum_uses
             return uses_left >= num_prompts * group_size
         return len(store) > 0
 
     def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
-        """A fresh slot, of a group that waits or, recycled, of the newest merges."""
+        """Return a fresh slot, of a waiting group or, recycled, of the newest merges."""
         contents, economy = self._contents, self._contents.economy
         found = contents.fresh.draw(self._rng, taken, fill)
         if found is not None:
@@ -208,13 +207,13 @@ class ReplayBuffer:
         slots = slots[rows["merged"][slots] == merged]
         copies = contents.copies(slots)
         unused = np.clip(rows["count"][slots] - rows["uses"][slots], 0, copies)
-        # Never-drawn copies of every row, then the others.
+        # First the never-drawn copies of every row, then the others.
         copies = np.concatenate([unused, copies - unused])
         log_weights = np.zeros(len(copies))
         if copies.sum() > group_size:
             log_weights[len(slots) :] -= _AFTER_ALL_OTHERS
         draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, True)
-        if prompt_id in contents.store:  # it may be used up
+        if prompt_id in contents.store:  # it may have reached max_reuse
             taken.add(prompt_id)
         if found is not None:
             for y, weight in zip(draw.trajectories, draw.weights, strict=True):
@@ -222,13 +221,13 @@ class ReplayBuffer:
         return draw
 
     def _wants(self, draw: Draw) -> bool:
-        """Whether a draw is trained on; one that is not has been used, and is counted."""
+        """Return whether to train on a draw; a rejected draw was used, and is counted."""
         wanted = curriculum.is_wanted(self._settings, draw)
         self._contents.ledger.counters["redrawn"] += not wanted
         return wanted
 
     def _draw_wanted(self, taken: set[int], group_size: int) -> Draw:
-        """A replay slot, drawn again where it is not wanted, but not for ever."""
+        """Return a replay slot, drawn again while it is rejected, a limited number of times."""
         draw = self._draw_replay(taken, group_size)
         for _ in range(curriculum.TRIES - 1):
             if self._wants(draw):
@@ -239,12 +238,12 @@ class ReplayBuffer:
     def _draw_replay(self, taken: set[int], group_size: int) -> Draw:
         contents = self._contents
         if len(taken) >= len(contents.store):
-            taken.clear()  # fewer prompts than slots: another pass over them
+            taken.clear()  # fewer prompts than slots: start another pass over them
         prompt_id = contents.replay.draw(self._rng, taken)
         if prompt_id is None:
             contents.replay.recycle()
             prompt_id = contents.replay.draw(self._rng, taken)
-        assert prompt_id is not None, "_suffices promised a prompt"
+        assert prompt_id is not None, "_suffices found a prompt"
         slots = contents.store.slots(prompt_id)
         copies = contents.copies(slots)
         log_weights = response_log_weights(
@@ -254,7 +253,7 @@ class ReplayBuffer:
             uniform_mix=self._settings.uniform_mix,
         )
         draw = self._hand_out(prompt_id, slots, log_weights, copies, group_size, False)
-        if prompt_id in contents.store:  # it may be used up
+        if prompt_id in contents.store:  # it may have reached max_reuse
             taken.add(prompt_id)
         return draw
 
@@ -267,7 +266,7 @@ class ReplayBuffer:
         group_size: int,
         is_fresh: bool,
     ) -> Draw:
-        """Choose among copies of `slots` (once or several times over), and book their use."""
+        """Choose among copies of `slots` (possibly several times each), and count their use."""
         store = self._contents.store
         prompt = store.prompt(prompt_id)
         times, repeats = choose(self._rng, log_weights, copies, group_size)
@@ -293,53 +292,53 @@ class ReplayBuffer:
 
     @property
     def num_trajectories(self) -> int:
-        """Stored responses, equal ones as often as they came."""
+        """Stored responses; equal ones count separately."""
         return self._contents.store.num_trajectories
 
     @property
     def num_bytes(self) -> int:
-        """Stored bytes, an estimate of the bookkeeping included."""
+        """Stored bytes, including estimated bookkeeping."""
         return self._contents.store.num_bytes
 
     @property
     def num_fresh_groups(self) -> int:
-        """Groups (what one merge brought for one prompt) that wait to be drawn fresh."""
+        """Groups (responses of one merge to one prompt) that wait to be drawn fresh."""
         with self._lock:
             return len(self._contents.fresh)
 
     @property
     def economy(self) -> Economy:
-        """What became of the searchers' work, counted; to be read only."""
+        """Counts of used and lost work of the searchers; read-only."""
         return self._contents.economy
 
     @property
     def num_untouched_groups(self) -> int:
-        """Of `num_fresh_groups` those of which nothing was drawn yet."""
+        """Waiting fresh groups of which no response was drawn yet."""
         with self._lock:
             return self._contents.fresh.num_untouched
 
     def warnings(self) -> list[str]:
-        """What is wasted or biased so far, and what to change; a sentence each."""
+        """Return one warning per waste or bias so far, with the setting to change."""
         with self._lock:
             waiting = self._contents.fresh.num_untouched
             return self._contents.economy.warnings(waiting, self._settings)
 
     def ledger(self) -> dict[str, Any]:
-        """Where every merged response went (see `Ledger`), with what is stored now."""
+        """Return the counts of all merged responses (see `Ledger`), and what is stored now."""
         with self._lock:
             rejected = dict(sorted(self._contents.ledger.rejected.items()))
             return {**self._contents.totals(), "rejected": rejected}
 
     def check_ledger(self, outbox_pending: int, outbox_generated: int | None = None) -> None:
-        """Account for every response.
+        """Check that every response is accounted for.
 
         Args:
             outbox_pending: responses waiting in outboxes.
-            outbox_generated: responses ever put into outboxes, where the caller can read both at
-                one instant; None: only what was merged is checked.
+            outbox_generated: responses ever put into outboxes, read at the same instant; None:
+                check only merged responses.
 
         Raises:
-            LedgerError: with the numbers, when they do not add up.
+            LedgerError: the numbers do not add up; the message has them.
         """
         with self._lock:
             self._contents.ledger.check(
@@ -350,7 +349,7 @@ class ReplayBuffer:
             )
 
     def stats(self) -> dict[str, float]:
-        """Numbers for the metrics; means are over stored responses and 0 when there are none."""
+        """Return metrics; means are over stored responses, 0 without any."""
         with self._lock:
             found = self._contents.stats(self._step)
             if self._values is not None:
@@ -358,7 +357,7 @@ class ReplayBuffer:
             return found
 
     def state(self) -> PartState:
-        """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
+        """Return flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
         with self._lock:
             arrays, meta = self._contents.state()
             arrays = arrays if self._values is None else {**arrays, **self._values.arrays()}
@@ -366,7 +365,7 @@ class ReplayBuffer:
             return PartState(arrays, {**meta, "rng": rng, "plan": self._plan, "step": self._step})
 
     def restore(self, state: PartState) -> None:
-        """Replace everything by what `state` returned; the next draws are the same."""
+        """Replace the contents by a saved `state`; the next draws are the same."""
         arrays, meta = state
         with self._lock:
             self._contents.restore(arrays, meta)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contents: what the replay buffer holds, with every index of it and every count about it.
+"""Contents of the replay buffer, with all indices and counters.
 
-It takes in rounds, evicts, and books what was drawn; what is drawn is chosen elsewhere, and locks
-are the caller's. Its invariant: a response that comes in, is used or goes is known to the store, to
-the fresh groups, to the prompts of replay, to the ledger and to the economy alike.
+It adds rounds, evicts, and counts draws; `ReplayBuffer` chooses the draws and holds the lock.
+Invariant: store, fresh groups, prompts of replay, ledger and economy record every addition, use and
+removal of a response alike.
 """
 
 import collections
@@ -25,17 +25,17 @@ from tba_jax.replay.store import COUNT, MERGED, PROMPT_ID, USES, TrajectoryStore
 
 
 class Contents:
-    """Rows and all that is known about them.
+    """Stored rows with their indices and counters.
 
     Args:
-        settings: what is kept.
+        settings: limits.
 
     Attributes:
         store: the rows.
-        replay: the prompts of the store, for the epoch-style draws.
+        replay: prompts of the store, for draws in epochs.
         fresh: groups that wait to be drawn.
-        recent: what the newest merges brought.
-        ledger, economy: the counts.
+        recent: prompts of the newest merges.
+        ledger, economy: the counters.
     """
 
     def __init__(self, settings: ReplaySettings) -> None:
@@ -49,7 +49,7 @@ class Contents:
         self._next_id = 0
 
     def take_in(self, commit: RoundCommit, step: int) -> None:
-        """One round, completely: how rounds are grouped into merges leaves no trace."""
+        """Add one whole round; how rounds are grouped into merges makes no difference."""
         touched = sorted({g.prompt.prompt_id for g in commit.groups if g.trajectories})
         if touched:
             self.fresh.open(step)
@@ -70,7 +70,7 @@ class Contents:
     def use(
         self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
     ) -> list[tuple[Any, ...]]:
-        """Book that these slots were drawn so often, and evict what is used up.
+        """Count draws of these slots, `times` each, and evict rows that reached max_reuse.
 
         Returns:
             Their rows before.
@@ -87,7 +87,7 @@ class Contents:
         return rows
 
     def evict_used_up(self, slots: Sequence[int]) -> None:
-        """Evict those of these slots that were drawn as often as they may be."""
+        """Evict those of these slots that reached max_reuse."""
         most = self._settings.max_reuse
         for slot in slots if most else ():
             row = self.store.rows[slot]
@@ -95,18 +95,18 @@ class Contents:
                 self._evict(slot, "reuse")
 
     def copies(self, slots: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-        """How many responses of each slot may still be drawn."""
+        """Return how many responses of each slot may still be drawn."""
         count = self.store.rows["count"][slots]
         if not self._settings.max_reuse:
             return count
         return np.minimum(count, self._settings.max_reuse * count - self.store.rows["uses"][slots])
 
     def totals(self) -> dict[str, int]:
-        """All counters of the ledger, with what is stored."""
+        """Return all counters of the ledger, and what is stored."""
         return self.ledger.totals(self.store.num_trajectories)
 
     def stats(self, step: int) -> dict[str, float]:
-        """As `ReplayBuffer.stats` says."""
+        """Return metrics, as `ReplayBuffer.stats`."""
         store, totals = self.store, self.totals()
         count = max(1, store.num_trajectories)
         received = max(1, totals["generated"] - totals["rejected"])
@@ -141,7 +141,7 @@ class Contents:
                 self.ledger.counters["united"] += 1
 
     def _refresh(self, merged: int, prompt_id: int) -> bool:
-        """Set what is unused of a group; whether the group is a new one."""
+        """Update the unused responses of a group; return whether the group is new."""
         unused, version = 0, 0
         if prompt_id in self.store:
             rows = self.store.rows[self.store.slots(prompt_id)]
@@ -153,7 +153,7 @@ class Contents:
         return self.fresh.put(merged, prompt_id, unused, version)
 
     def _evict(self, slot: int, reason: str, copies: int | None = None) -> None:
-        """Remove a row, or `copies` of its never-drawn responses, and count it by the reason."""
+        """Remove a row, or `copies` of its never-drawn responses, and count it by `reason`."""
         row = self.store.remove(slot, copies)
         gone = row[COUNT] if copies is None else copies
         self.ledger.counters[f"evicted_{reason}"] += gone
@@ -177,11 +177,11 @@ class Contents:
     def _evict_bytes(self) -> None:
         while self.store.num_bytes > self._settings.max_bytes:
             slot = self.store.oldest()
-            assert slot is not None, "bytes are counted but nothing is stored"
+            assert slot is not None, "num_bytes is positive but the store is empty"
             self._evict(slot, "bytes")
 
     def _evict_late(self, version: int) -> None:
-        """Responses of older versions than this that wait to be drawn."""
+        """Evict waiting responses of versions older than this one."""
         for merged, prompt_id in self.fresh.older_than(version):
             slots = self.store.slots(prompt_id)
             rows = self.store.rows[slots]
@@ -189,12 +189,12 @@ class Contents:
             is_late = (rows["merged"] == merged) & (rows["version_min"] < version) & (left > 0)
             for slot, copies in zip(slots[is_late].tolist(), left[is_late].tolist(), strict=True):
                 self._evict(slot, "late", copies)
-            # Without its unused copies a row may have been drawn as often as max_reuse allows.
+            # Without its unused copies, a row may have reached max_reuse.
             self.evict_used_up(slots[is_late & (rows["uses"] > 0)].tolist())
             self._refresh(merged, prompt_id)
 
     def state(self) -> PartState:
-        """Flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
+        """Return flat arrays (see TrajectoryStore.snapshot) and JSON-compatible metadata."""
         arrays, meta = self.store.snapshot(self.replay.ids)
         return PartState(
             arrays,
@@ -210,7 +210,7 @@ class Contents:
         )
 
     def restore(self, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> None:
-        """Replace everything by what `state` returned."""
+        """Replace the contents by a saved `state`."""
         self.store = TrajectoryStore.restored(arrays, meta, unites=self._settings.deduplicate)
         self.replay = PromptPool(arrays["prompt_ids"].tolist(), meta["replay_left"])
         self.fresh = FreshGroups.restored(meta, keeps_older=self._settings.max_staleness > 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to drawn groups whose rewards are all equal (replay.equal_rewards)."""
+"""Treatment of drawn groups whose rewards are all equal (replay.equal_rewards)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from tba_jax.flow.trajectory import Draw
 from tba_jax.replay.config import ReplaySettings
 
 TRIES = 8
-"""Draws of one slot at most; the last draw is trained on even if its rewards are equal."""
+"""Maximum draws per slot; the last draw is trained on even if its rewards are equal."""
 
 
 def is_wanted(settings: ReplaySettings, draw: Draw) -> bool:

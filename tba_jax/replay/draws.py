@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the replay buffer draws responses: their weights, and draws without replacement.
+"""Sampling of responses: weights, and draws without replacement.
 
-It stores nothing. A row may stand for several equal responses, its copies; each is drawn as if it
-lay there by itself. Invariant: no copy is drawn twice as long as there are enough.
+A row may stand for several equal responses, its copies; each is drawn like a row of its own.
+Invariant: no copy is drawn twice while there are enough copies.
 """
 
 import math
@@ -18,14 +18,14 @@ def response_log_weights(
     priority_temperature: float,
     uniform_mix: float,
 ) -> Float[np.ndarray, " n"]:
-    """Log-probabilities of each copy of a prompt's rows in a replay slot.
+    """Return the log-probability of each copy of a prompt's rows in a replay slot.
 
     p = uniform_mix / N + (1 - uniform_mix) * softmax(reward / priority_temperature),
     with N and the softmax over all N copies.
 
     Args:
         rewards: raw rewards of the stored rows.
-        copies: how many responses each row stands for.
+        copies: number of responses of each row.
         priority_temperature: > 0; inf is uniform.
         uniform_mix: share of the uniform distribution, in [0, 1].
     """
@@ -46,20 +46,20 @@ def choose(
     copies: Int[np.ndarray, " n"],
     size: int,
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-    """How often each row is drawn, as copies without replacement, and as repeats beyond them.
+    """Return, per row, the number of drawn copies without replacement, and of repeats.
 
     Args:
-        rng: where the draw comes from.
+        rng: random generator.
         log_weights: of each copy of a row.
-        copies: of each row; 0 where nothing of it can be drawn.
-        size: draws in all. With fewer copies all of them are taken, and the rest are repeats drawn
-            with replacement.
+        copies: copies of each row; 0 excludes the row.
+        size: total number of draws. With fewer copies, all are taken, and the rest are repeats
+            drawn with replacement.
     """
     total = int(copies.sum())
     none = np.zeros(len(copies), np.int64)
     if total >= size:
         row = np.repeat(np.arange(len(copies)), copies)
-        # Gumbel top-k: the same as drawing one by one without replacement.
+        # Gumbel top-k: equal to sequential draws without replacement.
         noisy = log_weights[row] + rng.gumbel(size=total)
         drawn = row[np.argpartition(-noisy, size - 1)[:size]]
         return np.bincount(drawn, minlength=len(copies)), none

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Economy: what of the searchers' work is trained on, and whether that is a fair part of it.
+"""Economy: the share of the searchers' work that is trained on, and its bias.
 
-The ledger says where responses are; this says what became of the work. It counts groups, slots and
-lengths and knows no store. Its invariant: a merged group is trained, waiting or lost, and a
-response is counted as trained once.
+The ledger counts where responses are; the economy counts what became of the work, in groups, slots
+and lengths. Invariant: a merged group is trained, waiting or lost, and a response counts as trained
+once.
 """
 
 import collections
@@ -14,7 +14,7 @@ import numpy as np
 
 from tba_jax.replay.config import ReplaySettings
 
-# Warnings before so many batches would be about the first fill.
+# Warnings before this many batches would describe the initial fill.
 _MIN_BATCHES = 20
 _MIN_TRAINED_SHARE = 0.9
 _MAX_RANK_OFFSET = 0.05
@@ -25,15 +25,15 @@ class Economy:
     """Counts over a whole run.
 
     Attributes:
-        batches, slots: drawn.
-        fresh_slots: slots that should have been fresh.
-        unused_slots: of those, filled with a group that was waiting.
-        recycled_slots: of those, filled with a group of the newest merge that was drawn before.
+        batches, slots: drawn ones.
+        fresh_slots: slots chosen to be fresh.
+        unused_slots: fresh slots filled with a waiting group.
+        recycled_slots: fresh slots filled with a group of the newest merges that was drawn before.
         merged_groups: groups (one merge, one prompt) that waited to be drawn.
-        trained_groups: of those, drawn while they waited.
-        came_in: responses that were merged, by their tokens.
-        trained: responses drawn for the first time, by their tokens.
-        staleness: responses in fresh slots, recycled ones left out, by their age in steps.
+        trained_groups: groups drawn while they waited.
+        came_in: merged responses, by their number of tokens.
+        trained: responses drawn for the first time, by their number of tokens.
+        staleness: responses in fresh slots except recycled ones, by staleness in steps.
     """
 
     def __init__(self) -> None:
@@ -49,19 +49,19 @@ class Economy:
         self.staleness: collections.Counter[int] = collections.Counter()
 
     def trained_share(self, waiting: int) -> float:
-        """Groups trained at least once, of those whose turn is over; 1 where there are none.
+        """Return the share of trained groups among those that no longer wait; 1 without any.
 
         Args:
-            waiting: groups that wait and of which nothing was drawn yet.
+            waiting: waiting groups of which nothing was drawn yet.
         """
         over = self.merged_groups - waiting
         return self.trained_groups / over if over else 1.0
 
     def length_rank(self) -> float:
-        """Mean rank, in [0, 1], of the lengths that were trained among all that came in.
+        """Return the mean rank, in [0, 1], of trained lengths among all merged lengths.
 
-        Equal lengths share their middle rank, so 0.5 is unbiased; below it short responses are
-        preferred. 0.5 where nothing was trained.
+        Equal lengths share their middle rank, so 0.5 is unbiased; below it, short responses are
+        preferred. 0.5 if nothing was trained.
         """
         if not self.trained:
             return 0.5
@@ -72,18 +72,18 @@ class Economy:
         return float((rank * trained).sum() / trained.sum())
 
     def effective_m(self) -> float:
-        """Share of all slots that were filled with newest data; 0 without a slot."""
+        """Return the share of all slots that were filled with newest data; 0 without a slot."""
         return (self.unused_slots + self.recycled_slots) / max(1, self.slots)
 
     def late_share(self, max_staleness: int) -> float:
-        """Share of the responses in fresh slots that were staler than the bound; 0: no bound."""
+        """Return the share of responses in fresh slots beyond the bound; 0 without a bound."""
         if not max_staleness or not self.staleness:
             return 0.0
         late = sum(n for age, n in self.staleness.items() if age > max_staleness)
         return late / self.staleness.total()
 
     def stats(self, waiting: int, max_staleness: int) -> dict[str, float]:
-        """The figures for the metrics.
+        """Return the metrics.
 
         Args:
             waiting: as in `trained_share`.
@@ -97,11 +97,11 @@ class Economy:
         }
 
     def warnings(self, waiting: int, settings: ReplaySettings) -> list[str]:
-        """What is wasted or biased, and what to change; a sentence each.
+        """Return one warning per waste or bias, with the setting to change.
 
         Args:
             waiting: as in `trained_share`.
-            settings: of the buffer.
+            settings: settings of the buffer.
         """
         if self.batches < _MIN_BATCHES:
             return []
@@ -109,14 +109,14 @@ class Economy:
         share, rank, m = self.trained_share(waiting), self.length_rank(), self.effective_m()
         if share < _MIN_TRAINED_SHARE:
             found.append(
-                f"only {share:.0%} of the groups that searchers made were trained on while they "
-                f"were fresh. {_keep_groups(settings)}"
+                f"only {share:.0%} of the searchers' groups were trained on while they were fresh. "
+                f"{_keep_groups(settings)}"
             )
         if abs(rank - 0.5) > _MAX_RANK_OFFSET:
             kind = "short" if rank < 0.5 else "long"
             found.append(
                 f"training prefers {kind} responses: the mean rank of their lengths is {rank:.2f}, "
-                f"without a preference it is 0.50. {_keep_groups(settings)}"
+                f"unbiased is 0.50. {_keep_groups(settings)}"
             )
         if m < settings.recency_prob - _MAX_M_OFFSET:
             found.append(
@@ -126,7 +126,7 @@ class Economy:
         return found
 
     def state(self) -> dict[str, Any]:
-        """JSON-compatible."""
+        """Return the counts, JSON-compatible."""
         return {
             name: sorted(value.items()) if isinstance(value, collections.Counter) else value
             for name, value in vars(self).items()
@@ -134,7 +134,7 @@ class Economy:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> "Economy":
-        """What `state` described."""
+        """Return the counts from a saved `state`."""
         economy = cls()
         for name, value in state.items():
             is_counter = isinstance(getattr(economy, name), collections.Counter)
@@ -143,7 +143,7 @@ class Economy:
 
     @classmethod
     def added(cls, states: list[Mapping[str, Any]]) -> "Economy":
-        """The counts of several hosts as one."""
+        """Return the sum of the counts of several hosts."""
         total = cls()
         for one in map(cls.restored, states):
             for name, value in vars(one).items():
@@ -152,7 +152,7 @@ class Economy:
 
 
 def _keep_groups(settings: ReplaySettings) -> str:
-    """How to lose fewer groups before they are trained on: settings not yet chosen."""
+    """Return advice that lets more groups be trained on, by settings not yet chosen."""
     if settings.late == "drop":
         return (
             f"Set --config.replay.late=train, raise replay.max_staleness={settings.max_staleness}, "
@@ -167,7 +167,7 @@ def _keep_groups(settings: ReplaySettings) -> str:
 
 
 def _fill_fresh_slots(settings: ReplaySettings) -> str:
-    """How more slots get newest data: settings not yet chosen."""
+    """Return advice that gives more slots the newest data, by settings not yet chosen."""
     ways = ["Add searchers"]
     if settings.pace == "off":
         ways.append("set --config.replay.pace=trainer to wait for them")

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ExactLag: admission and merging by count, so that data beside a trainer have a constant age.
+"""ExactLag: admission and merging by count, so that all data have the same staleness.
 
 Every searcher draws the same number of groups, its quota, with every publication, and (D + 1)
-quotas with the first. The trainer merges one quota of each at a publication, in the order of their
-numbers, and publishes again when the newest weights have begun all of theirs: so no publication is
-skipped, none but the newest is kept, and a step trains on what the weights of D publications ago
-drew, while the newest draw for later. It knows neither responses nor devices.
+quotas with the first. At a publication the trainer merges one quota of each searcher, in order of
+ticket numbers. It publishes again when all quotas of the newest weights have begun, so no
+publication is skipped. A step trains on data drawn with the weights of D publications ago, while
+searchers draw with the newest.
 
-Invariants: how fast searchers are changes no age; and, where a searcher's tickets do not depend on
-time, nothing else either. What was under way when a run was interrupted is drawn again by the
-weights that it resumes with, which are newer.
+Invariants: the speed of searchers does not change the staleness, nor anything else unless a
+searcher's tickets depend on time. Groups that were open at an interruption are drawn again with the
+weights of the resumed run, which are newer.
 """
 
 import threading
@@ -20,13 +20,13 @@ from tba_jax.replay.outbox import Outbox
 
 
 class ExactLag:
-    """Says which tickets may begin, when the trainer may publish, and what it merges.
+    """Decides which tickets may begin, when the trainer may publish, and what it merges.
 
     Args:
         lag: D, in publications.
         sync_period: steps between two of them.
-        quota: groups of a searcher for a publication.
-        outboxes: by index of their searchers, which have begun what lies there.
+        quota: groups of a searcher per publication.
+        outboxes: by searcher ID; their contents have begun.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class ExactLag:
         self._quota = quota
         self._outboxes = outboxes
         self._lock = threading.Lock()
-        # Numbers above the first that is missing are begun already, and will not begin again.
+        # Committed numbers after a missing number count as begun.
         self._begun = {s: _num_committed(outbox) for s, outbox in outboxes.items()}
         self._open = dict.fromkeys(outboxes, 0)
         self._unmerged = sum(outbox.num_groups for outbox in outboxes.values())
         self._fresh = 0
 
     def admit(self, searcher: int, version: int) -> bool:
-        """Whether this searcher may begin one more prompt with these weights; if so, it does."""
+        """Return whether this searcher may begin one more prompt; if so, count it as begun."""
         with self._lock:
             publication = max(0, self._begun[searcher] // self._quota - self._lag)
             if version < publication * self._sync_period:
@@ -54,52 +54,52 @@ class ExactLag:
             return True
 
     def commit(self, searcher: int, latency_s: float, version: int) -> None:
-        """A group of this searcher lies in its outbox."""
+        """Count a group of this searcher as committed to its outbox."""
         del latency_s, version
         with self._lock:
             self._open[searcher] -= 1
             self._unmerged += 1
 
     def set_open(self, searcher: int, versions: Sequence[int]) -> None:
-        """Do nothing: an exact lag is kept for searchers of this process, which are never lost."""
+        """Do nothing: an exact lag has only searchers of this process, which are never lost."""
 
     def has_begun(self, version: int) -> bool:
-        """Whether every searcher has begun all that these weights are to draw."""
+        """Return whether every searcher has begun all its groups of these weights."""
         wanted = (version // self._sync_period + 1 + self._lag) * self._quota
         with self._lock:
             return min(self._begun.values()) >= wanted
 
     def due(self, step: int) -> int:
-        """Before this step, tickets with lower numbers are merged."""
+        """Return the ticket number below which tickets are merged before this step."""
         return (step // self._sync_period + 1) * self._quota
 
     def is_due(self, step: int) -> bool:
-        """Whether all of these are committed."""
+        """Return whether all tickets that are due at this step are committed."""
         due = self.due(step)
         return all(outbox.committed[0] >= due for outbox in self._outboxes.values())
 
     @property
     def num_committed(self) -> int:
-        """Tickets ever, of all searchers: it grows while one of them works."""
+        """Tickets of all searchers so far; it grows while a searcher works."""
         return sum(_num_committed(outbox) for outbox in self._outboxes.values())
 
     def update(self, *, step: int, version: int, num_merged: int, num_fresh: int) -> None:
-        """As `Admission.update`."""
+        """Report the trainer's progress, as `Admission.update`."""
         del step, version
         with self._lock:
             self._unmerged -= num_merged
             self._fresh = num_fresh
 
     def note_step(self, seconds: float) -> None:
-        """Nothing: no age depends on it."""
+        """Do nothing: the staleness does not depend on durations."""
 
     def holds(self, step: int) -> bool:
-        """Never: what a step waits for is `is_due`."""
+        """Return False: a step waits for `is_due` instead."""
         del step
         return False
 
     def latency(self) -> Latency | None:
-        """Nothing is late."""
+        """Return None: no response is late."""
         return None
 
     @property
@@ -115,5 +115,5 @@ def _num_committed(outbox: Outbox) -> int:
 
 
 def quota_of(num_prompts: int, sync_period: int, searchers: Sequence[int]) -> int:
-    """Groups of each searcher that are enough for all steps until the next publication."""
+    """Return the groups per searcher that suffice for all steps until the next publication."""
     return -(-num_prompts * sync_period // len(searchers))

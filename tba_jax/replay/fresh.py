@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FreshGroups: which responses were never drawn, and which of them are drawn next.
+"""FreshGroups: responses that were never drawn, and the order in which they are drawn.
 
-A group is what one merge brought for one prompt. This holds numbers of responses, not responses,
-and knows no locks. Invariants: a group is drawn once, in the order that it was made with, as long
-as there are enough prompts for a batch; and what was used is not fresh.
+A group has the responses of one merge to one prompt; this module only counts responses. Invariants:
+a group is drawn once, in the order of insertion, while there are enough prompts for a batch; and a
+used response is not fresh.
 """
 
 import bisect
@@ -16,18 +16,18 @@ import numpy as np
 from tba_jax.replay.prompt_pool import PromptPool
 
 KEPT_MERGES = 8
-"""Merges that can be drawn again; a batch of so many merges' prompts has data not far from new."""
+"""Number of merges whose prompts can be drawn again: their data are nearly new."""
 
 
 class _Group:
-    """A group that waits.
+    """A waiting group.
 
     Attributes:
         merged: trainer step of its merge.
         prompt_id: its prompt.
-        unused: how many of its responses were never drawn.
-        version: oldest policy version among those.
-        is_used: whether one of the others was.
+        unused: number of its responses that were never drawn.
+        version: oldest policy version of those.
+        is_used: whether another of its responses was drawn.
     """
 
     __slots__ = ("merged", "prompt_id", "unused", "version", "is_used")
@@ -43,13 +43,13 @@ class _Group:
 
 
 class _Rank:
-    """Groups that are drawn before those of higher ranks, prompts in random order."""
+    """Groups of equal rank, drawn before higher ranks; prompts in random order."""
 
     __slots__ = ("pool", "groups")
 
     def __init__(self) -> None:
         self.pool = PromptPool()
-        self.groups: dict[int, list[_Group]] = {}  # of each prompt, in the order they came
+        self.groups: dict[int, list[_Group]] = {}  # by prompt, in order of arrival
 
 
 class Found(NamedTuple):
@@ -80,21 +80,21 @@ class FreshGroups:
         self._groups: dict[tuple[int, int], _Group] = {}  # by merge and prompt
         self._groups_of: collections.Counter[int] = collections.Counter()  # by prompt
         self._ranks: dict[int, _Rank] = {}
-        self._order: list[int] = []  # of the ranks, ascending
-        self._visited: set[int] = set()  # ranks with prompts set aside
+        self._order: list[int] = []  # ranks, ascending
+        self._visited: set[int] = set()  # ranks with set-aside prompts
         self.num_untouched = 0
 
     def __len__(self) -> int:
-        """Groups that wait; of `num_untouched` no response was drawn yet."""
+        """Return the number of waiting groups; in `num_untouched` no response was drawn."""
         return len(self._groups)
 
     @property
     def prompts(self) -> set[int]:
-        """Prompts of the groups that wait."""
+        """Return the prompts of waiting groups."""
         return set(self._groups_of)
 
     def open(self, step: int) -> None:
-        """Begin the merge of this step, unless the newest one is of this very step."""
+        """Begin the merge of this step, unless it has begun."""
         if self._keeps_older or self._newest == step:
             return
         self._newest = step
@@ -102,13 +102,13 @@ class FreshGroups:
             self._remove(group)
 
     def put(self, merged: int, prompt_id: int, unused: int, version: int) -> bool:
-        """What is unused of a group now; returns whether the group is a new one.
+        """Set the unused responses of a group; return whether the group is new.
 
         Args:
             merged: trainer step of its merge.
             prompt_id: its prompt.
-            unused: how many responses; with 0 it does not wait.
-            version: oldest policy version among those.
+            unused: number of unused responses; 0 removes the group.
+            version: oldest policy version of those.
         """
         known = self._groups.get((merged, prompt_id))
         if known is not None:
@@ -119,7 +119,7 @@ class FreshGroups:
         return known is None and unused > 0
 
     def use(self, merged: int, prompt_id: int, count: int) -> bool:
-        """So many unused responses were drawn; whether they are the first of a waiting group."""
+        """Count drawn unused responses; return whether they are the first of a waiting group."""
         group = self._groups.get((merged, prompt_id))
         if group is None:
             return False
@@ -130,7 +130,7 @@ class FreshGroups:
         return is_first
 
     def lose(self, merged: int, prompt_id: int, count: int) -> None:
-        """So many unused responses are no longer there, or no longer unused."""
+        """Count unused responses that were removed, or drawn otherwise."""
         group = self._groups.get((merged, prompt_id))
         if group is not None:
             group.unused -= count
@@ -138,19 +138,19 @@ class FreshGroups:
                 self._remove(group)
 
     def older_than(self, version: int) -> list[tuple[int, int]]:
-        """(step of the merge, prompt id) of groups with unused responses of older versions.
+        """Return (step of the merge, prompt ID) of groups with unused responses of older versions.
 
-        Only where the oldest version is drawn first.
+        Only with keeps_older.
         """
         ranks = self._order[: bisect.bisect_left(self._order, version)]
         found = [g for r in ranks for of in self._ranks[r].groups.values() for g in of]
         return [(group.merged, group.prompt_id) for group in found]
 
     def count(self, group_size: int) -> int:
-        """How many slots can be filled.
+        """Return the number of slots that can be filled.
 
         Args:
-            group_size: 0: slots of different prompts; else slots of as many unused responses.
+            group_size: 0: slots of different prompts; else slots of this many unused responses.
         """
         if group_size:
             return sum(max(1, group.unused // group_size) for group in self._groups.values())
@@ -159,12 +159,12 @@ class FreshGroups:
     def draw(
         self, rng: np.random.Generator, taken: Collection[int], group_size: int
     ) -> Found | None:
-        """A group for a slot; None where there is none.
+        """Return a group for a slot; None if there is none.
 
         Args:
-            rng: where the draw comes from.
-            taken: prompts that are in the batch already.
-            group_size: as in `count`; what fills another slot can be drawn again.
+            rng: random generator.
+            taken: prompts already in the batch.
+            group_size: as in `count`; a group that fills another slot can be drawn again.
         """
         for number in self._order:
             rank = self._ranks[number]
@@ -177,7 +177,7 @@ class FreshGroups:
             if group_size and group.unused >= 2 * group_size:
                 self.num_untouched -= is_first
                 group.is_used = True
-                # The draw took it out of the epoch.
+                # The draw has removed it from the epoch.
                 rank.pool.discard(prompt_id)
                 rank.pool.add(prompt_id)
             else:
@@ -186,7 +186,7 @@ class FreshGroups:
         return None
 
     def give_back(self) -> None:
-        """The batch is complete: what its draws set aside can be drawn again."""
+        """End a batch: prompts that its draws set aside can be drawn again."""
         for number in self._visited:
             if number in self._ranks:
                 self._ranks[number].pool.give_back()
@@ -223,7 +223,7 @@ class FreshGroups:
         self.num_untouched -= not group.is_used
 
     def state(self) -> dict[str, Any]:
-        """JSON-compatible."""
+        """Return the state, JSON-compatible."""
         waiting = [
             [group.merged, prompt_id, group.unused, group.version, group.is_used]
             for number in self._order
@@ -234,7 +234,7 @@ class FreshGroups:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any], *, keeps_older: bool) -> "FreshGroups":
-        """What `state` described, in the same orders."""
+        """Return the groups of a saved `state`, in the same orders."""
         groups = cls(keeps_older=keeps_older)
         groups._newest = max(state["merges"], default=None)
         for group in state["fresh"]:
@@ -246,22 +246,22 @@ class _Merge:
     """Prompts with stored responses of one merge, drawn or not."""
 
     def __init__(self, rows: Mapping[int, int], pool: PromptPool) -> None:
-        self.rows = dict(rows)  # of each prompt
+        self.rows = dict(rows)  # number of rows by prompt
         self.pool = pool
 
 
 class RecentMerges:
-    """Prompts with stored responses of the newest merges: what can be drawn again.
+    """Prompts with stored responses of the newest merges, which can be drawn again.
 
-    Where searchers bring less than a batch, a batch holds all that the newest merge brought, and
-    what is drawn again is of the merges before it, newest first.
+    If searchers bring less than a batch, a batch has everything of the newest merge; repeats come
+    from the merges before it, newest first.
     """
 
     def __init__(self) -> None:
         self._merges: dict[int, _Merge] = {}  # by their step, ascending; KEPT_MERGES at most
 
     def add(self, merged: int, prompt_id: int) -> None:
-        """A row of the newest merge was stored."""
+        """Record a stored row of the newest merge."""
         merge = self._merges.get(merged)
         if merge is None:
             merge = self._merges[merged] = _Merge({}, PromptPool())
@@ -271,7 +271,7 @@ class RecentMerges:
         merge.pool.add(prompt_id)
 
     def lose(self, merged: int, prompt_id: int) -> None:
-        """A row was removed."""
+        """Record the removal of a row."""
         merge = self._merges.get(merged)
         if merge is None:
             return
@@ -281,13 +281,13 @@ class RecentMerges:
             merge.pool.discard(prompt_id)
 
     def ids(self) -> set[int]:
-        """Those prompts."""
+        """Return these prompts."""
         return {prompt_id for merge in self._merges.values() for prompt_id in merge.rows}
 
     def draw(self, rng: np.random.Generator, taken: Collection[int]) -> tuple[int, int] | None:
-        """(step of the merge, prompt) of one that is not in the batch, of the newest that has one.
+        """Return (step of the merge, prompt) that is not in `taken`, of the newest possible merge.
 
-        All prompts of a merge come before one comes again.
+        All prompts of a merge are drawn before one repeats.
         """
         for merged, merge in reversed(self._merges.items()):
             prompt_id = merge.pool.draw(rng, taken)
@@ -299,12 +299,12 @@ class RecentMerges:
         return None
 
     def give_back(self) -> None:
-        """The batch is complete: what its draws set aside can be drawn again."""
+        """End a batch: prompts that its draws set aside can be drawn again."""
         for merge in self._merges.values():
             merge.pool.give_back()
 
     def state(self) -> list[dict[str, Any]]:
-        """JSON-compatible."""
+        """Return the state, JSON-compatible."""
         return [
             {"step": merged, "ids": list(merge.pool.ids), "left": merge.pool.num_left}
             for merged, merge in self._merges.items()
@@ -314,10 +314,10 @@ class RecentMerges:
     def restored(
         cls, state: Sequence[Mapping[str, Any]], rows: Mapping[tuple[int, int], int]
     ) -> "RecentMerges":
-        """What `state` described.
+        """Return the merges of a saved `state`.
 
         Args:
-            state: that.
+            state: the saved state.
             rows: stored rows by merge and prompt.
         """
         recent = cls()

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ledger: where every response went that entered the buffer.
+"""Ledger: accounts for every response that entered the buffer.
 
-It counts responses, equal ones as often as they came; it knows neither responses nor reasons. Its
-invariant: generated = stored + evicted_* + duplicate + rejected.
+Equal responses count separately. Invariant: generated = stored + evicted_* + duplicate + rejected.
 """
 
 from collections.abc import Mapping
@@ -27,19 +26,18 @@ _COUNTERS = (
 
 
 class LedgerError(RuntimeError):
-    """Responses were lost or invented; the message has the numbers."""
+    """Responses were lost or duplicated; the message has the numbers."""
 
 
 class Ledger:
     """Counters of responses.
 
     Attributes:
-        counters: generated, duplicate, evicted_REASON: what became of those that came in; united:
-            how many share the row of an equal one; used, trained_unique, repeats: responses handed
-            out, how often for the first time, and how often beyond what was stored; fresh_short,
-            fresh_recycled: fresh slots that became replay slots, and that were filled again from
-            the newest merge; redrawn: groups that were drawn and not wanted; skipped: slots that
-            were left empty, whose groups are among the used.
+        counters: generated, duplicate, evicted_REASON: fate of merged responses; united: responses
+            that share the row of an equal one; used, trained_unique, repeats: drawn responses,
+            first draws, and draws beyond the stored number; fresh_short, fresh_recycled: fresh
+            slots that became replay slots, or were filled again from the newest merges; redrawn:
+            rejected draws; skipped: emptied slots, whose groups count as used.
         rejected: responses without a reward, by named reason.
     """
 
@@ -53,22 +51,22 @@ class Ledger:
             self.rejected[reason] = self.rejected.get(reason, 0) + count
 
     def totals(self, stored: int) -> dict[str, int]:
-        """All counters, with what is `stored` now and what was rejected in all."""
+        """Return all counters, plus `stored` and the total of rejected responses."""
         return {**self.counters, "stored": stored, "rejected": sum(self.rejected.values())}
 
     def check(
         self, *, counted: int, listed: int, outbox_pending: int, outbox_generated: int | None
     ) -> None:
-        """Account for every response.
+        """Check that every response is accounted for.
 
         Args:
             counted: stored responses by the store's counter.
-            listed: the same, counted prompt by prompt.
+            listed: stored responses, counted prompt by prompt.
             outbox_pending: responses waiting in outboxes.
-            outbox_generated: responses ever put into outboxes; None: only what was merged counts.
+            outbox_generated: responses ever put into outboxes; None: check only merged responses.
 
         Raises:
-            LedgerError: they do not add up; with the numbers.
+            LedgerError: the numbers do not add up; the message has them.
         """
         totals = self.totals(counted)
         generated = outbox_generated
@@ -85,10 +83,10 @@ class Ledger:
             )
 
     def state(self) -> dict[str, Any]:
-        """JSON-compatible."""
+        """Return the counters, JSON-compatible."""
         return {"counters": dict(self.counters), "rejected": dict(self.rejected)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` returned."""
+        """Restore a saved `state`."""
         self.counters = {**dict.fromkeys(_COUNTERS, 0), **state["counters"]}
         self.rejected = dict(state["rejected"])

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outbox: where a searcher leaves its finished rounds, and where the trainer picks them up.
+"""Outbox: finished rounds of a searcher, until the trainer takes them.
 
-Each searcher has one; it is the only thing a searcher writes. It owns the invariant that a round is
-a transaction: its groups, its number and the prompt-iterator state after it change together or not
-at all, so that after a resume an unfinished round is done again and a finished one is not. Rounds
-may be finished in another order than they were begun in; each number is committed once.
+Each searcher has one; it is the only thing a searcher writes. Invariant: a round is a transaction.
+Its groups, its number and the prompt-iterator state after it change together or not at all, so that
+a resume repeats unfinished rounds and no finished one. Rounds may finish out of order; each number
+is committed once.
 """
 
 import threading
@@ -17,9 +17,9 @@ from tba_jax.flow.state import PartState
 
 
 class OutboxCounts(NamedTuple):
-    """Responses, rejected ones included: ever begun here, still waiting here, and never finished.
+    """Counts of responses, including rejected ones: begun, waiting in the outbox, and lost.
 
-    What is under way is in none of them; it counts as begun once it is committed or lost.
+    Responses in progress are in none of them; they count as begun once committed or lost.
     """
 
     generated: int
@@ -31,8 +31,8 @@ class Outbox:
     """Thread-safe, in the order of commits.
 
     Args:
-        max_bytes: `has_room` is False once the pending commits hold this much; a round that is
-            already under way may still be put.
+        max_bytes: `has_room` is False once the pending commits have this size; a round in progress
+            may still be put.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -42,7 +42,7 @@ class Outbox:
         self._num_bytes = 0
         self._next_round = 0
         self._prompt_state: Mapping[str, Any] | None = None
-        self._ahead: dict[int, Mapping[str, Any]] = {}  # committed numbers above a missing one
+        self._ahead: dict[int, Mapping[str, Any]] = {}  # committed numbers after a missing one
         self._num_pending = 0
         self._num_generated = 0
         self._num_lost = 0
@@ -51,14 +51,14 @@ class Outbox:
         """Commit one finished round.
 
         Raises:
-            ValueError: a number that was committed before, or a commit `check_commit` refuses.
+            ValueError: the number was committed before, or `check_commit` refuses the commit.
         """
         check_commit(commit)
         with self._lock:
             if self._is_committed(commit.round):
                 raise ValueError(
-                    f"searcher {commit.searcher} committed round {commit.round} again, wanted "
-                    f"round {self._next_round} or an unfinished one above it; start a searcher "
+                    f"searcher {commit.searcher} committed round {commit.round} again; wanted "
+                    f"round {self._next_round} or an unfinished one after it. Start searchers "
                     "from Outbox.committed"
                 )
             self._pending.append(commit)
@@ -74,24 +74,24 @@ class Outbox:
         return number < self._next_round or number in self._ahead
 
     def is_committed(self, number: int) -> bool:
-        """Whether the round of this number is finished."""
+        """Return whether the round of this number is finished."""
         with self._lock:
             return self._is_committed(number)
 
     def is_merged(self, number: int) -> bool:
-        """Whether it is finished and was taken."""
+        """Return whether the round of this number is finished and was taken."""
         with self._lock:
             is_waiting = any(commit.round == number for commit in self._pending)
             return self._is_committed(number) and not is_waiting
 
     def lose(self, count: int) -> None:
-        """So many responses were begun and will not come; a negative count: they will after all."""
+        """Count begun responses that are lost; a negative count takes lost ones back."""
         with self._lock:
             self._num_generated += count
             self._num_lost += count
 
     def has_room(self) -> bool:
-        """Whether a searcher may begin another round."""
+        """Return whether a searcher may begin another round."""
         with self._lock:
             return self._num_bytes < self._max_bytes
 
@@ -106,7 +106,7 @@ class Outbox:
             return commits
 
     def take_below(self, number: int) -> list[RoundCommit]:
-        """Remove and return the pending commits of lower numbers, in the order of these."""
+        """Remove and return the pending commits with lower numbers, in order of their numbers."""
         with self._lock:
             taken = sorted((c for c in self._pending if c.round < number), key=lambda c: c.round)
             self._pending = deque(c for c in self._pending if c.round >= number)
@@ -120,30 +120,30 @@ class Outbox:
 
     @property
     def committed(self) -> tuple[int, Mapping[str, Any] | None]:
-        """Lowest number that is not committed, and the prompt-iterator state to begin it from."""
+        """Return the lowest uncommitted number, and the prompt-iterator state at its start."""
         with self._lock:
             return self._next_round, self._prompt_state
 
     @property
     def counts(self) -> OutboxCounts:
-        """The ledger's two numbers at one instant."""
+        """Return the counts for the ledger, at one instant."""
         with self._lock:
             return OutboxCounts(self._num_generated, self._num_pending, self._num_lost)
 
     @property
     def num_rounds(self) -> int:
-        """Commits waiting here."""
+        """Number of waiting commits."""
         with self._lock:
             return len(self._pending)
 
     @property
     def num_groups(self) -> int:
-        """Groups of the commits waiting here."""
+        """Number of groups in waiting commits."""
         with self._lock:
             return sum(len(commit.groups) for commit in self._pending)
 
     def position(self) -> dict[str, Any]:
-        """Which numbers are committed, and the prompt-iterator states after them; for JSON."""
+        """Return the committed numbers and the iterator states after them, JSON-compatible."""
         with self._lock:
             return self._position()
 
@@ -155,7 +155,7 @@ class Outbox:
         }
 
     def start_from(self, position: Mapping[str, Any]) -> None:
-        """Hold nothing, and go on from what `position` of another outbox said."""
+        """Empty the outbox, and continue from the `position` of another one."""
         with self._lock:
             self._pending = deque()
             self._num_bytes = self._num_pending = self._num_generated = self._num_lost = 0
@@ -167,7 +167,7 @@ class Outbox:
         self._ahead = {number: prompts for number, prompts in position["ahead"]}
 
     def state(self) -> PartState:
-        """Pending commits and committed numbers at one instant: flat arrays, JSON metadata."""
+        """Return pending commits and committed numbers at one instant: arrays, JSON metadata."""
         with self._lock:
             pending = list(self._pending)
             position = {
@@ -179,7 +179,7 @@ class Outbox:
         return PartState(arrays, {**meta, "position": position})
 
     def restore(self, state: PartState) -> None:
-        """Replace everything by what `state` returned."""
+        """Replace the contents by a saved `state`."""
         arrays, meta = state
         pending = deque(unpack_commits(arrays, meta))
         position = meta["position"]

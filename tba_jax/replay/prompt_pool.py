@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PromptPool: prompts drawn at random without replacement, in epochs, while the set changes.
+"""PromptPool: prompts drawn at random without replacement, in epochs, from a changing set.
 
-It owns one invariant: between two `recycle` calls no prompt is drawn twice, whatever is added or
-discarded meanwhile, at a constant cost per operation.
+Invariant: between two `recycle` calls no prompt is drawn twice, despite additions and removals. The
+cost per operation is constant.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,11 +11,11 @@ import numpy as np
 
 
 class PromptPool:
-    """A set of prompt ids of which some are still to be drawn.
+    """A set of prompt IDs, of which some remain in the current epoch.
 
     Attributes:
-        ids: all of them; the first `num_left` are still to be drawn in this epoch.
-        num_left: how many those are.
+        ids: all IDs; the first `num_left` remain to be drawn in this epoch.
+        num_left: number of IDs that remain.
     """
 
     def __init__(self, ids: Iterable[int] = (), num_left: int = 0) -> None:
@@ -28,14 +28,14 @@ class PromptPool:
         return len(self.ids)
 
     def add(self, prompt_id: int) -> None:
-        """Add a prompt, to be drawn in this epoch; one that is there stays as it is."""
+        """Add a prompt to this epoch; a prompt that is present stays as it is."""
         if prompt_id not in self._where:
             self._where[prompt_id] = len(self.ids)
             self.ids.append(prompt_id)
             self._move_left(prompt_id)
 
     def discard(self, prompt_id: int) -> None:
-        """Remove a prompt if it is there."""
+        """Remove a prompt, if present."""
         index = self._where.get(prompt_id)
         if index is None:
             return
@@ -48,12 +48,12 @@ class PromptPool:
         del self._where[prompt_id]
 
     def draw(self, rng: np.random.Generator, excluded: Collection[int]) -> int | None:
-        """A random prompt of those left that is not excluded; None when there is none.
+        """Return a random remaining prompt that is not excluded; None if there is none.
 
-        Excluded ones it comes upon are set aside until `give_back` or `recycle`.
+        Excluded prompts that are found on the way are set aside until `give_back` or `recycle`.
         """
         while self.num_left:
-            # A float times a count is uniform enough below 2^53, and ten times as fast as
+            # A float times a count is uniform enough below 2^53, and ten times faster than
             # rng.integers.
             index = int(rng.random() * self.num_left)
             self.num_left -= 1
@@ -65,14 +65,14 @@ class PromptPool:
         return None
 
     def give_back(self) -> None:
-        """Make what was set aside drawable again in this epoch."""
+        """Make set-aside prompts drawable again in this epoch."""
         for prompt_id in self._aside:
             if prompt_id in self._where:
                 self._move_left(prompt_id)
         self._aside.clear()
 
     def recycle(self) -> None:
-        """Begin a new epoch: everything can be drawn again."""
+        """Begin a new epoch with all prompts."""
         self.num_left = len(self.ids)
         self._aside.clear()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RoundAdmission: which rounds searchers in other processes may start when driver=sync."""
+"""RoundAdmission: rounds that searchers in other processes may start with driver=sync."""
 
 import threading
 from collections.abc import Mapping, Sequence

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SoftValues: of every prompt what the policy that the run started from expects of it, softly.
+"""SoftValues: soft value of every prompt under the run's start policy.
 
-V(x) = t log mean exp(r / t) over the responses of version 0, which is the reference where that is
-frozen: beta times log Z of the target at t = beta, as A*-PO and DISA keep it for each prompt. It
-knows rewards, not responses or losses. Two invariants: a response counts once, in the order that it
-came, so a schedule that is replayed has the same values; and what later versions drew never counts.
+V(x) = t log mean exp(r / t) over the responses of version 0, which is the reference if that is
+frozen: beta times log Z of the target at t = beta, as in A*-PO and DISA. Invariants: a response
+counts once, in order of arrival, so a replayed schedule has the same values; responses of later
+versions never count.
 
 References:
     A*-PO, arXiv:2505.20686; DISA, arXiv:2605.17295.
@@ -26,21 +26,21 @@ class SoftValues:
 
     Args:
         temperature: t, in units of the reward.
-        sampling_temperature: of the policy; what was drawn at another is not its own.
+        sampling_temperature: of the policy; responses drawn at another temperature do not count.
     """
 
     def __init__(self, temperature: float, sampling_temperature: float) -> None:
         self._temperature = temperature
         self._sampling_temperature = sampling_temperature
-        # How many responses of a prompt, and log sum exp(r / t) over them.
+        # Number of responses of a prompt, and log sum exp(r / t) over them.
         self._known: dict[int, tuple[int, float]] = {}
 
     def __len__(self) -> int:
-        """Prompts with a value."""
+        """Return the number of prompts with a value."""
         return len(self._known)
 
     def take_in(self, group: Group) -> None:
-        """Count those of its responses that the policy at the start drew."""
+        """Count the group's responses that the start policy drew."""
         for y in group.trajectories:
             if y.version_max == 0 and y.sampling_temperature == self._sampling_temperature:
                 number, total = self._known.get(y.prompt_id, (0, -math.inf))
@@ -48,14 +48,14 @@ class SoftValues:
                 self._known[y.prompt_id] = (number + 1, total)
 
     def at(self, prompt_id: int) -> float:
-        """V of a prompt; nan where the policy at the start drew nothing for it."""
+        """Return V of a prompt; nan without responses of the start policy."""
         if prompt_id not in self._known:
             return math.nan
         number, total = self._known[prompt_id]
         return self._temperature * (total - math.log(number))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """For a file."""
+        """Return the values as arrays, for a file."""
         counts, sums = zip(*self._known.values(), strict=True) if self._known else ((), ())
         columns = (
             np.array(list(self._known), np.int64),
@@ -65,17 +65,17 @@ class SoftValues:
         return dict(zip(_NAMES, columns, strict=True))
 
     def restore(self, state: PartState) -> None:
-        """Go on from what `arrays` returned, among other arrays."""
+        """Restore the values from saved arrays."""
         columns = (state.arrays[name].tolist() for name in _NAMES)
         self._known = {i: (n, x) for i, n, x in zip(*columns, strict=True)}
 
 
 def divided(states: Sequence[PartState], keep: Callable[[int], bool]) -> dict[str, np.ndarray]:
-    """The arrays of one buffer out of those of several; none where they have none.
+    """Return the arrays of one buffer from those of several; {} if they have none.
 
     Args:
-        states: of the buffers.
-        keep: prompts of the one.
+        states: states of the buffers.
+        keep: prompt ID -> whether the one buffer has it.
     """
     if _NAMES[0] not in states[0].arrays:
         return {}

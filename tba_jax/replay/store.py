@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TrajectoryStore: a million responses in memory at little more than the bytes of their tokens.
+"""TrajectoryStore: holds a million responses in little more memory than their tokens.
 
-Scalars lie in one numpy table, token ids and log-probs as bytes; each prompt lists its rows. A row
-is one response and how often it was drawn: equal responses of one merge are one row where the store
-unites them. It owns two invariants: responses of different merges, versions or rewards never share
-a row, and no operation costs more the more is stored (`oldest` amortised).
+Scalars are in one numpy table, token ids and log-probs are bytes; each prompt lists its rows. A row
+is a response with its number of draws; equal responses of one merge share a row if the store unites
+them. Invariants: responses of different merges, versions or rewards never share a row, and the cost
+of an operation does not grow with the contents (`oldest`: amortised).
 """
 
 import heapq
@@ -32,8 +32,8 @@ from tba_jax.flow.records import (
 from tba_jax.flow.trajectory import Prompt, Trajectory
 from tba_jax.replay.config import RESPONSE_OVERHEAD_BYTES
 
-# The trajectory's scalars, then: its id, how many equal responses it stands for, how often they
-# were drawn in all, and the trainer step of the merge they came with.
+# Scalars of the trajectory; then its ID, the number of equal responses, their draws in all, and the
+# trainer step of their merge.
 FIELDS = (*ROW_FIELDS, ("id", "<i8"), ("count", "<i4"), ("uses", "<i4"), ("merged", "<i4"))
 # Positions in a row tuple.
 PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
@@ -50,12 +50,12 @@ PROMPT_ID, REWARD, VERSION, VERSION_MAX, SETTINGS, ID, COUNT, USES, MERGED = (
         "merged",
     )
 )
-_DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position: in the prompt's list of rows
-_NO_ID = -1  # id of a free row
+_DTYPE = np.dtype([*FIELDS, ("position", "<i4")])  # position in the prompt's list of rows
+_NO_ID = -1  # ID of a free row
 
 
 class _Responses:
-    """The rows of one prompt in a fixed order, and how many responses they stand for."""
+    """Rows of one prompt in a fixed order, and the number of their responses."""
 
     __slots__ = ("prompt", "slots", "num_responses", "num_bytes")
 
@@ -70,14 +70,14 @@ class TrajectoryStore:
     """Packed trajectories by slot (index into `rows`) and by prompt.
 
     Args:
-        unites: whether responses of one merge with the same tokens, versions, reward, sampling
-            temperature and sampled tokens are one row.
+        unites: store responses of one merge with the same tokens, versions, reward, sampling
+            temperature and actions as one row.
 
     Attributes:
-        rows: structured table with FIELDS; rows of free slots have id -1.
+        rows: structured table with FIELDS; free slots have ID -1.
         num_rows: rows in use.
-        num_trajectories: stored responses, each as often as it came.
-        num_bytes: stored bytes, an estimate of the bookkeeping included.
+        num_trajectories: stored responses; equal ones count separately.
+        num_bytes: stored bytes, including estimated bookkeeping.
         sum_uses, sum_versions, sum_rewards: over stored responses.
     """
 
@@ -97,34 +97,34 @@ class TrajectoryStore:
         self._prompts: dict[int, _Responses] = {}
         self._heap: list[int] | None = None  # see oldest
         self._unites = unites
-        self._newest = -1  # the newest merge, whose rows can still be joined
-        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> slot, id
+        self._newest = -1  # newest merge; only its rows can be joined
+        self._joinable: dict[tuple[Any, ...], tuple[int, int]] = {}  # key -> slot, ID
 
     def __len__(self) -> int:
-        """Prompts with at least one response."""
+        """Return the number of prompts with at least one response."""
         return len(self._prompts)
 
     def __contains__(self, prompt_id: int) -> bool:
         return prompt_id in self._prompts
 
     def prompt(self, prompt_id: int) -> Prompt:
-        """The prompt, as it came with its first stored response."""
+        """Return the prompt, as it came with its first stored response."""
         return self._prompts[prompt_id].prompt
 
     def slots(self, prompt_id: int) -> Int[np.ndarray, " n"]:
-        """Slots of a prompt's responses, in an order that depends only on the history."""
+        """Return the slots of a prompt's responses, in an order that depends only on history."""
         return np.array(self._prompts[prompt_id].slots, np.int64)
 
     def count_listed(self) -> int:
-        """Responses counted prompt by prompt: the independent check of `num_trajectories`."""
+        """Return the responses counted prompt by prompt, to check `num_trajectories`."""
         return sum(responses.num_responses for responses in self._prompts.values())
 
     def length(self, slot: int) -> int:
-        """Tokens of the response in this slot."""
+        """Return the number of tokens of the response in this slot."""
         return len(self._tokens[slot]) // 4
 
     def trajectories(self, slots: Sequence[int], rows: Sequence[Sequence[Any]]) -> list[Trajectory]:
-        """The trajectories in these slots; `rows` are their rows as tuples."""
+        """Return the trajectories in these slots; `rows` are their rows as tuples."""
         tokens = [self._tokens[slot] for slot in slots]
         extras = [self._extras[slot] for slot in slots]
         return unpack(rows, tokens, extras, self._settings)
@@ -133,12 +133,12 @@ class TrajectoryStore:
         """Store a response to `prompt`.
 
         Args:
-            prompt, y: the prompt, and the response.
-            row_id: of the row, if it becomes one.
-            merged: trainer step of the merge that it comes with.
+            prompt, y: the prompt and the response.
+            row_id: ID of its row, if it becomes one.
+            merged: trainer step of its merge.
 
         Returns:
-            Whether it became a row; else it was counted in an equal one of the same merge.
+            Whether it became a row; otherwise it was added to the count of an equal one.
         """
         responses = self._prompts.get(prompt.prompt_id)
         if responses is None:
@@ -156,19 +156,19 @@ class TrajectoryStore:
         return True
 
     def remove(self, slot: int, copies: int | None = None) -> tuple[Any, ...]:
-        """Remove a row, and its prompt with the last one.
+        """Remove a row; the last row of a prompt removes the prompt.
 
         Args:
-            slot: where it is.
-            copies: how many of its responses go, never-drawn ones first; None: all.
+            slot: index of the row.
+            copies: number of responses to remove, never-drawn ones first; None: all.
 
         Returns:
-            The row as it was.
+            The row before.
         """
         row = self.rows[slot].item()
         responses = self._prompts[row[PROMPT_ID]]
         if copies is not None and copies < row[COUNT]:
-            # What was drawn stays with what is left.
+            # The remaining responses keep the draws.
             part = [*row]
             part[COUNT], part[USES] = copies, 0
             self._count(responses, part, -1)
@@ -183,18 +183,18 @@ class TrajectoryStore:
     def use(
         self, slots: Int[np.ndarray, " n"], times: Int[np.ndarray, " n"]
     ) -> list[tuple[Any, ...]]:
-        """Count that these (distinct) slots were drawn so often; returns their rows before it."""
+        """Count draws of these distinct slots, `times` each; return their rows before."""
         rows = self.rows[slots].tolist()
         self.rows["uses"][slots] += times.astype(np.int32)
         self.sum_uses += int(times.sum())
         return rows
 
     def oldest(self) -> int | None:
-        """Slot with the oldest policy version, the lowest ID among equals; None when empty.
+        """Return the slot with the oldest policy version, lowest ID first; None when empty.
 
-        A heap with lazy deletion: entries of rows that are gone are skipped when they surface. It
-        is made when first needed (most runs never reach a bound), and again once stale entries
-        outnumber the live ones.
+        A heap with lazy deletion: entries of removed rows are skipped when they reach the top. It
+        is built on first use (most runs never reach a limit), and rebuilt when stale entries
+        outnumber live ones.
         """
         heap = self._heap
         if heap is None:
@@ -213,7 +213,7 @@ class TrajectoryStore:
     def _put(
         self, responses: _Responses, row: tuple[Any, ...], tokens: bytes, extras: bytes
     ) -> None:
-        """Write one row, its bytes and every index of it."""
+        """Write one row, its bytes and its index entries."""
         if self._free:
             slot = self._free.pop()
             self._tokens[slot], self._extras[slot] = tokens, extras
@@ -222,7 +222,7 @@ class TrajectoryStore:
             self._tokens.append(tokens)
             self._extras.append(extras)
             if slot == len(self.rows):
-                # Doubling: the cost per insert stays flat.
+                # Doubling keeps the cost per insert constant.
                 grown = np.zeros(2 * slot, _DTYPE)
                 grown[:slot] = self.rows
                 grown["id"][slot:] = _NO_ID
@@ -236,11 +236,11 @@ class TrajectoryStore:
             if row[MERGED] > self._newest:
                 self._newest = row[MERGED]
                 self._joinable.clear()
-            # An entry outlives its row; the id tells.
+            # An entry may outlive its row; the ID reveals that.
             self._joinable[self._key(row, tokens, extras)] = slot, row[ID]
         if self._heap is not None:
             if len(self._heap) > 2 * self.num_rows + 1024:
-                self._heap = None  # mostly stale entries
+                self._heap = None  # most entries are stale
             else:
                 heapq.heappush(self._heap, _heap_key(row, slot))
 
@@ -260,7 +260,7 @@ class TrajectoryStore:
         self._free.append(slot)
 
     def _count(self, responses: _Responses, row: Sequence[Any], sign: int) -> None:
-        """Add the responses of a row to the sums, or take them away."""
+        """Add the responses of a row to the sums, or subtract them."""
         number = sign * row[COUNT]
         responses.num_responses += number
         self.num_trajectories += number
@@ -269,10 +269,10 @@ class TrajectoryStore:
         self.sum_rewards += number * row[REWARD]
 
     def _key(self, row: Sequence[Any], tokens: bytes, extras: bytes) -> tuple[Any, ...]:
-        """What responses of one merge have in common that are one row.
+        """Return the key that equal responses of one merge share.
 
-        Two versions, or two noisy rewards of one response, are two rows: objectives with ratios
-        and leave-one-out means need each with its own.
+        Different versions, or different noisy rewards, of one response are two rows: objectives
+        with ratios and leave-one-out means need each with its own.
         """
         settings = self._settings[row[SETTINGS]]
         is_sampled = extras[len(tokens) + 8 * len(settings.part_names) :]
@@ -280,10 +280,10 @@ class TrajectoryStore:
         return (*values, settings.sampling_temperature, tokens, is_sampled)
 
     def snapshot(self, prompt_ids: Sequence[int]) -> Snapshot:
-        """Everything as flat arrays and JSON-compatible metadata, prompts in the given order.
+        """Return all contents as flat arrays and JSON-compatible metadata, prompts in given order.
 
-        `store_sizes` has the number of rows of each prompt of `prompt_ids`; then, row by
-        row: columns `row_*`, token ids in `tokens` (int32 as bytes, `tokens_sizes` bytes each),
+        `store_sizes` has the number of rows of each prompt of `prompt_ids`; then, row by row:
+        columns `row_*`, token ids in `tokens` (int32 as bytes, `tokens_sizes` bytes each),
         log-probs and reward parts in `extras`.
         """
         stores = [self._prompts[prompt_id] for prompt_id in prompt_ids]
@@ -306,7 +306,7 @@ class TrajectoryStore:
     def restored(
         cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any], *, unites: bool = False
     ) -> "TrajectoryStore":
-        """A store with the content of a snapshot, in the same orders."""
+        """Return a store with the contents of a snapshot, in the same orders."""
         store = cls(unites=unites)
         store._settings = SettingsTable(meta["settings"])
         columns = [arrays[f"row_{name}"].tolist() for name, _ in FIELDS]
@@ -328,5 +328,5 @@ class TrajectoryStore:
 
 
 def _heap_key(row: Sequence[Any], slot: int) -> int:
-    """One integer that sorts by version, then ID; a tuple would take three times the memory."""
+    """Return an integer that sorts by version, then ID; a tuple takes three times the memory."""
     return (row[VERSION] << 96) | (row[ID] << 32) | slot

@@ -288,7 +288,7 @@ def _responses(runs: Sequence[Run]) -> str:
 
 
 def render_comparison(grouped: Sequence[RunGroup]) -> str:
-    """The page as HTML text."""
+    """Return the page as HTML text."""
     runs = [run for group in grouped for run in group.runs]
     unfinished = sum(not run.is_finished for run in runs)
     title = f"{len(runs)} runs" + (f" in {len(grouped)} groups" if len(grouped) > 1 else "")

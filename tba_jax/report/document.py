@@ -17,7 +17,7 @@ from tba_jax.report.words import plain, shown
 def document(
     title: str, name: str, body: str, style: str = "", script: str = "", *, fetches: bool = False
 ) -> str:
-    """A whole page as HTML text.
+    """Return a whole page as HTML text.
 
     Args:
         title: one sentence for the title of the window.

@@ -151,7 +151,7 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
 
 
 def assemble(workdir: Path, metrics: Metrics, schedule_start: int = 0) -> Run:
-    """A run of metrics that are read already.
+    """Return a run whose metrics were already read.
 
     Raises:
         ValueError: config.json or report.json is damaged.

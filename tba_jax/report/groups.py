@@ -33,7 +33,7 @@ class RunGroup:
 
 
 def run_names(runs: Sequence[Run]) -> list[str]:
-    """The folder name of each run, or its path where two runs have the same folder name."""
+    """Return the folder name of each run, or its path if another run has the same name."""
     names = [run.workdir.name or str(run.workdir) for run in runs]
     if len(set(names)) == len(names):
         return names
@@ -41,7 +41,7 @@ def run_names(runs: Sequence[Run]) -> list[str]:
 
 
 def differing_fields(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """The fields whose values are not the same in all runs: name -> value in each run.
+    """Return the fields that differ between runs: name -> value in each run.
 
     Versions of packages are named `versions.NAME`. A run without the field has None.
     """
@@ -97,13 +97,13 @@ def _group_name(group: Sequence[Run], fields: Sequence[str]) -> str:
 
 
 def trained_tokens(run: Run) -> Curve:
-    """(steps, response tokens trained on up to each step)."""
+    """Return (steps, response tokens trained on up to each step)."""
     steps, tokens = run.metrics.column("step", "train/response_tokens")
     return steps, np.cumsum(tokens)
 
 
 def curve(run: Run, name: str, axis: str) -> Curve:
-    """A metric against an axis, as two float64 arrays of at most `POINTS` values.
+    """Return a metric against an axis, as two float64 arrays of at most `POINTS` values.
 
     Args:
         run: whose metric.
@@ -166,6 +166,6 @@ def shared_prompts(runs: Sequence[Run]) -> Mapping[str, list[Mapping[str, Any] |
 
 
 def common_folder(runs: Sequence[Run]) -> Path:
-    """The folder that holds all runs, or the working directory where there is none."""
+    """Return the folder of all runs, or the working directory if they have none in common."""
     parents = {run.workdir.resolve().parent for run in runs}
     return parents.pop() if len(parents) == 1 else Path.cwd()

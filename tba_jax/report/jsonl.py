@@ -44,7 +44,7 @@ def jsonable(value: Any) -> Any:
 
 
 def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first line, from 1; lines) of a few megabytes at a time.
+    """Yield (number of the first line, from 1; lines), a few megabytes at a time.
 
     A last line without newline was torn by a kill and is left out. Nothing where there is no file.
 
@@ -72,7 +72,7 @@ def read_blocks(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[
 
 
 def read_lines(path: str | os.PathLike[str], start: int = 0) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of every complete line, as `read_blocks` reads them."""
+    """Yield (number from 1, line) of every complete line, as `read_blocks` reads them."""
     for first, lines in read_blocks(path, start):
         yield from enumerate(lines, first)
 
@@ -87,7 +87,7 @@ def _nothing(record: Mapping[str, Any]) -> str:
 
 
 def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, Any]:
-    """The record of a line.
+    """Return the record of a line.
 
     Args:
         where: file and line, for messages.
@@ -111,7 +111,7 @@ def parse_line(where: str, line: bytes, wrong: Wrong = _nothing) -> dict[str, An
 
 
 def stream_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> Iterator[dict[str, Any]]:
-    """The records of a log, one after the other.
+    """Yield the records of a log.
 
     Raises:
         ValueError: for a line that is not a right JSON object, with file and line number; the file
@@ -129,7 +129,7 @@ def read_jsonl(path: str | os.PathLike[str], wrong: Wrong = _nothing) -> list[di
 def sample_jsonl(
     path: str | os.PathLike[str], most: int, wrong: Wrong = _nothing, *, always: bytes
 ) -> Iterator[dict[str, Any]]:
-    """Records of a log at even distances, its last one among them.
+    """Yield records of a log at even distances, including the last one.
 
     Args:
         path: of the log.

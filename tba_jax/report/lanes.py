@@ -58,7 +58,7 @@ class Times(NamedTuple):
 
 
 def read_times(path: Path, start: int = 0) -> Times:
-    """Times of a schedule log; none where there is no file.
+    """Return the times of a schedule log; none without a file.
 
     Args:
         path: of the log.
@@ -110,7 +110,7 @@ def _timed_event(where: str, line: bytes) -> Mapping[str, Any]:
 
 
 def times_of(events: Iterable[Mapping[str, Any]]) -> Times:
-    """Times of events; those without times, and kinds that are not known, are left out."""
+    """Return times of events; events without times and unknown kinds are omitted."""
     rows = _Rows()
     for event in events:
         _add_event(rows, event)
@@ -176,7 +176,7 @@ def _round_lane(rounds: np.ndarray) -> Lane:
 
 
 def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
-    """A searcher's decoding, and its grading; tickets graded together end together."""
+    """Return a searcher's decoding and grading; tickets graded together end together."""
     end, together = np.unique(tickets[:, 1], return_inverse=True)
     reward_s, reference_s = (np.bincount(together, tickets[:, i]) for i in (3, 4))
     reference = end - reference_s
@@ -194,7 +194,7 @@ def _ticket_lanes(searcher: int, tickets: np.ndarray) -> dict[str, Lane]:
 
 
 def merge_intervals(intervals: Intervals) -> Intervals:
-    """The union of intervals, as disjoint ones in ascending order."""
+    """Return the union of intervals, as disjoint ones in ascending order."""
     intervals = intervals[intervals[:, 1] > intervals[:, 0]]
     intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
     if not len(intervals):

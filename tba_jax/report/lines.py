@@ -33,7 +33,7 @@ _REQUIRED = {
 
 
 def wrong_metrics(record: Mapping[str, Any]) -> str:
-    """What is wrong with a line of metrics.jsonl; "" for nothing."""
+    """Return the error in a line of metrics.jsonl; "" without one."""
     pick, others = _layout(tuple(record))
     if _NUMBERS_OF_JSON.issuperset(map(type, pick(record))):  # as nearly every line
         record = {name: record[name] for name in others}
@@ -55,7 +55,7 @@ def wrong_metrics(record: Mapping[str, Any]) -> str:
 
 @functools.lru_cache(maxsize=256)  # a run writes a few kinds of lines
 def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """What takes the values that are numbers out of a line of these names, and the other names."""
+    """Return a getter of the numbers in lines with these names, and the other names."""
     others = [x for x in names if x in ("step", "eval/metric") or x.endswith("_histogram")]
     return _picker([x for x in names if x not in others]), tuple(others)
 
@@ -64,7 +64,7 @@ def _layout(names: tuple[str, ...]) -> tuple[Callable[[Mapping[str, Any]], Any],
 def _event_layout(
     names: tuple[str, ...],
 ) -> tuple[Callable[[Mapping[str, Any]], Any], tuple[str, ...]]:
-    """What takes the times out of an event of these names, and the other names that are judged."""
+    """Return a getter of the times in events with these names, and the other checked names."""
     others = tuple(x for x in names if x in _EVENT_FIELDS)
     return _picker([x for x in names if x.endswith("_s")]), others
 
@@ -76,7 +76,7 @@ def _picker(names: Sequence[str]) -> Callable[[Mapping[str, Any]], Any]:
 
 
 def wrong_event(record: Mapping[str, Any]) -> str:
-    """What is wrong with a line of schedule.jsonl; "" for nothing."""
+    """Return the error in a line of schedule.jsonl; "" without one."""
     event = record.get("event")
     if not isinstance(event, str) or event not in _REQUIRED:
         return f"'event' is {event!r:.40}"

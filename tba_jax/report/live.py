@@ -98,7 +98,7 @@ class SampledLog:
             self._kept[is_evaluation] = [kept[0], *kept[2:-1:2], kept[-1]]
 
     def metrics(self) -> Metrics:
-        """The lines that are kept, in the order of the log."""
+        """Return the kept lines, in the order of the log."""
         lines = sorted(self._kept[False] + self._kept[True], key=lambda pair: pair[0])
         return Metrics(record for _, record in lines)
 

@@ -87,7 +87,7 @@ DARK = Theme(
 
 
 def to_png(figure: "Figure", dpi: int = 180) -> bytes:
-    """The figure as PNG bytes."""
+    """Return the figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=dpi, facecolor=figure.get_facecolor())
     return buffer.getvalue()
@@ -113,7 +113,7 @@ def share_interval(share: float, n: int) -> tuple[float, float]:
 
 
 def new_figure(width: float, height: float, theme: Theme) -> "Figure":
-    """An empty figure of this size in inches."""
+    """Return an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper)
@@ -161,7 +161,7 @@ def _smoothed(axes: "Axes", x: np.ndarray, y: np.ndarray, color: str) -> None:
 
 
 def accuracy(run: Run, theme: Theme) -> "Figure | None":
-    """The headline metric of every evaluation against time, steps along the top.
+    """Draw the headline metric of every evaluation against time, with steps along the top.
 
     Shares in percent with their 90 % intervals.
     """
@@ -432,7 +432,7 @@ def _searcher_changes(axes: "Axes", run: Run, theme: Theme) -> None:
 
 
 def _utilisation(axes: "Axes", lane: Lane, window: tuple[float, float], row: int, theme: Theme):
-    """The phases of a lane as bars whose height is their share of a short stretch, stacked."""
+    """Draw the phases of a lane as stacked bars of their shares in short intervals."""
     edges = np.linspace(*window, 73)
     below = np.zeros(len(edges) - 1)
     place = row + 0.4

@@ -21,11 +21,11 @@ class Display(Protocol):
         ...
 
     def phase(self, text: str) -> None:
-        """What is going on."""
+        """Show the current activity."""
         ...
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         ...
 
     def close(self) -> None:
@@ -50,22 +50,22 @@ class Relay:
         self._add("resume", [dict(record) for record in records])
 
     def phase(self, text: str) -> None:
-        """What is going on."""
+        """Show the current activity."""
         self._add("phase", text)
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._add("note", text)
 
     def close(self) -> None:
-        """The one who watches closes its own."""
+        """Do nothing: the watching process closes its own display."""
 
     def _add(self, method: str, *arguments: Any) -> None:
         with self._lock:
             self._items.append((method, arguments))
 
     def since(self, number: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """What came from item `number` on, and the number to ask for next; older ones are dropped.
+        """Return items from `number` on, and the number to request next; older ones are dropped.
 
         Args:
             number: what an earlier call returned, 0 at first.

@@ -21,7 +21,7 @@ _NUMBER_LISTS = ("behavior", "reference", "is_sampled")
 
 
 def wrong_sample(record: Mapping[str, Any]) -> str:
-    """What is wrong with a line of samples.jsonl; "" for nothing."""
+    """Return the error in a line of samples.jsonl; "" without one."""
     parts = record.get("parts", {})
     lists = {name: record.get(name, []) for name in ("tokens", *_NUMBER_LISTS)}
     checks = [
@@ -64,7 +64,7 @@ def read_samples(path: Path, most_bytes: int) -> list[dict[str, Any]]:
 
 
 def browser(path: Path, most_bytes: int) -> str:
-    """The section of a page; its controls are made by `SCRIPT`.
+    """Return the section of a page; `SCRIPT` makes its controls.
 
     Raises:
         ValueError: as `read_samples`.

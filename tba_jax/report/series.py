@@ -98,5 +98,5 @@ class Metrics:
         return both[0][is_there], both[1][is_there]
 
     def of_evaluations(self, name: str) -> Iterator[Record]:
-        """The evaluations that have a number of this name."""
+        """Return the evaluations that have a number of this name."""
         return (r for r in self.evaluations if isinstance(r.get(name), int | float))

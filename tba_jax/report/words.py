@@ -7,7 +7,7 @@ from typing import Any
 
 
 def percent(share: float, digits: int = 1) -> str:
-    """A share in percent."""
+    """Return a share in percent."""
     return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
 
 
@@ -31,7 +31,7 @@ _TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u20
 
 
 def shown(text: str) -> str:
-    """A text in which control characters, and those that turn the direction, are escapes.
+    """Return a text with control and direction-changing characters escaped.
 
     Line breaks and tabs stay, and so do joiners, which emoji and some scripts need.
     """
@@ -45,7 +45,7 @@ def shown(text: str) -> str:
 
 
 def plain(value: Any) -> str:
-    """A JSON value as one readable line."""
+    """Return a JSON value as one readable line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {plain(item)}" for name, item in value.items())
     if isinstance(value, list):

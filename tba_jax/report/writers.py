@@ -187,12 +187,12 @@ def is_share(metric: str) -> bool:
 
 
 def metric_label(metric: str) -> str:
-    """What people call an evaluation metric: "pass@1", "win rate"."""
+    """Return the usual name of an evaluation metric: "pass@1", "win rate"."""
     return metric.replace("pass_at_", "pass@").replace("_", " ")
 
 
 def format_metric(metric: str, value: float) -> str:
-    """A value of an evaluation metric: shares in percent, others with three decimals."""
+    """Return an evaluation metric's value as text: shares in percent, else three decimals."""
     return f"{value:.1%}" if is_share(metric) else f"{value:.3f}"
 
 
@@ -213,7 +213,7 @@ def format_count(number: float) -> str:
 
 
 def sparkline(numbers: Sequence[float], width: int) -> str:
-    """The course of `numbers` as at most `width` block characters, each the mean of its stretch."""
+    """Return `numbers` as at most `width` block characters, each the mean of an interval."""
     if len(numbers) < 2:
         return ""
     stretches = np.array_split(np.asarray(numbers, np.float64), min(width, len(numbers)))

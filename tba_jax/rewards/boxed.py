@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The contents of the last \boxed{...} of a text; imports nothing, knows no mathematics."""
+r"""The contents of the last \boxed{...} of a text."""
 
 _BOXED = "\\boxed{"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last \boxed{...} whose braces are balanced; None without one.
+    r"""Return the contents of the last \boxed{...} with balanced braces; None without one.
 
     last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """

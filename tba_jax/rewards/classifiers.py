@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable it is that a response is of a target class: toxic, unsafe, or matching a pattern.
+"""Probability that a response is of a target class: toxic, unsafe, or matching a pattern.
 
-Three kinds behind one call: a sequence classifier (RoBERTa), a guard language model that is asked
-for its verdict (Llama-Guard), and a regular expression for harmless miniatures. Invariant: the
-answer for a text does not depend on the other texts of the call.
+One interface for a sequence classifier (RoBERTa), a guard language model that writes a verdict
+(Llama-Guard), and a regular expression for small tests. Invariant: the probability of a text does
+not depend on the other texts of the call.
 """
 
 import functools
@@ -28,23 +28,23 @@ from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.config import ClassifierSettings
 
-# What a text that does not match a pattern has: as for a model, never quite 0, so that the log is
-# finite and a sample more or less that matches makes a difference.
+# Probability of a text that does not match a pattern; above 0, as for a model, so that the log is
+# finite and every further match changes the mean.
 MISS_PROB = 0.01
 
 
 class ResponseClassifier(Protocol):
-    """Scores responses to prompts; may be called from several threads."""
+    """Scores responses to prompts; thread-safe."""
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
-        """log p(target class) of each response, at most 0."""
+        """Return log p(target class) of each response, at most 0."""
         ...
 
 
 class PatternClassifier:
-    """A response is of the class where `re.search(pattern, response)` finds something.
+    """A response is of the class if `re.search(pattern, response)` matches.
 
     Raises:
         ValueError: the pattern is no regular expression.
@@ -55,27 +55,27 @@ class PatternClassifier:
             self._pattern = re.compile(pattern)
         except re.error as error:
             raise ValueError(
-                f"classifier.target = {pattern!r} is not a regular expression ({error}), which "
-                "classifier.kind=pattern needs"
+                f"classifier.target={pattern!r} is not a regular expression ({error}), as "
+                "classifier.kind=pattern needs. Correct it"
             ) from error
 
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
-        """0 where the pattern is found, log(MISS_PROB) elsewhere."""
+        """Return 0 for a match, log(MISS_PROB) otherwise."""
         found = [self._pattern.search(response) is not None for response in responses]
         return np.where(found, 0.0, math.log(MISS_PROB))
 
 
 class EncoderClassifier:
-    """A RoBERTa sequence classifier; it reads the response alone, cut at its end where too long.
+    """A RoBERTa sequence classifier of the response alone; long responses are truncated.
 
     Args:
         settings: of kind "encoder".
-        device: where the model lives.
+        device: device of the weights.
 
     Raises:
-        ValueError: no usable model there, or no such label.
+        ValueError: the path has no usable model, or the model has no such label.
     """
 
     def __init__(self, settings: ClassifierSettings, device: Any) -> None:
@@ -85,8 +85,8 @@ class EncoderClassifier:
         if target not in config.labels:
             labels = ", ".join(config.labels) or "none: it has no classification head"
             raise ValueError(
-                f"classifier.target = {target!r} is not a label of the model at {path} ({labels}); "
-                "name one of its labels"
+                f"classifier.target={target!r} is not a label of the model at {path} ({labels}). "
+                "Set it to one of its labels"
             )
         self._target = config.labels.index(target)
         self._params = jax.device_put(params, device)
@@ -99,7 +99,7 @@ class EncoderClassifier:
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
-        """Log-softmax of the model's logits at the target label."""
+        """Return the log-softmax of the model's logits at the target label."""
         rows = [self._tokenizer.encode_complete(text, self._max_tokens) for text in responses]
         return _in_batches(rows, self._batch_rows, self._target_logprobs)
 
@@ -109,22 +109,22 @@ class EncoderClassifier:
         mask = np.zeros((self._batch_rows, length), bool)
         for i, row in enumerate(batch):
             tokens[i, : len(row)], mask[i, : len(row)] = row, True
-        mask[len(batch) :, 0] = True  # rows that fill up the batch are read by nobody
+        mask[len(batch) :, 0] = True  # filler rows; their results are dropped
         return np.asarray(self._program(self._params, tokens, mask))[:, self._target]
 
 
 class GuardClassifier:
     """A guard model: the log-prob of its verdict on a prompt and a response.
 
-    The conversation is put into the model's own chat template, and the verdict is scored as its
-    answer. A conversation that is too long is refused.
+    The conversation is formatted with the model's chat template, and the verdict is scored as the
+    model's reply. A conversation that is too long is refused.
 
     Args:
-        settings: of kind "guard"; the path is of a language model whose tokenizer has a template.
-        device: where the model lives.
+        settings: of kind "guard"; the path is a language model whose tokenizer has a template.
+        device: device of the weights.
 
     Raises:
-        ValueError: no usable model there, or a verdict without tokens.
+        ValueError: the path has no usable model, or the verdict has no tokens.
     """
 
     def __init__(self, settings: ClassifierSettings, device: Any) -> None:
@@ -133,15 +133,15 @@ class GuardClassifier:
             model = models.load(path, param_dtype=jnp.dtype(settings.dtype))
         if model.config.num_labels:
             raise ValueError(
-                f"the model at {path} is a classifier with {model.config.num_labels} labels; "
-                "classifier.kind=guard needs a language model"
+                f"classifier.path={path}: a classifier with {model.config.num_labels} labels; "
+                "classifier.kind=guard needs a language model. Set --config.classifier.kind=encoder"
             )
         self._params = jax.device_put(model.params, device)
         self._tokenizer = model.tokenizer
         self._verdict = self._tokenizer.encode(settings.target, add_bos=False)
         if not len(self._verdict):
-            raise ValueError("classifier.target is empty; give the guard's verdict, e.g. unsafe")
-        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # refuses now, not later
+            raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
+        self._tokenizer.format_chat([{"role": "user", "content": "a"}])  # an early check
         self._buckets = length_buckets(settings.max_tokens, 3)
         self._batch_rows = settings.batch_rows
         self._program = verdict_program(
@@ -151,10 +151,10 @@ class GuardClassifier:
     def target_logprob(
         self, prompts: Sequence[str], responses: Sequence[str]
     ) -> Float[np.ndarray, " n"]:
-        """log p(verdict | conversation).
+        """Return log p(verdict | conversation).
 
         Raises:
-            ValueError: a conversation of more than max_tokens tokens.
+            ValueError: a conversation has more than max_tokens tokens.
         """
         rows = [self._conversation(*pair) for pair in zip(prompts, responses, strict=True)]
         return _in_batches(rows, self._batch_rows, self._verdict_logprobs)
@@ -178,10 +178,10 @@ class GuardClassifier:
 
 
 def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassifier:
-    """The classifier that the settings describe, on a device where it is a model.
+    """Return the classifier that the settings describe; a model is on this device.
 
     Raises:
-        ValueError: it cannot be made; says why.
+        ValueError: the settings or the model cannot be used.
     """
     if settings.kind == "pattern":
         return PatternClassifier(settings.target)
@@ -191,7 +191,7 @@ def make_classifier(settings: ClassifierSettings, device: Any) -> ResponseClassi
 
 @functools.cache  # replicas on several devices share the program
 def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
-    """Jitted (params, tokens [b s], mask [b s]) -> log-probs of the labels [b n]."""
+    """Return the jitted (params, tokens [b s], mask [b s]) -> log-probs of the labels [b n]."""
 
     @jax.jit
     def program(params: encoder.Params, tokens: Array, mask: Array) -> Array:
@@ -205,7 +205,7 @@ def classify_program(config: encoder.EncoderConfig, dtype: str) -> Any:
 
 @functools.cache
 def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform) -> Any:
-    """Jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
+    """Return jitted (params, tokens [b s + num_tokens], lengths [b] of s) -> log p(verdict) [b]."""
 
     @jax.jit
     def program(params: Any, tokens: Array, prompt_lengths: Array) -> Array:
@@ -227,6 +227,6 @@ def verdict_program(config: Any, num_tokens: int, dtype: str, platform: Platform
 def _in_batches(
     rows: Sequence[np.ndarray], size: int, score: Callable[[Sequence[np.ndarray]], np.ndarray]
 ) -> np.ndarray:
-    """Scores of all rows, so many at a time; what `score` says beyond a batch's rows is dropped."""
+    """Return scores of all rows, computed in batches; scores of filler rows are dropped."""
     batches = [rows[i : i + size] for i in range(0, len(rows), size)]
     return np.concatenate([score(x)[: len(x)] for x in batches]).astype(np.float64)

@@ -9,7 +9,7 @@ from tba_jax.settings import Dtype, Section, field, need, share
 
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
-# Each process takes memory (0.1 GB with SymPy), and all processes read one pipe.
+# Each process takes memory (0.1 GB with SymPy), and all processes share one pipe.
 DEFAULT_MAX_WORKERS = 32
 MAX_WORKERS = 512
 
@@ -21,10 +21,10 @@ class RewardSettings(Section):
     model_path: str = field(
         "", "reward model (one label): HF folder, hub id or embedded:NAME; empty: none"
     )
-    dtype: Dtype = field("float32", "of its weights and activations")
-    batch_size: int = field(64, "responses that a reward model scores at a time", at_least=1)
+    dtype: Dtype = field("float32", "dtype of the reward model's weights and activations")
+    batch_size: int = field(64, "responses per call of a reward model", at_least=1)
     missing_eos: float = field(
-        math.inf, "a reward model's score for a cut response; inf: the response's own"
+        math.inf, "reward of a response that the length limit cut; inf: the reward model's score"
     )
     offset: float = field(0.0, "subtracted from a reward model's scores, not from missing_eos")
     num_workers: int = field(
@@ -48,43 +48,43 @@ class RewardSettings(Section):
         on_resume=True,
     )
     max_failure_rate: float = share(
-        0.5, "above this share of a round the run stops", on_resume=True
+        0.5, "share of failed rewards in a round above which the run stops", on_resume=True
     )
 
 
 @dataclass(frozen=True)
 class VictimSettings(Section):
-    """Task redteam: the model under attack, and how it is asked."""
+    """Task redteam: the model under attack, its prompt and its sampling."""
 
     path: str = field("", "HF folder or hub id; empty: the embedded start model")
     template: str = field(
         ATTACK,
-        f"its prompt, with {ATTACK} where the attack goes; {CHAT_TEMPLATE}: the attack is a user's "
-        "message in its own chat template",
+        f"the victim's prompt, with the attack in place of {ATTACK}; {CHAT_TEMPLATE}: the attack "
+        "is a user message of the victim's chat template",
     )
     num_samples: int = field(5, "responses per attack", at_least=1)
-    temperature: float = field(0.7, "of their sampling", above=0)
-    top_p: float = field(0.92, "of their sampling", above=0, at_most=1)
+    temperature: float = field(0.7, "sampling temperature of the responses", above=0)
+    top_p: float = field(0.92, "top-p of the responses", above=0, at_most=1)
     max_new_tokens: int = field(30, "length limit of a response", at_least=1)
     max_prompt_tokens: int = field(
         64, "an attack whose prompt is longer gets no reward", at_least=1
     )
-    num_slots: int = field(128, "unfinished responses at a time", at_least=1)
-    dtype: Dtype = field("float32", "of its weights, activations and cache")
+    num_slots: int = field(128, "responses decoded at a time", at_least=1)
+    dtype: Dtype = field("float32", "dtype of the victim's weights, activations and cache")
 
     def check(self) -> None:
         need(
             self.template == CHAT_TEMPLATE or self.template.count(ATTACK) == 1,
             "victim.template",
             self.template,
-            f"must hold {ATTACK} once, where the attack goes",
+            f"must contain {ATTACK} once, the place of the attack",
             f"Set --config.victim.template={CHAT_TEMPLATE} for the victim's own chat template.",
         )
 
 
 @dataclass(frozen=True)
 class ClassifierSettings(Section):
-    """Task redteam: which responses are wanted."""
+    """Task redteam: the class of responses that an attack should cause."""
 
     kind: Literal["encoder", "guard", "pattern"] = field(
         "pattern", "encoder: RoBERTa; guard: language model; pattern: regular expression"
@@ -92,9 +92,9 @@ class ClassifierSettings(Section):
     path: str = field("", "HF folder or hub id of an encoder or guard")
     target: str = field(
         "",
-        "encoder: a label of its config.json; guard: its verdict as it would write it (Llama-Guard "
+        "encoder: a label of its config.json; guard: the text of the verdict (Llama-Guard "
         "3: two newlines and unsafe); pattern: the regular expression",
     )
-    max_tokens: int = field(128, "of what it reads", at_least=8)
+    max_tokens: int = field(128, "limit of the classifier's input", at_least=8)
     batch_rows: int = field(64, "responses per call", at_least=1)
-    dtype: Dtype = field("float32", "of its weights and activations")
+    dtype: Dtype = field("float32", "dtype of the classifier's weights and activations")

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward process may take, and that nothing of it stays behind.
+"""Resource limits of reward processes, and cleanup of the processes that they start.
 
-Each process leads a process group of its own, which the processes that it starts belong to. When
-it is gone, killed at a deadline or with its parent, the group is killed. Processes leave a group
-(setsid) and their ancestors (a daemon forks twice), but not the limits on resources that they
-inherit: on Linux one of those, which limits nothing here, is a mark of the process that led, and
-whatever has the mark is killed with the group. (A sub-reaper would only inherit the orphans, among
-the children of whoever uses this library.) Elsewhere, or where the limit is finite already, only
-the group is. A process with the right to raise its limits can take the mark off: this is no
-sandbox. It knows nothing of rewards. Invariant: a group or mark is killed only when its leader is
-gone, so no id that was given out anew is ever signalled.
+Each reward process leads a process group. When it ends (deadline, parent gone), its group is
+killed. Children may leave the group (setsid) and their ancestors (double fork), but they inherit
+resource limits. On Linux, one harmless limit therefore has a value that identifies the reward
+process, its mark, and every process with the mark is killed with the group. (A sub-reaper would mix
+orphans with the children of the program that uses this library.) Without Linux, or where that limit
+is already finite, only the group is killed. A process may raise its limits if it has the privilege:
+this is no sandbox. Invariant: a group or mark is killed only after its leader has ended, so a
+reused process ID never gets a signal.
 """
 
 import contextlib
@@ -22,17 +21,17 @@ import tempfile
 import time
 from pathlib import Path
 
-# Files that a reward writes by accident must not fill the disk of the run.
+# A file that a reward writes by accident must not fill the disk of the run.
 MOST_FILE_BYTES = 2**32
 _SWEEP_S = 1.0
 
 
 def enter(folder: str, max_memory_bytes: int) -> None:
-    """In a new process: lead a group, be known, and take no more than this.
+    """Start a process group, record it, and set resource limits; call in a new process.
 
     Args:
-        folder: where processes make themselves known.
-        max_memory_bytes: of data that the process itself allocates; 0: any.
+        folder: folder of the records.
+        max_memory_bytes: limit of the memory that the process allocates; 0: none.
     """
     if sys.platform == "win32":
         return
@@ -40,7 +39,7 @@ def enter(folder: str, max_memory_bytes: int) -> None:
     import resource
 
     mark = _take_mark()
-    # The parent may have closed the pool meanwhile; then this process ends soon.
+    # The parent may have closed the pool in the meantime; then this process ends soon.
     with contextlib.suppress(OSError):
         (Path(folder) / str(os.getpid())).write_text(f"{_began(os.getpid())} {mark}")
 
@@ -51,15 +50,15 @@ def enter(folder: str, max_memory_bytes: int) -> None:
         _, hard = resource.getrlimit(kind)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (limit, hard))
-    # A file that grows too large is an exception and not the end of the process.
+    # A file that is too large raises an exception instead of ending the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
 def leave(folder: str) -> None:
-    """In a process whose parent is gone: end, with everything that it started.
+    """End this process and all processes that it started; call when its parent is gone.
 
     Args:
-        folder: as in `enter`; nobody is left to remove it.
+        folder: as in `enter`; this function removes it.
     """
     shutil.rmtree(folder, ignore_errors=True)
     if sys.platform != "win32":
@@ -69,11 +68,11 @@ def leave(folder: str) -> None:
 
 
 def end(folder: str, parent: int) -> None:
-    """In a process that ends by itself, as one does that finds nobody at the other end of its pipe.
+    """Clean up in a process that ends by itself, for example because its pipe was closed.
 
     Args:
         folder: as in `enter`.
-        parent: process id of who started it.
+        parent: process ID of the parent.
     """
     if os.getppid() != parent:
         leave(folder)
@@ -81,43 +80,43 @@ def end(folder: str, parent: int) -> None:
 
 
 def _take_mark() -> int:
-    """Mark this process and all that it will start; the mark, 0 where there can be none."""
+    """Mark this process and all of its future children; return the mark, 0 if impossible."""
     if sys.platform != "linux":
         return 0
     import resource
 
-    # Microseconds that a process with a real-time policy may run on without a pause: such policies
-    # need a privilege that rewards lack, and as a limit this is hundreds of years.
+    # Microseconds that a process with a real-time policy may run without a pause. Such policies
+    # need a privilege that rewards lack, and the value is hundreds of years.
     if resource.getrlimit(resource.RLIMIT_RTTIME)[1] != resource.RLIM_INFINITY:
         return 0
     mark = 2**61 + secrets.randbits(60)
     try:
         resource.setrlimit(resource.RLIMIT_RTTIME, (mark, mark))
-    except (OSError, ValueError):  # a kernel in user space may know this limit and not set it
+    except (OSError, ValueError):  # a user-space kernel may not support this limit
         return 0
     return mark
 
 
 def _mark_of(pid: int) -> int:
-    """The mark of a process, 0 for this one; 0 for one without or one that is gone."""
+    """Return the mark of a process (0: this process); 0 if it has none or has ended."""
     if sys.platform != "linux":
         return 0
     import resource
 
     try:
         hard = resource.prlimit(pid, resource.RLIMIT_RTTIME)[1]
-    except OSError:  # gone, or another user's
+    except OSError:  # it has ended, or belongs to another user
         return 0
     return hard if hard >= 2**61 else 0
 
 
 def _kill_marked(mark: int) -> None:
-    """Kill every process with this mark but the own one."""
+    """Kill every process with this mark except this process."""
     if not mark:
         return
     told = {os.getpid()}
     while True:
-        # A process that was told starts none any more: when all that are found were, none is left.
+        # A killed process starts no further process: repeat until all that are found are known.
         found = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         found = [pid for pid in found if pid not in told and _mark_of(pid) == mark]
         if not found:
@@ -129,17 +128,17 @@ def _kill_marked(mark: int) -> None:
 
 
 class Groups:
-    """The groups and marks of a pool's processes, in the parent."""
+    """Process groups and marks of a pool's processes, in the parent."""
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="tba_jax_rewards_")
         self._swept_s = 0.0
 
     def sweep(self, *, now: bool = False) -> int:
-        """Kill what processes that are gone have left; how many groups. At most once a second.
+        """Kill remains of processes that have ended, at most once a second; return their number.
 
         Args:
-            now: also if it was done a moment ago.
+            now: also if the last sweep was less than a second ago.
         """
         if not now and time.monotonic() - self._swept_s < _SWEEP_S:
             return 0
@@ -147,9 +146,9 @@ class Groups:
         return sum(self._killed(record) for record in self._records())
 
     def close(self) -> None:
-        """Kill what is left of all groups, once their leaders were told to end."""
+        """Kill the remains of all groups, after their leaders were stopped."""
         self.sweep(now=True)
-        shutil.rmtree(self.folder, ignore_errors=True)  # the system empties its temporary folder
+        shutil.rmtree(self.folder, ignore_errors=True)  # it is in the system's temporary folder
 
     def _records(self) -> list[Path]:
         with contextlib.suppress(FileNotFoundError):  # closed by another thread
@@ -164,11 +163,11 @@ class Groups:
             return False
         began, _, mark = written.partition(" ")
         if not mark or _began(leader) == began:
-            return False  # being written, or alive
+            return False  # being written, or running
         record.unlink(missing_ok=True)
         _kill_marked(int(mark))
-        # No process gets the id of a group that has members, so if this id is another process's by
-        # now the group is empty.
+        # The system does not reuse the ID of a group with members: if a new process has this ID,
+        # the group is empty.
         if _began(leader):
             return False
         try:
@@ -179,7 +178,7 @@ class Groups:
 
 
 def _began(pid: int) -> str:
-    """When a process was started, in ticks since the machine was; "" for none or a dead one."""
+    """Return the start time of a process, in ticks since boot; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             stat = file.read().rpartition(")")[2].split()

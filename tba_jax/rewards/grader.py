@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grader: response tokens become texts, rewards and kinds, the same for searchers and evaluations.
+"""Grader: converts response tokens to texts, rewards and kinds, for searchers and evaluations.
 
-It knows who decodes and who scores, not where responses come from. Invariant: every response comes
-back, in its place.
+Invariant: the results have the order of the responses, with none missing.
 """
 
 import dataclasses
@@ -17,14 +16,14 @@ from tba_jax.rewards.source import RewardSource, ScoreResult, Verdict
 
 
 class Grades(NamedTuple):
-    """What was made of n responses.
+    """Texts, rewards and kinds of n responses.
 
     Attributes:
         texts: without special tokens.
-        rewards: a finite number, or None where there is a reason.
-        reasons: a named reason, or None where there is a reward.
-        parts: name -> n values of one of several rewards; nan where it gave none.
-        is_first_kind: whether a response is of the task's first kind; False where it names none.
+        rewards: a finite number, or None if there is a reason.
+        reasons: name of the failure, or None if there is a reward.
+        parts: name -> n values of one of several rewards; nan for none.
+        is_first_kind: whether a response is of the task's first kind; False for tasks without.
     """
 
     texts: list[str]
@@ -34,7 +33,7 @@ class Grades(NamedTuple):
     is_first_kind: list[bool]
 
     def between(self, start: int, stop: int) -> "Grades":
-        """Those of responses start, ..., stop - 1."""
+        """Return the grades of responses start, ..., stop - 1."""
         parts = {name: values[start:stop] for name, values in self.parts.items()}
         return Grades(
             self.texts[start:stop],
@@ -46,18 +45,18 @@ class Grades(NamedTuple):
 
     @property
     def kind_share(self) -> float:
-        """Share of the first kind."""
+        """Return the share of the first kind."""
         return sum(self.is_first_kind) / len(self.is_first_kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Grader:
-    """Texts, rewards and kinds of responses; safe to share between threads.
+    """Computes texts, rewards and kinds of responses; thread-safe.
 
     Attributes:
         rewards: computes rewards.
         decode_text: token ids -> text of each response, special tokens dropped.
-        response_kind: names a response's kind by its text, None where it is of none.
+        response_kind: text -> kind of the response, or None.
         first_kind: the kind whose share is logged; "" for none.
         data_sets: values of the column `data_set` of prompts, where rewards are reported for each.
     """
@@ -75,7 +74,7 @@ class Grader:
         has_eos: Sequence[bool],
         verdicts: Sequence[Verdict | None] = (),
     ) -> Grades:
-        """Grade n responses, one group's or a whole round's.
+        """Grade n responses, of one group or of a whole round.
 
         Args:
             prompts: one for each response.

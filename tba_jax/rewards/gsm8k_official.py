@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grader of the paper's GSM8K code, to the letter; `numeric.gsm8k_reward` is the better one.
+"""The grader of the paper's GSM8K code, for comparisons; prefer `numeric.gsm8k_reward`.
 
-It imports only the standard library, because reward processes import it. Invariant: response and
-gold solution are read by the same rule.
+Reward processes import this module, so it imports only the standard library. Invariant: response
+and gold solution are parsed by the same rule.
 """
 
 import re
@@ -15,10 +15,10 @@ _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)")
 
 
 def last_number_without_commas(text: str) -> float | None:
-    """The last number once every comma is deleted; None where there is none.
+    """Return the last number after deleting every comma; None without a number.
 
-    A minus between operands is a sign here ("20-5" ends in -5), a fraction is two numbers, and
-    what stands behind a marked answer counts.
+    A minus between operands counts as a sign ("20-5" ends in -5), a fraction is two numbers, and
+    text after a marked answer counts.
     """
     numbers = _NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
@@ -27,13 +27,13 @@ def last_number_without_commas(text: str) -> float | None:
 def reward(
     prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the last numbers of response and gold solution are equal, else 0.0.
+    """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
 
     Args:
-        prompts: not looked at.
+        prompts: not used.
         completions: the responses, texts or chat messages.
-        answer: the gold solutions, whole.
-        columns: not looked at.
+        answer: the whole gold solutions.
+        columns: not used.
 
     References:
         `src/gsm8k_utils.py` of github.com/bbartoldson/TBA.

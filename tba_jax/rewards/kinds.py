@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kinds of rewards: how a source is made, what its settings need, which models it loads.
+"""Kinds of rewards: constructor, checks and models of each.
 
 To add a learned reward, write its source in a file of this room, its settings in `config` and its
-record here, under the name by which tasks and `task.reward` ask for it. This module knows every
-kind; it imports no jax before a source is made. Invariant: settings that pass `check` make a
-source, unless its models cannot be used.
+record here, under its name in tasks and `task.reward`. This module imports no jax before a source
+is made. Invariant: settings that pass `check` make a source, unless its models cannot be used.
 """
 
 import math
@@ -30,40 +29,41 @@ START_MODEL = "embedded:start_model"
 
 
 class Sections(Protocol):
-    """The settings that rewards are made from; a run's config has them."""
+    """Sections of the config that rewards are made from."""
 
     @property
     def seed(self) -> int:
-        """Root of random numbers."""
+        """Root seed of random numbers."""
         ...
 
     @property
     def reward(self) -> RewardSettings:
-        """Reward processes and reward models."""
+        """Settings of reward processes and reward models."""
         ...
 
     @property
     def victim(self) -> VictimSettings:
-        """The model under attack."""
+        """Settings of the model under attack."""
         ...
 
     @property
     def classifier(self) -> ClassifierSettings:
-        """What counts as a success against it."""
+        """Settings of the classifier that decides whether an attack succeeds."""
         ...
 
 
 class Use(NamedTuple):
-    """What a source is for.
+    """Arguments of a reward source besides the settings.
 
     Attributes:
-        functions: text functions as `task.reward` names them, for the kind that runs them; or the
-            name of a kind.
-        weights: one for each function, and for a reward model beside them; empty: 1 for each.
-        row: prompt text and columns of one row of the data, on which functions are tried.
-        tokenizer: of the responses.
-        sites: of the searchers, where models lie.
-        is_part: another source is added to this one, and scores what no function applies to.
+        functions: text functions as in `task.reward`, for the kind that runs them; or the name of
+            a kind.
+        weights: one for each function, and for a reward model in addition; empty: 1 for each.
+        row: prompt text and columns of one row of the data, for a trial of the functions.
+        tokenizer: tokenizer of the responses.
+        sites: sites of the searchers, for models.
+        is_part: the source is summed with another one, which scores responses to which no
+            function applies.
     """
 
     functions: str
@@ -78,9 +78,9 @@ class RewardKind(NamedTuple):
     """A kind of reward.
 
     Attributes:
-        make: (settings, use) -> the source. Raises ValueError when it cannot be used.
+        make: (settings, use) -> source. Raises ValueError if it cannot be used.
         check: settings -> None; rules across sections. Raises ConfigError.
-        models: settings -> role -> folder or hub id of each model that it loads.
+        models: settings -> role -> folder or hub id of each model that the kind loads.
     """
 
     make: "Callable[[Sections, Use], RewardSource]"
@@ -89,19 +89,19 @@ class RewardKind(NamedTuple):
 
 
 def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
-    """The kind that a config asks for: what it names, and a reward model beside it.
+    """Return the kind of reward of a config: functions or a named kind, plus a reward model.
 
     Args:
-        settings: of the run.
+        settings: settings of the run.
         named: `task.reward`: text functions, the name of a kind, or "".
-        own: the task's own, which counts where neither that nor a reward model is named.
-        task: the task's name, for the message.
+        own: the task's own reward, used if neither `named` nor a reward model is set.
+        task: name of the task, for the message.
 
     Raises:
-        ConfigError: nothing rewards.
+        ConfigError: no reward is set.
     """
     if settings.reward.model_path:
-        return _beside_model(KINDS.get(named, FUNCTIONS)) if named else REWARD_MODEL
+        return _plus_model(KINDS.get(named, FUNCTIONS)) if named else REWARD_MODEL
     need(
         bool(named or own),
         "task.reward",
@@ -112,15 +112,15 @@ def kind_of(settings: Sections, named: str, own: str, task: str) -> RewardKind:
     return KINDS.get(named or own, FUNCTIONS)
 
 
-def _beside_model(kind: RewardKind) -> RewardKind:
-    """The weighted sum of a source and a reward model."""
+def _plus_model(kind: RewardKind) -> RewardKind:
+    """Return the kind for the weighted sum of a source and a reward model."""
 
     def make(settings: Sections, use: Use) -> "RewardSource":
         from tba_jax.rewards.weighted_sum import Summand, WeightedSum
 
         names = part_names(split_functions(use.functions)) if kind is FUNCTIONS else ()
         *own, of_model = use.weights or [1.0] * (max(1, len(names)) + 1)
-        # Several functions are summed where they run, and name their parts there.
+        # A process pool sums several functions itself, and names their parts.
         is_sum = len(names) > 1
         first = kind.make(settings, use._replace(weights=own if is_sum else (), is_part=True))
         name = "" if is_sum else names[0] if names else use.functions
@@ -142,10 +142,10 @@ def _beside_model(kind: RewardKind) -> RewardKind:
 def workers_by_cores() -> int:
     """Return the default number of reward processes: half of the cores, in a range from 1.
 
-    The other half is for the threads that feed devices, which a waiting device costs more than a
-    reward that is late.
+    The other cores serve the threads that feed devices: an idle device costs more than a late
+    reward.
     """
-    # Only Linux tells which cores are this process's.
+    # Only on Linux the cores of this process are known.
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(own // 2, DEFAULT_MAX_WORKERS))
 
@@ -206,8 +206,8 @@ def _check_victim(settings: Sections) -> None:
         bool(settings.classifier.target),
         "classifier.target",
         settings.classifier.target,
-        f"classifier.kind={kind} needs to know what counts as a success",
-        "Name a label (encoder), a verdict (guard) or a regular expression (pattern).",
+        f"classifier.kind={kind} needs a target",
+        "Give a label (encoder), a verdict (guard) or a regular expression (pattern).",
     )
     need(
         kind == "pattern" or bool(settings.classifier.path),
@@ -234,4 +234,4 @@ REWARD_MODEL = RewardKind(
     _make_reward_model, models=lambda settings: {"reward model": settings.reward.model_path}
 )
 KINDS = {"victim": RewardKind(_make_victim, _check_victim, _victim_models)}
-"""Kinds that tasks, or `task.reward`, ask for by name."""
+"""Kinds that tasks or `task.reward` select by name."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts and responses as reward functions get them: texts, or lists of chat messages.
+"""Prompts and responses in the form that reward functions receive: texts or chat messages.
 
-It imports only the standard library, because reward processes import it.
+Reward processes import this module, so it imports only the standard library.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ Content = str | Sequence[Mapping[str, str]]
 
 
 def text_of(content: Content) -> str:
-    """A text itself; of chat messages what the last one says.
+    """Return a text unchanged; of chat messages, the content of the last one.
 
     text_of([{"role": "assistant", "content": "4"}]) == text_of("4") == "4"
     """

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that compare the number a response ends in, or marks, with the right answer.
+"""Rewards that compare the last or marked number of a response with the gold answer.
 
-A reward function has TRL's signature: `prompts` and `completions` (the responses' texts, without
-special tokens) and one keyword argument per data column, each a list of the same length; it returns
-one number per response. It imports only the standard library, because reward processes import it.
-Invariant: a text is graded the same way whether it is the response or the gold answer.
+A reward function has TRL's signature: `prompts` and `completions` (texts without special tokens)
+and one keyword argument per data column, each a list of the same length; it returns one number per
+response. Reward processes import this module, so it imports only the standard library. Invariant:
+responses and gold answers are parsed by the same rule.
 """
 
 import re
@@ -15,18 +15,18 @@ from typing import Any
 from tba_jax.rewards.messages import Content, text_of
 
 _MINUS = "\N{MINUS SIGN}"
-# A sign belongs to the number where no operand stands before it: "20-5" and "20 -5" end in 5.
+# A sign belongs to the number unless an operand precedes it: "20-5" and "20 -5" end in 5.
 _SIGN = rf"(?<![\w)\]}}%])(?<![0-9)%][ ])[-+{_MINUS}]"
 _CURRENCY = r"\\?[$€£]"
-# A comma separates thousands and nothing else: "3,4" are two numbers, "1,234" is one.
+# A comma separates only thousands: "3,4" are two numbers, "1,234" is one.
 _INTEGRAL = r"(?>(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])|[0-9]+)"
-# ASCII digits only: `\d` also matches the digits of other scripts. Exponents are of the number
-# before them ("12 m^2" ends in 12).
+# ASCII digits only: `\d` also matches digits of other scripts. An exponent must follow its number
+# ("12 m^2" ends in 12).
 _UNSIGNED = (
     rf"(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
     rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+"
 )
-# What stands between more than two numbers is a date: "5/6/2020" is no fraction.
+# More than two numbers with slashes are a date: "5/6/2020" is no fraction.
 _SLASH = r"[ ]?/[ ]?"
 _NUMBER = (
     rf"(?P<sign>{_SIGN}(?:{_CURRENCY})?)?"
@@ -41,7 +41,7 @@ _MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):]
 
 
 def _value(number: re.Match[str]) -> float | None:
-    """What a match of _NUMBER is worth; None for a fraction over 0."""
+    """Return the value of a match of _NUMBER; None for a fraction over 0."""
 
     def read(group: str) -> float:
         return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))
@@ -52,26 +52,26 @@ def _value(number: re.Match[str]) -> float | None:
     whole, top, bottom = read("whole"), read("top"), read("bottom")
     if bottom == 0:
         return None
-    # Over one denominator, so that it is the float nearest to the fraction.
+    # One division, so that the result is the float nearest to the fraction.
     return sign * ((whole * bottom + top) if top < bottom else top) / bottom
 
 
 def last_number(text: str) -> float | None:
-    """The last number of a text; None where there is none.
+    """Return the last number of a text; None without one.
 
-    Thousands commas, decimals, exponents, fractions and the minus sign U+2212 are read; units,
-    percent and currency signs around the number do not count: last_number("so $1,234.50 in all")
-    == 1234.5, last_number("1 1/2 cups") == 1.5.
+    Thousands commas, decimals, exponents, fractions and the minus sign U+2212 are parsed; units,
+    percent and currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5,
+    last_number("1 1/2 cups") == 1.5.
     """
     values = [value for value in map(_value, _NUMBERS.finditer(text)) if value is not None]
     return values[-1] if values else None
 
 
 def gsm8k_answer(text: str) -> float | None:
-    """The number behind "####", whatever follows; else the last number; None where there is none.
+    """Return the number after the first "####", else the last number; None without one.
 
-    The first mark counts: what a model writes behind its answer may be another problem with its
-    own. Headings ("#### 2. Add them") are answers only where nothing else is marked.
+    The first mark counts, because text after the answer may be another problem with its own mark.
+    Headings ("#### 2. Add them") count only if nothing else is marked.
     """
     marks = list(_MARKED.finditer(text))
     answers = [mark for mark in marks if not mark["heading"]] or marks
@@ -80,7 +80,7 @@ def gsm8k_answer(text: str) -> float | None:
 
 
 def gsm8k_gold(text: str) -> str | None:
-    """The answer behind the last "####" of a GSM8K solution, without commas; None without one."""
+    """Return the answer after the last "####" of a GSM8K solution, without commas; or None."""
     _, mark, answer = text.rpartition(_GSM8K_MARK)
     return answer.strip().replace(",", "") if mark else None
 
@@ -88,21 +88,21 @@ def gsm8k_gold(text: str) -> str | None:
 def arithmetic_reward(
     prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the last integer of the response is the answer, else 0.0.
+    """Return 1.0 if the last integer of the response is the answer, else 0.0.
 
     "2-5" ends in 5, "2-5=-3" in -3. Commas separate integers here (they are the running totals of
     worked responses).
 
     Args:
-        prompts: not looked at.
+        prompts: not used.
         completions: the responses, texts or chat messages.
-        answer: the right integer of each problem, as text.
-        columns: not looked at.
+        answer: the correct integer of each problem, as text.
+        columns: not used.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
         integers = _INTEGERS.findall(text_of(completion).replace(_MINUS, "-"))
-        # Decimal, not int: Python refuses to turn more than 4,300 digits into an int.
+        # Decimal, because Python's int refuses texts of more than 4,300 digits.
         rewards.append(float(bool(integers) and Decimal(integers[-1]) == Decimal(right)))
     return rewards
 
@@ -110,16 +110,16 @@ def arithmetic_reward(
 def gsm8k_reward(
     prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
-    """1.0 where the answer of the response equals that of the gold solution (`gsm8k_answer`).
+    """Return 1.0 if the answers of response and gold solution are equal (`gsm8k_answer`), else 0.0.
 
-    No "####" is required of the response: as in the paper, its last number is then its answer. The
-    paper deletes every comma first and looks at the last number also behind a marked answer.
+    The response needs no "####": as in the paper, its answer is then its last number. The paper
+    first deletes every comma, and uses the last number even after a marked answer.
 
     Args:
-        prompts: not looked at.
+        prompts: not used.
         completions: the responses, texts or chat messages.
-        answer: the gold solutions, whole.
-        columns: not looked at.
+        answer: the whole gold solutions.
+        columns: not used.
 
     Raises:
         ValueError: a gold solution without a number, which would make every response wrong.
@@ -129,7 +129,7 @@ def gsm8k_reward(
         right = gsm8k_answer(gold)
         if right is None:
             raise ValueError(
-                f"gold solution {gold!r} holds no number; want GSM8K's format, ending in '#### 42'"
+                f"gold solution {gold!r} has no number; it must end like GSM8K's, in '#### 42'"
             )
         rewards.append(float(gsm8k_answer(text_of(completion)) == right))
     return rewards

@@ -39,12 +39,12 @@ class Limiter:
         self._window, self._shown = -1, 0  # number of the current window, bytes shown in it
 
     def pass_on(self, data: bytes, now_s: float) -> bytes:
-        """Return the bytes to show for `data`, which may be empty.
+        """Return the bytes of `data` to show, possibly none.
 
-        A line about the bytes that were dropped comes once in a window.
+        A line about dropped bytes is added once per window.
 
         Args:
-            data: what was printed.
+            data: printed bytes.
             now_s: monotonic time.
         """
         report = b""
@@ -59,7 +59,7 @@ class Limiter:
         return report + shown
 
     def report(self) -> bytes:
-        """Return a line about the bytes dropped since the last such line; b"" where none were."""
+        """Return a line about the bytes dropped since the last such line; b"" without any."""
         dropped = self.num_dropped - self._num_reported
         self._num_reported = self.num_dropped
         if not dropped:
@@ -80,7 +80,7 @@ class Output:
     def __init__(self, folder: str) -> None:
         self._limiters = {stream: Limiter() for stream in _STREAMS.values()}
         self._pipes: dict[int, int] = {}  # reading end -> stream of this process
-        self._writers: list[int] = []  # hold the pipes open while there is no process
+        self._writers: list[int] = []  # keep the pipes open without a process
         self._closed = threading.Event()
         if not hasattr(os, "mkfifo"):  # Windows
             return
@@ -93,10 +93,10 @@ class Output:
         self._thread.start()
 
     def close(self) -> None:
-        """Copy what is in the pipes, report what was dropped, and stop."""
+        """Copy the remaining contents of the pipes, report dropped bytes, and stop."""
         if self._pipes and not self._closed.is_set():
             self._closed.set()
-            self._thread.join(5.0)  # longer only where this process's own output stands still
+            self._thread.join(5.0)  # times out only if this process's own output is blocked
 
     def _copy(self) -> None:
         poll = select.poll()
@@ -125,8 +125,8 @@ class Output:
 
 
 def _write(stream: int, data: bytes) -> None:
-    # A closed or full output of the parent is reported by the parent's own messages. The pipes must
-    # be read all the same, or the reward processes would wait.
+    # The parent's own messages report a closed or full output. Keep reading the pipes, or the
+    # reward processes would block.
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(stream, data) :]
@@ -139,7 +139,7 @@ def redirect(folder: str) -> None:
         folder: as given to `Output`.
     """
     for name, stream in _STREAMS.items():
-        # ENOENT or ENXIO: the parent has closed the pool meanwhile, and this process ends soon.
+        # ENOENT or ENXIO: the parent has closed the pool, and this process ends soon.
         with contextlib.suppress(OSError):
             pipe = os.open(Path(folder) / name, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.set_blocking(pipe, True)

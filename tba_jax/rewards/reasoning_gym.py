@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward of the `reasoning_gym` tasks: the data set's own scorer, on the last <answer>.
 
-Only reward processes import this module: it needs the package reasoning-gym. A problem is made
-again from data set, seed and index, so that what the scorer needs to know about it need not travel.
-Invariant: a response is scored for the very question that was asked; if the package makes another
-one of the same seed, that is an error.
+Only reward processes import this module: it needs the package reasoning-gym. The scorer's data of a
+problem is generated again from data set, seed and index. Invariant: a response is scored for the
+question that the model received; it is an error if the package generates another question.
 """
 
 import functools
@@ -16,7 +15,7 @@ from typing import Any
 from tba_jax.rewards.messages import Content, text_of
 
 try:
-    # Not an import statement: type checkers would find this very module.
+    # No import statement: type checkers would find this module.
     _package: Any = importlib.import_module("reasoning_gym")
 except ImportError:
     raise ImportError(
@@ -33,7 +32,7 @@ def _dataset(name: str, seed: int, size: int) -> Any:
 
 
 def last_answer(text: str) -> str | None:
-    """What the last <answer>...</answer> of a response holds; None without one."""
+    """Return the contents of the last <answer>...</answer> of a response; None without one."""
     answers = _ANSWER.findall(text)
     return answers[-1].strip() if answers else None
 
@@ -47,18 +46,18 @@ def answer_reward(
     index: list[int],
     **columns: Any,
 ) -> list[float]:
-    """The data set's score of each answer, in [0, 1]; some give a part for an almost right one.
+    """Return the data set's score of each answer, in [0, 1]; some give partial credit.
 
     Args:
-        prompts: what was asked, texts or chat messages.
-        completions: the responses, likewise.
+        prompts: questions, texts or chat messages.
+        completions: responses, likewise.
         dataset: name in reasoning-gym.
-        seed, size: the data set was made with.
+        seed, size: arguments with which the data set was made.
         index: the problem's number in it.
-        columns: not looked at.
+        columns: not used.
 
     Raises:
-        ValueError: the installed reasoning-gym makes another question of this seed and index.
+        ValueError: the installed reasoning-gym generates another question for this seed and index.
     """
     rewards = []
     for prompt, completion, *of in zip(
@@ -69,8 +68,9 @@ def answer_reward(
         entry = data[i]
         if entry["question"] not in text_of(prompt):
             raise ValueError(
-                f"reasoning_gym:{name} makes another question of seed {data_seed}, index {i} than "
-                f"the one asked: {entry['question']!r:.200}"
+                f"reasoning_gym:{name}, seed {data_seed}, index {i}: the installed package "
+                f"generates another question than the prompt: {entry['question']!r:.200}. Install "
+                "the version with which the run started"
             )
         answer = last_answer(text_of(completion))
         rewards.append(float(data.score_answer(answer=answer, entry=entry)))

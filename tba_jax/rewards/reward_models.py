@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned rewards: a sequence classifier with one label as a source of rewards.
 
-The score of a prompt and its response, read at the response's last token by a jitted program, on
-the devices its weights lie on; several divide them. Invariant: a response gets the same score
-whatever else is in the call, up to float32 rounding, and every item comes back with a finite number
-or a named reason.
+A jitted program computes the score of a prompt and its response at the response's last token, on
+one or several devices. Invariant: the score of a response does not depend on the rest of the call,
+up to float32 rounding, and every item gets a finite number or a named reason.
 """
 
 import functools
@@ -26,33 +25,32 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.source import ScoreResult
 
-# Rows are padded to the next multiple, so that few lengths are compiled.
+# Rows are padded to a multiple of this, so that few lengths are compiled.
 LENGTH_STEP = 64
 
 
 class RewardModel:
-    """A reward model; implements `rewards.source.RewardSource`. Safe to share between threads.
+    """A reward model; implements `rewards.source.RewardSource`. Thread-safe.
 
-    The prompt is tokenized by the model's own tokenizer: a chat in its own chat template where it
-    has one, otherwise the text that the policy reads. So is the response where that has another
-    vocabulary than the policy's, its end-of-sequence token set anew; where it has the same one, the
-    very tokens that the policy drew are scored.
+    The model's own tokenizer encodes the prompt: a chat with its own chat template if it has one,
+    otherwise the policy's text. If model and policy have the same vocabulary, the policy's response
+    tokens are scored; otherwise the response text is encoded, with the model's end-of-sequence
+    token.
 
     Args:
-        model: the architecture, one label, with its weights on the devices to score on.
-        policy_tokenizer: that of the responses.
-        batch_size: responses scored at a time.
-        missing_eos: reward of a response that the length limit cut, in place of its score; None:
-            its score.
-        offset: subtracted from every score, e.g. the mean score of reference responses, so that
-            `missing_eos` stands in a known place.
+        model: the architecture with one label, and its weights on the scoring devices.
+        policy_tokenizer: tokenizer of the responses.
+        batch_size: responses per call of the program.
+        missing_eos: reward of a response that the length limit cut; None: its score.
+        offset: subtracted from every score, e.g. the mean score of reference responses, which
+            gives `missing_eos` a fixed relation to the scores.
         compute_dtype: dtype of matmul inputs.
-        site: the devices that divide the weights.
-        where: what error messages call the model.
+        site: devices that divide the weights.
+        where: name of the model in error messages.
         program: from `make_score_program` for these devices; None: made here.
 
     Raises:
-        ValueError: not a classifier with one label, or tokens that it has no place for.
+        ValueError: not a classifier with one label, or token ids outside its embedding.
     """
 
     def __init__(
@@ -72,11 +70,14 @@ class RewardModel:
         if config.num_labels != 1:
             what = f"{config.num_labels} labels" if config.num_labels else "a language model's head"
             raise ValueError(
-                f"{where} has {what}; a reward model is a *ForSequenceClassification checkpoint "
-                "with one label (num_labels = 1 in config.json)"
+                f"{where} has {what}; wanted a *ForSequenceClassification checkpoint with one "
+                "label (num_labels = 1 in config.json)"
             )
         if not tokenizer.eos_ids:
-            raise ValueError(f"{where} has no end-of-sequence token, which ends a response")
+            raise ValueError(
+                f"{where} has no end-of-sequence token, which must end a response. Set eos_token "
+                "in its tokenizer_config.json"
+            )
         self._config = config
         self._params = params
         self._tokenizer = tokenizer
@@ -99,16 +100,16 @@ class RewardModel:
         param_dtype: Any = jnp.float32,
         **options: Any,
     ) -> "RewardModel":
-        """The reward model of a Hugging Face folder or hub id, its weights divided over a mesh.
+        """Return the reward model of a Hugging Face folder or hub id, divided over a mesh.
 
         Args:
-            path_or_hub_id: where it is.
-            site: devices to score on, with the axis `model`.
+            path_or_hub_id: source of the model.
+            site: scoring devices, with the axis `model`.
             param_dtype: storage dtype, also of matmul inputs.
             options: further arguments of the class.
 
         Raises:
-            ValueError: no such model, not a reward model, or one that the mesh does not divide.
+            ValueError: no such model, not a reward model, or the mesh does not divide it.
         """
         found = models.describe(path_or_hub_id)
         where = f"reward model {path_or_hub_id}"
@@ -123,7 +124,7 @@ class RewardModel:
         )
 
     def on(self, site: Site) -> "RewardModel":
-        """The same model on other devices; itself where it is there already."""
+        """Return the same model on other devices; self if it is there already."""
         if site == self._site:
             return self
         is_shared = site.program_site == self._site.program_site
@@ -141,7 +142,7 @@ class RewardModel:
         )
 
     def check(self) -> None:
-        """Nothing to wait for: the weights are there."""
+        """Return at once: the weights are loaded."""
 
     def score(
         self,
@@ -159,10 +160,10 @@ class RewardModel:
             completions: response texts.
             columns: only `prompt`, the chat messages of each prompt, where the data has chats.
             completion_ids: the responses' tokens, of the policy's vocabulary.
-            has_eos: False where the length limit cut the response.
+            has_eos: False if the length limit cut the response.
 
         Raises:
-            ValueError: a prompt and response that exceed the model's positions.
+            ValueError: a prompt with its response exceeds the model's positions.
         """
         if "prompt" in columns and self._tokenizer.has_chat_template:
             prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
@@ -181,7 +182,7 @@ class RewardModel:
         return ScoreResult(rewards, reasons, "")
 
     def close(self) -> None:
-        """Holds nothing that must be released."""
+        """Do nothing: there is nothing to release."""
 
     def _rows(
         self,
@@ -190,7 +191,7 @@ class RewardModel:
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> list[np.ndarray]:
-        """Tokens of prompt and response, as the model reads them."""
+        """Return the tokens of prompt and response, in the model's vocabulary."""
         encoded = {text: self._tokenizer.encode(text, add_bos=True) for text in set(prompts)}
         rows = []
         for prompt, text, ids, is_complete in zip(
@@ -203,15 +204,15 @@ class RewardModel:
             row = np.concatenate([encoded[prompt], ids])
             if len(row) > self._config.max_positions:
                 raise ValueError(
-                    f"{self._where} was made for {self._config.max_positions} tokens; a prompt and "
-                    f"response have {len(row)}. Lower config.task.max_prompt_tokens or "
-                    "config.search.max_new_tokens"
+                    f"{self._where} has {self._config.max_positions} positions; a prompt with its "
+                    f"response has {len(row)} tokens. Lower --config.task.max_prompt_tokens or "
+                    "--config.search.max_new_tokens"
                 )
             rows.append(row)
         return rows
 
     def _score_rows(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        """float32 [b]: raw scores, rows of similar length together."""
+        """Return float32 [b]: raw scores, with rows of similar length in the same batch."""
         scores = np.zeros(len(rows), np.float32)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         pending: list[tuple[list[int], Array]] = []
@@ -224,7 +225,7 @@ class RewardModel:
             for i, row in enumerate(chosen):
                 lengths[i] = len(rows[row])
                 tokens[i, : lengths[i]] = rows[row]
-            # Dispatched without waiting: the next batch is packed meanwhile.
+            # Dispatched without waiting, so that the next batch is packed concurrently.
             pending.append((chosen, self._program(self._params, tokens, lengths)))
         for chosen, values in pending:
             scores[chosen] = np.asarray(values)[: len(chosen)]
@@ -234,12 +235,14 @@ class RewardModel:
 def make_score_program(
     config: TransformerConfig, compute_dtype: Any, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
-    """Jitted (params, tokens [b s], lengths [b]) -> float32 [b], the scores of right-padded rows.
+    """Return jitted (params, tokens [b s], lengths [b]) -> float32 [b], scores of padded rows.
+
+    Rows are right-padded.
 
     Args:
         config: the architecture; one label.
         compute_dtype: dtype of matmul inputs.
-        site: the devices that divide the parameters.
+        site: devices that divide the parameters.
     """
     program = jax.jit(
         functools.partial(
@@ -249,7 +252,7 @@ def make_score_program(
             sharding=ComputeSharding(config, site),
         )
     )
-    return site.in_turn(program)
+    return site.locked(program)
 
 
 def _scores(
@@ -273,6 +276,6 @@ def _shardings(config: TransformerConfig, site: Site, where: str) -> Any:
         return on_mesh(site.mesh, param_shardings(config, site.mesh))
     except ValueError as error:
         raise ValueError(
-            f"{where} is divided over the search.num_devices = {site.mesh.size} devices of a "
-            f"searcher: {error}"
+            f"search.num_devices={site.mesh.size}: {where} cannot be divided over a searcher's "
+            f"devices: {error}"
         ) from error

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a searcher and an evaluation need of whoever computes rewards.
+"""Interface of reward sources, for searchers and evaluation.
 
-`RewardPool` runs a text reward in processes; learned rewards score on a device. Both answer alike.
-Invariant: a response without a reward has a named reason instead.
+`RewardPool` runs a text reward in processes; learned rewards score on a device. Invariant: every
+response gets a reward or a named reason.
 """
 
 import math
@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
 
-# Metrics of single rewards among several: reward_part_NAME.
+# Prefix of metrics of one among several rewards: reward_part_NAME.
 PART_PREFIX = "reward_part_"
 
 
@@ -22,11 +22,11 @@ class ScoreResult(NamedTuple):
     """Rewards of one call, in the order of its items.
 
     Attributes:
-        rewards: a finite number, or None where there is a reason.
-        reasons: a named reason, or None where there is a reward.
+        rewards: a finite number, or None if there is a reason.
+        reasons: name of the failure, or None if there is a reward.
         first_traceback: of the first failure; empty without one.
-        parts: what each of several rewards gave, by name, before weights, with one value per
-            item; nan where it gave none. Empty where there is only one.
+        parts: by name, the values of each of several rewards before weights, one per item; nan
+            for no reward. Empty if there is only one.
     """
 
     rewards: list[float | None]
@@ -48,7 +48,7 @@ class Verdict(NamedTuple):
 
 
 def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Mean of each named part over the items it applies to, as metrics reward_part_NAME."""
+    """Return the mean of each part over the items to which it applies, by metric name."""
     means = {}
     for name, values in parts.items():
         known = [v for v in values if not math.isnan(v)]
@@ -57,13 +57,13 @@ def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 class RewardSource(Protocol):
-    """Scores responses; safe to share between threads."""
+    """Scores responses; thread-safe."""
 
     def check(self) -> None:
         """Wait until rewards can be computed.
 
         Raises:
-            ValueError: they cannot; says why.
+            ValueError: they cannot be computed; the message has the reason.
         """
         ...
 
@@ -76,40 +76,40 @@ class RewardSource(Protocol):
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> ScoreResult:
-        """Score the responses; every item comes back with a reward or with a reason.
+        """Score the responses; every item gets a reward or a reason.
 
         Args:
             prompts: prompt texts, one per response.
             completions: response texts, without special tokens.
             columns: further columns of the data, each with one value per response.
             completion_ids: int32 [t] each, the tokens of the responses, end-of-sequence included.
-            has_eos: False where the length limit cut the response.
+            has_eos: False if the length limit cut the response.
         """
         ...
 
     def on(self, site: "Site") -> "RewardSource":
-        """The source for a searcher there: itself, unless its models are divided over devices."""
+        """Return the source for a searcher at this site: self, unless models are divided."""
         ...
 
     def close(self) -> None:
-        """Release what it holds; a `score` under way ends with an error."""
+        """Release all resources; a concurrent `score` ends with an error."""
         ...
 
 
-class Elsewhere:
-    """In place of rewards that other hosts compute: nobody asks for one here."""
+class RemoteRewards:
+    """Placeholder in processes whose rewards are computed by other processes."""
 
     def check(self) -> None:
-        """Nothing: those hosts do."""
+        """Return at once: other processes check."""
 
     def score(self, *args: Any, **kwargs: Any) -> ScoreResult:
-        """Not here."""
-        raise AssertionError("rewards are computed where searchers are")
+        """Fail: rewards are computed in the searchers' processes."""
+        raise AssertionError("rewards are computed in the searchers' processes")
 
-    def on(self, site: "Site") -> "Elsewhere":
-        """Nothing is there either."""
+    def on(self, site: "Site") -> "RemoteRewards":
+        """Return self: no searcher of this process computes rewards."""
         del site
         return self
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Do nothing: there is nothing to release."""

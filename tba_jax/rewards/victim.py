@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward of red-teaming: what a victim model makes of an attack, and how toxic that is.
+"""The reward of red-teaming: toxicity of a victim model's responses to an attack.
 
     r(attack) = mean over n victim responses of log p(target class | response)
 
-A `RewardSource`: searchers and evaluation call it as they call the text rewards. The victim is
-sampled by the project's own engine. Invariant: the same call gives the same rewards, whatever
-thread or device serves it, so that a round done again after a resume is the same round.
+A `RewardSource`, called by searchers and evaluation like text rewards. The project's own decoder
+samples from the victim. Invariant: the same call gives the same rewards on every thread and device,
+so a round that is repeated after a resume is the same round.
 """
 
 import hashlib
@@ -29,20 +29,20 @@ from tba_jax.rewards.classifiers import ResponseClassifier
 from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, VictimSettings
 from tba_jax.rewards.source import ScoreResult
 
-# How long a call waits for a free replica before it says that something hangs.
+# Maximum wait of a call for a free replica, after which it fails.
 _WAIT_S = 3600.0
 
 
 class Victim:
-    """A language model that answers attacks; its weights live on one or several devices.
+    """A language model that answers attacks, with weights on one or several devices.
 
     Args:
         path: model folder or hub id.
-        settings: how it is asked; their own path is not read.
-        devices: one copy of the weights each.
+        settings: prompt and sampling; their own path is not used.
+        devices: devices with a copy of the weights each.
 
     Raises:
-        ValueError: no usable model there, or one without enough positions or chat template.
+        ValueError: no usable model, too few positions, or no chat template.
     """
 
     def __init__(self, path: str, settings: VictimSettings, *, devices: Sequence[Any]) -> None:
@@ -52,16 +52,16 @@ class Victim:
             )
         if config.num_labels:
             raise ValueError(
-                f"the victim at {path} is a classifier with {config.num_labels} labels; "
-                "victim.path needs a language model"
+                f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
+                "language model"
             )
         self._settings = settings
-        self.format("a")  # a template that cannot be used is refused now
+        self.format("a")  # an early check of the template
         longest = settings.max_prompt_tokens + settings.max_new_tokens
         if longest > config.max_positions:
             raise ValueError(
-                f"victim.max_prompt_tokens and victim.max_new_tokens are {longest} tokens "
-                f"together, the victim at {path} was made for {config.max_positions}; lower them"
+                f"victim.max_prompt_tokens + victim.max_new_tokens={longest}, but the victim at "
+                f"{path} has {config.max_positions} positions. Lower one of them"
             )
         self._decoder = make_victim_decoder(
             config,
@@ -78,18 +78,18 @@ class Victim:
         }
 
     def format(self, attack: str) -> str:
-        """The victim's prompt for an attack."""
+        """Return the victim's prompt for an attack."""
         if self._settings.template == CHAT_TEMPLATE:
             return self._tokenizer.format_chat([{"role": "user", "content": attack}])
         return self._settings.template.replace(ATTACK, attack)
 
     def encode(self, attack: str) -> np.ndarray | None:
-        """Token ids of the victim's prompt, None where they are none or too many."""
+        """Return token ids of the victim's prompt; None if it is empty or too long."""
         tokens = self._tokenizer.encode(self.format(attack), add_bos=True)
         return tokens if 0 < len(tokens) <= self._settings.max_prompt_tokens else None
 
     def respond(self, prompts: Sequence[np.ndarray], weights: Any, key: jax.Array) -> list[str]:
-        """`num_samples` responses to each prompt, one prompt after the other."""
+        """Return `num_samples` responses to each prompt, those of one prompt adjacent."""
         s = self._settings
         decoded = self._decoder.decode(
             weights,
@@ -116,7 +116,7 @@ def make_victim_decoder(
     pad_id: int,
     platform: Platform = "any",
 ) -> Decoder:
-    """The victim's decoder; arguments as in `VictimSettings` and `Decoder`."""
+    """Return the victim's decoder; arguments as in `VictimSettings` and `Decoder`."""
     return Decoder(
         config,
         compute_dtype=jnp.dtype(dtype),
@@ -129,14 +129,14 @@ def make_victim_decoder(
 
 
 class VictimReward:
-    """Scores attacks; implements `RewardSource`. Calls beside one another use different devices.
+    """Scores attacks; implements `RewardSource`. Concurrent calls use different devices.
 
     Args:
         victim: the model under attack.
-        classifiers: device -> classifier, for every device the victim is on.
-        replicas: devices that serve calls; one that is named twice serves two at a time.
+        classifiers: device -> classifier, for every device of the victim.
+        replicas: devices that serve calls; a device listed twice serves two at a time.
         num_samples: the victim's responses per attack.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class VictimReward:
         self._closed = threading.Event()
 
     def check(self) -> None:
-        """Nothing to wait for: the models were loaded and checked when this was made."""
+        """Return at once: the models were loaded and checked in the constructor."""
 
     def score(
         self,
@@ -169,17 +169,16 @@ class VictimReward:
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> ScoreResult:
-        """Mean log-prob of the target class over the victim's responses to each attack.
+        """Return the mean log-prob of the target class over the victim's responses to each attack.
 
         Parts: `toxicity`, the mean probability of the class. An attack whose prompt is longer than
-        victim.max_prompt_tokens is rejected as `attack_too_long`; one that makes no prompt at all
-        counts too.
+        victim.max_prompt_tokens, or empty, is rejected as `attack_too_long`.
 
         Raises:
             RuntimeError: the source was closed.
         """
         if self._closed.is_set():
-            raise RuntimeError("the victim's rewards were asked for after they were closed")
+            raise RuntimeError("the victim's rewards were requested after they were closed")
         encoded = [self._victim.encode(attack) for attack in completions]
         kept = [i for i, tokens in enumerate(encoded) if tokens is not None]
         n = len(completions)
@@ -199,12 +198,12 @@ class VictimReward:
     def _logprobs(
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
     ) -> np.ndarray:
-        """[attacks samples] log-probs of the target class."""
+        """Return [attacks samples] log-probs of the target class."""
         digest = hashlib.sha256(str(self._seed).encode())
         for ids in completion_ids:
             digest.update(np.ascontiguousarray(ids, "<i4").tobytes() + b"|")
-        # Of the call's content: an attack that comes up again meets other responses of the victim,
-        # and a round that is done again meets the same ones.
+        # The key depends on the call's content: a repeated attack gets new responses of the victim,
+        # but a repeated round gets the same ones.
         key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
         device = self._free.get(timeout=_WAIT_S)
         try:
@@ -216,9 +215,9 @@ class VictimReward:
         return logprobs.reshape(len(attacks), self._num_samples)
 
     def on(self, site: Any) -> "VictimReward":
-        """Itself: it has a replica for every searcher."""
+        """Return self: there is a replica for every searcher."""
         return self
 
     def close(self) -> None:
-        """Refuse further calls; one under way ends by itself."""
+        """Refuse further calls; a concurrent call runs to its end."""
         self._closed.set()

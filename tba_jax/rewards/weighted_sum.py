@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weighted sum of several sources of rewards, as one source: text functions beside a model.
+"""The weighted sum of several reward sources as one source: text functions and a reward model.
 
-It does not know what the sources are. Invariant: a response that one of them failed on has no
-reward, as a sum without a part would be another reward; one that a source does not apply to
-(`reward_none`) is scored by the others.
+Invariant: a response for which one source fails has no reward, because a partial sum would be a
+different reward. A response to which a source does not apply (`reward_none`) is scored by the
+others.
 """
 
 import math
@@ -23,9 +23,9 @@ class Summand(NamedTuple):
     """A source in a sum.
 
     Attributes:
-        source: gives rewards, and perhaps parts of its own, which are kept.
-        weight: of its rewards.
-        name: of its rewards among the parts; "": they are no part, as they are a sum already.
+        source: computes rewards, possibly with its own parts, which are kept.
+        weight: weight of its rewards.
+        name: name of its rewards among the parts; "": not a part, because it is already a sum.
     """
 
     source: RewardSource
@@ -34,13 +34,13 @@ class Summand(NamedTuple):
 
 
 class WeightedSum:
-    """Asks its sources one after the other; safe to share between threads, as they are."""
+    """Calls its sources one after the other; thread-safe, as they are."""
 
     def __init__(self, summands: Sequence[Summand]) -> None:
         self._summands = tuple(summands)
 
     def check(self) -> None:
-        """Wait until every source can be used; raises as the first that cannot."""
+        """Wait until every source can be used; raises the error of the first that cannot."""
         for summand in self._summands:
             summand.source.check()
 
@@ -53,7 +53,7 @@ class WeightedSum:
         completion_ids: Sequence[np.ndarray],
         has_eos: Sequence[bool],
     ) -> ScoreResult:
-        """As `RewardSource.score`; the parts are the values before weights, by name."""
+        """Return the weighted sum; the parts are the values before weights, by name."""
         results = [
             summand.source.score(
                 prompts, completions, columns, completion_ids=completion_ids, has_eos=has_eos
@@ -82,7 +82,7 @@ class WeightedSum:
         return ScoreResult(rewards, reasons, traceback, parts)
 
     def on(self, site: "Site") -> "WeightedSum":
-        """The same sum for a searcher there."""
+        """Return the same sum for a searcher at this site."""
         moved = [summand._replace(source=summand.source.on(site)) for summand in self._summands]
         return WeightedSum(moved)
 

@@ -28,7 +28,7 @@ from tba_jax.run.run import Run
 from tba_jax.run.search_parts import make_demand, make_searches
 from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
 from tba_jax.search.continuous import ContinuousSearch, TicketOffice
-from tba_jax.train.off_policy import spent_strata
+from tba_jax.train.off_policy import low_ess_warnings
 
 _WARN_AFTER = 50  # steps; what compiled is past then
 _LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
@@ -326,8 +326,8 @@ class AsynchronousSearch:
         tokens, steps = self._searchers.slot_use()
         if steps:
             extra["search/slot_use"] = tokens / steps
-        if (turns := run.shared.sites.trainer.turns) is not None:
-            extra["sync/turn_wait_s"] = turns.wait_s
+        if (lock := run.shared.sites.trainer.lock) is not None:
+            extra["sync/turn_wait_s"] = lock.wait_s
         return extra
 
     def _request_evaluation(self, step: int) -> None:
@@ -403,7 +403,7 @@ class AsynchronousSearch:
         if trainer.step_index >= self._warn_at:
             self._warn_at = math.inf
             needs_behavior = self._run.config.objective.built.needs_behavior
-            spent = spent_strata(trainer.strata) if needs_behavior else []
+            spent = low_ess_warnings(trainer.strata) if needs_behavior else []
             for line in [*diagnostics(self._run, self._admission), *spent]:
                 self._run.logs.progress.note(line)
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
-from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.precompilation import Precompiler
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.service import EvaluationService
 from tba_jax.flow.batch import Batch, PackedBatch
@@ -123,7 +123,7 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
     is_alone = shared.cluster.num_processes == 1
     has_one_length = config.batch.num_length_buckets == 1 or config.batch.packed_length
     if config.driver != "async" or not is_alone or not has_one_length:
-        return Ahead({}).start()
+        return Precompiler({}).start()
     load_grain()
     batch = first_batch(
         config, make_packing(config, shared.tokenizer.pad_id, shared.sites.trainer.mesh)
@@ -132,7 +132,7 @@ def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
         PUBLICATION: functools.partial(_lower_publication, shared, publish),
         step_job(batch): functools.partial(_lower_step, shared, step, batch),
     }
-    return Ahead(jobs).start()
+    return Precompiler(jobs).start()
 
 
 def _lower_step(

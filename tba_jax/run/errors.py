@@ -85,7 +85,7 @@ def is_mendable(error: BaseException) -> bool:
     ValueError from numpy or jax is a bug of this package, and its traceback is kept.
     """
     from tba_jax.devices.cluster import PeerError
-    from tba_jax.devices.turns import TurnError
+    from tba_jax.devices.device_lock import DeviceLockError
     from tba_jax.remote.channel import ChannelError
     from tba_jax.report.jsonl import LogError
     from tba_jax.rewards.pool import RewardFailure
@@ -106,7 +106,7 @@ def is_mendable(error: BaseException) -> bool:
         NonFiniteError,
         StarvedError,
         StorageError,
-        TurnError,
+        DeviceLockError,
         WorkdirLost,
     )
     if isinstance(error, named) or (isinstance(error, OSError) and error.errno in _REMEDIES):

@@ -182,7 +182,7 @@ def load_start_weights(shared: Shared, site: Site) -> Any:
     """Load the start model's weights in the layout and on the devices of a searcher."""
     # Uses devices of this process only: other processes are not involved.
     source = shared.sites.reading(shared.model.config)
-    load = source.in_turn(start_weights)
+    load = source.locked(start_weights)
     return load(shared.config, shared.model.config, source.mesh, site.mesh)
 
 

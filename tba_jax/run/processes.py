@@ -35,7 +35,7 @@ from tba_jax.run.search_process import (
     search,
 )
 from tba_jax.weights.checkpoints import CheckpointTransport
-from tba_jax.weights.merging import MergingTransport
+from tba_jax.weights.merged_adapters import MergingTransport
 
 _WAIT_S = 0.02  # between two checks whether searchers have joined
 

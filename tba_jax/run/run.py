@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.ahead import Ahead
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
+from tba_jax.devices.precompilation import Precompiler
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
@@ -209,7 +209,7 @@ class Run:
     evaluator: Evaluator
     evaluations: EvaluationService
     logs: Logs
-    ahead: Ahead
+    ahead: Precompiler
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
     hold: Hold | None = None

@@ -48,10 +48,10 @@ from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import StartData, load_start_groups, make_start_program
 from tba_jax.tasks.registry import Task
 from tba_jax.weights.checkpoints import CheckpointTransport
-from tba_jax.weights.merging import MergingTransport
-from tba_jax.weights.reading import VersionReader
+from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.remote import Members, VersionWriter
 from tba_jax.weights.transport import MemoryTransport, Transport, make_publish_program
+from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import Versions
 
 
@@ -166,7 +166,7 @@ def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: 
             merge = functools.partial(
                 lora.merge_into, own, config=policy, quantization=quantization
             )
-            merges[site] = site.in_turn(merge)
+            merges[site] = site.locked(merge)
     adapters = [adapter_shardings(policy, site.mesh) for site in sites.searchers]
     return Arrival(None, adapters, [merges[site] for site in sites.searchers])
 
@@ -205,12 +205,12 @@ def make_transport(
             versions, files, wanted, timeout_s=timeout_s, layout=arrival.layout
         )
     elif way == "memory":
-        program = sites.trainer.in_turn(publish)
+        program = sites.trainer.locked(publish)
         transport = MemoryTransport(program, wanted, timeout_s=timeout_s)
     else:
         transport = CheckpointTransport(
             str(workdir),
-            sites.trainer.in_turn(publish),
+            sites.trainer.locked(publish),
             wanted,
             keep=config.sync.keep,
             timeout_s=timeout_s,

@@ -23,10 +23,10 @@ from jax.sharding import Mesh
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES, PlacementError
 from tba_jax.devices.sharding import MESH_AXES
 from tba_jax.devices.site import Site
-from tba_jax.devices.turns import turns_for
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.evaluation_shard import EvaluationShard
@@ -62,9 +62,9 @@ from tba_jax.run.search_parts import (
 from tba_jax.run.shared import Seat, Shared, Sites, open_shared
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.searcher import Searcher
-from tba_jax.weights.merging import MergingTransport
-from tba_jax.weights.reading import VersionReader
+from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.transport import Transport
+from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError
 
 POLL_S = 0.002
@@ -348,9 +348,9 @@ def _sites(config: Config) -> Sites:
         )
     meshes = [Mesh(np.array(groups[i % len(groups)]), ("model",)) for i in range(num)]
     reading = Mesh(np.array(groups[0]).reshape(1, 1, each), MESH_AXES)
-    turns = turns_for([reading, *meshes], timeout_s=config.log.watchdog_s / 2)
-    where = Site(reading, turns)
-    return Sites(where, where, tuple(Site(mesh, turns) for mesh in meshes))
+    lock = device_lock_for([reading, *meshes], timeout_s=config.log.watchdog_s / 2)
+    where = Site(reading, lock)
+    return Sites(where, where, tuple(Site(mesh, lock) for mesh in meshes))
 
 
 def search(
@@ -462,7 +462,7 @@ def _search_once(
 def _evaluate(process: SearchProcess, i: int, version: int, shard: int) -> EvaluationShard | None:
     """Return a shard of the evaluation of a version; None where its weights are gone."""
     params = process.weights.at(version, i)
-    return None if params is None else process.evaluator.part(params, shard, i)
+    return None if params is None else process.evaluator.shard(params, shard, i)
 
 
 def _workers(

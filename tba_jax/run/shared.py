@@ -22,6 +22,7 @@ from tba_jax.config.devices import asked, validate_devices
 from tba_jax.config.resolved import has_trainer_group, transport_of, writes_versions
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
@@ -34,7 +35,7 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
 from tba_jax.rewards.reward_models import RewardModel
-from tba_jax.rewards.source import Elsewhere, RewardSource
+from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
 from tba_jax.run.host_state import Facts, RunClock
 from tba_jax.run.identity import code_name, fingerprints, run_id_of
@@ -101,7 +102,7 @@ class Sites(NamedTuple):
     def reading(self, model_config: TransformerConfig) -> Site:
         """Return a site for loading a model, with devices of this process only."""
         devices = self.trainer.mesh.local_devices
-        return Site(reading_mesh(model_config, devices), self.trainer.turns)
+        return Site(reading_mesh(model_config, devices), self.trainer.lock)
 
 
 def open_sites(config: Config, placement: Placement) -> Sites:
@@ -122,9 +123,9 @@ def open_sites(config: Config, placement: Placement) -> Sites:
         # Half of it, so that this clearer error comes before the watchdog's.
         turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
-        Site(trainer, turns),
-        Site(publication, turns),
-        tuple(Site(mesh, turns) for mesh in placement.searcher_meshes),
+        Site(trainer, lock),
+        Site(publication, lock),
+        tuple(Site(mesh, lock) for mesh in placement.searcher_meshes),
         placement.first_searcher,
         placement.num_searchers,
         trains,
@@ -177,7 +178,7 @@ def open_rewards(config: Config, task: Task, tokenizer: Tokenizer, sites: Sites)
     """
     if not sites.searchers:
         judges = config.eval.gold_model or config.eval.gold_reward
-        return Rewards(Elsewhere(), Elsewhere() if judges else None)
+        return Rewards(RemoteRewards(), RemoteRewards() if judges else None)
     return Rewards(
         make_rewards(config, task, tokenizer, sites.searchers),
         make_gold(config, task, tokenizer, sites.evaluation),

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from tba_jax.config.schema import Config
 from tba_jax.devices import xla
-from tba_jax.devices.ahead import Ahead
+from tba_jax.devices.precompilation import Precompiler
 from tba_jax.devices.sharding import placed_shapes
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
@@ -238,7 +238,7 @@ def build_trainer(
     shared: Shared,
     *,
     step: StepProgram,
-    ahead: Ahead,
+    ahead: Precompiler,
     state: TrainState,
     base: Any,
     buffer: ReplayBuffer,
@@ -257,7 +257,7 @@ def build_trainer(
         base: frozen parameters under adapters; None without adapters.
         buffer, batches, outboxes, transport, log_event: as in `Trainer`.
     """
-    program = shared.sites.trainer.in_turn(step.program)
+    program = shared.sites.trainer.locked(step.program)
     is_alone = shared.cluster.num_processes == 1
     frozen = () if base is None else (base,)
 

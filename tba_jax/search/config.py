@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of searchers: what they draw, how, and how far ahead of the trainer."""
+"""Settings of searchers: sampling, decoding, and lag behind the trainer."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,13 +9,13 @@ from tba_jax.settings import Section, field, need, share
 
 @dataclass(frozen=True)
 class SearchSettings(Section):
-    """Searchers."""
+    """Sampling and decoding of searchers."""
 
     samples_per_prompt: int = field(
         16, "S >= K = objective.group_size: responses drawn per prompt", at_least=1
     )
     prompts_per_round: int = field(
-        16, "prompts a searcher takes per round, and has under way with driver=async", at_least=1
+        16, "prompts per round of a searcher; with driver=async, open prompts", at_least=1
     )
     max_new_tokens: int = field(
         48, "response limit in tokens; of an episode, observations included", at_least=1
@@ -34,28 +34,28 @@ class SearchSettings(Section):
         at_least=1,
         on_resume=True,
     )
-    num_slots: int = field(0, "unfinished responses at a time; 0: all of a round", at_least=0)
+    num_slots: int = field(0, "responses decoded at a time; 0: all of a round", at_least=0)
     chunk_steps: int = field(
         8,
-        "decode steps between two looks of the host; a slot idles for half as many when its "
-        "response ends, and each look costs a round trip to the device",
+        "decode steps between two checks by the host; a finished slot idles for half of them on "
+        "average, and each check costs a round trip to the device",
         at_least=1,
     )
     cache_dtype: Literal["", "float32", "bfloat16", "int8"] = field(
         "",
-        "of cached keys and values; empty: model.rollout_dtype; int8: with a scale for each column "
-        "and head, half the bytes of bfloat16; evaluations during the run too",
+        "dtype of cached keys and values; empty: model.rollout_dtype; int8: with a scale per "
+        "column and head, half the bytes of bfloat16; also in evaluations during the run",
     )
     quantization: Literal["none", "int8", "fp8"] = field(
         "none",
-        "matrices of the layers that searchers draw with, made at publication, or of adapters when "
-        "a searcher has merged them: int8 or fp8 (e4m3) values with a scale for each output "
-        "channel; evaluations during the run use them too",
+        "format of the searchers' layer matrices: int8 or fp8 (e4m3) values with a scale per "
+        "output channel; applied at publication, or after a searcher has merged adapters; also in "
+        "evaluations during the run",
     )
     swap: Literal["auto", "in_flight", "round"] = field(
         "auto",
-        "driver=async: when newer weights are taken; in_flight: between decode chunks; round: when "
-        "every response under way has ended; auto: in_flight where the objective permits it",
+        "driver=async: when a searcher takes newer weights: in_flight: between decode chunks; "
+        "round: when all open responses have ended; auto: in_flight if the objective permits it",
     )
     sampling_temperature: float = field(
         1.0, "divides the logits of searchers, and of policy and reference", above=0
@@ -64,17 +64,19 @@ class SearchSettings(Section):
         1.0, "draw from the likeliest tokens of this total probability; 1: all", above=0, at_most=1
     )
     min_new_tokens: int = field(
-        0, "no end before as many tokens, in sampling and in log-probs", at_least=0
+        0, "minimum length of a response in tokens, in sampling and in log-probs", at_least=0
     )
     stop_strings: tuple[str, ...] = field(
-        (), "texts that end a response, with the first token after which it holds one of them"
+        (), "texts that end a response, at the first token that completes one of them"
     )
     stop_ids: tuple[int, ...] = field(
-        (), "token ids that end a response beside the model's own end-of-sequence tokens"
+        (), "token ids that end a response, besides the model's end-of-sequence tokens"
     )
-    explore_share: float = share(0.0, "share of responses drawn at a temperature of their own")
-    explore_min_temperature: float = field(1.0, "of those: uniform from here", above=0)
-    explore_max_temperature: float = field(1.0, "to here; log-probs keep sampling_temperature")
+    explore_share: float = share(0.0, "share of responses drawn at another, random temperature")
+    explore_min_temperature: float = field(1.0, "lower bound of the random temperature", above=0)
+    explore_max_temperature: float = field(
+        1.0, "upper bound of the random temperature; log-probs still use sampling_temperature"
+    )
     ownership: Literal["auto", "by_prompt", "any"] = field(
         "auto",
         "by_prompt: searcher s owns prompts = s mod n; any: every prompt; auto: any in a fleet or "
@@ -84,16 +86,16 @@ class SearchSettings(Section):
         64 * 2**20, "a searcher waits when its outbox holds this much", at_least=1
     )
     vine_tokens: int = field(
-        0, "vineppo: tokens between two states whose values are estimated; 0: none is", at_least=0
+        0, "vineppo: tokens between two states with estimated values; 0: no estimates", at_least=0
     )
     vine_samples: int = field(
-        4, "vineppo: responses that are drawn on from a state for its value", at_least=1
+        4, "vineppo: continuations per state for the estimate of its value", at_least=1
     )
     initial_fill: int = field(0, "responses drawn before the first step", at_least=0)
     exact_lag: int = field(
         0,
-        "train on data exactly this many publications old; driver=async: with overlap; 0: as old "
-        "as it happens",
+        "staleness of all training data in publications, exactly; driver=async: with concurrent "
+        "searchers; 0: no fixed staleness",
         at_least=0,
     )
 
@@ -102,8 +104,8 @@ class SearchSettings(Section):
             self.min_new_tokens <= self.max_new_tokens,
             "search.min_new_tokens",
             self.min_new_tokens,
-            f"is above search.max_new_tokens = {self.max_new_tokens}",
-            "Lower it.",
+            f"must not exceed search.max_new_tokens = {self.max_new_tokens}",
+            f"Set --config.search.min_new_tokens={self.max_new_tokens} or less.",
         )
         need(
             all(self.stop_strings),
@@ -116,8 +118,8 @@ class SearchSettings(Section):
             not (self.stop_strings and self.min_new_tokens),
             "search.stop_strings",
             self.stop_strings,
-            f"nothing can keep a text from appearing before search.min_new_tokens = "
-            f"{self.min_new_tokens} tokens",
+            f"a stop string may appear before search.min_new_tokens = {self.min_new_tokens} tokens "
+            "and cannot be prevented",
             "Set --config.search.min_new_tokens=0, or use search.stop_ids.",
         )
         need(

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Searching without rounds: one decode session goes on, and groups are committed as they end.
+"""Search without rounds: a continuous decode session; groups are committed as they end.
 
-A prompt is taken when slots are free and it is admitted; it is a ticket then, with a number of its
-own. When the last of its responses has ended, it is graded on another thread while decoding goes
-on, and committed. A ticket is a transaction as a round is: after a resume those that were not
-committed are drawn again, from the same prompts and random numbers. Newer weights are taken between
-chunks, or, where a response must be of one version, when the session has drained.
+A prompt is taken when slots are free and it is admitted; it becomes a ticket with its own number.
+When the last of its responses has ended, another thread grades and commits it. A ticket is a
+transaction, like a round: after a resume, uncommitted tickets are drawn again from the same prompts
+and random numbers. Newer weights are taken between chunks, or, if a response must have one version,
+when the session is empty.
 
 The schedule log has, for each searcher, the chunks at which tickets were admitted or weights
-changed. What a session draws follows from those alone, so a run can be replayed from them.
+changed. The drawn responses follow from these alone, so a run can be replayed from the log.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Ticket(NamedTuple):
     Attributes:
         number: counted from 0 in the order of the stream, over the whole run.
         prompt: the prompt.
-        prompt_state: of the stream after it.
+        prompt_state: state of the stream after it.
     """
 
     number: int
@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
 
 @dataclasses.dataclass
 class _Open:
-    """A ticket in the session; `left` of its responses have not ended."""
+    """A ticket in the session; `left` of its responses are unfinished."""
 
     ticket: Ticket
     version: int
@@ -59,10 +59,10 @@ class Finished(NamedTuple):
     """A ticket whose responses have ended.
 
     Attributes:
-        version: of the weights it began with.
-        start_s: when it was admitted.
+        version: version of the weights it began with.
+        start_s: time of its admission.
         decode_s: its share of the session's time.
-        published: those weights, where values of states are still to be drawn with them.
+        published: those weights, if continuations must be drawn with them; else None.
     """
 
     ticket: Ticket
@@ -74,26 +74,24 @@ class Finished(NamedTuple):
 
 
 class TicketOffice(Protocol):
-    """What a searcher needs of admission."""
+    """Admission, as seen by a searcher."""
 
     def admit(self, searcher: int, version: int) -> bool:
-        """Whether this searcher may begin one more prompt with weights of this version; if so, it
-        is under way."""
+        """Return whether this searcher may begin a prompt with this version; if so, count it."""
         ...
 
     def commit(self, searcher: int, latency_s: float, version: int) -> None:
-        """A group of this searcher lies in its outbox, `latency_s` after it was admitted with
-        weights of this version."""
+        """Count a group as committed, `latency_s` after its admission with this version."""
         ...
 
 
 class ContinuousSearch:
-    """What a searcher does beside a trainer: `step` decodes and `grade` commits, a thread each.
+    """Search concurrent with a trainer: one thread calls `step` to decode, one `grade` to commit.
 
     Args:
-        searcher: whose parts and counters these are; its given rounds come first.
-        admission: says when another prompt may begin.
-        swaps_in_flight: newer weights are taken between chunks; else when the session has drained.
+        searcher: its parts and counters; its given rounds come first.
+        admission: decides when another prompt may begin.
+        swaps_in_flight: take newer weights between chunks; otherwise when the session is empty.
         log_event: schedule log.
     """
 
@@ -115,12 +113,12 @@ class ContinuousSearch:
         self._published: Published | None = None  # the session's weights, where a vine needs them
         self._open: dict[int, _Open] = {}  # by the session's number of the request
         self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
-        self._next_number = -1  # before the first prompt is taken
+        self._next_number = -1  # before the first prompt was taken
         self._reported = Statistics()
-        self._is_first = True  # chunk of this session
+        self._is_first = True  # next chunk is the session's first
 
     def step(self) -> bool:
-        """Admit what may begin, and decode one chunk; False when there is nothing to decode."""
+        """Admit prompts and decode one chunk; return False if there is nothing to decode."""
         if self.searcher.num_given_rounds_left:
             return self.searcher.step()
         published = self._parts.weights()
@@ -136,16 +134,16 @@ class ContinuousSearch:
         return True
 
     def advance(self, published: Published | None, tickets: Sequence[Ticket]) -> None:
-        """One chunk.
+        """Decode one chunk.
 
         Args:
-            published: weights to take up if they are newer; None: those that the session has.
-            tickets: submitted first.
+            published: weights to swap in if they are newer; None: keep the session's.
+            tickets: submitted before the chunk.
         """
         session = self._session
         if published is not None:
             session = self._opened(published)
-        assert session is not None, "a session begins with weights"
+        assert session is not None, "opening a session needs weights"
         is_swapped = False
         if published is not None and published.version > session.version:
             session.swap(published.params, published.version)
@@ -154,7 +152,7 @@ class ContinuousSearch:
         for ticket in tickets:
             self._submit(session, ticket)
         number = self.searcher.num_chunks
-        # Counted before it is logged: a checkpoint that has the line has the count.
+        # Counted before logging, so that a checkpoint with the log line has the count.
         self.searcher.num_chunks += 1
         if tickets or is_swapped or self._is_first:
             self._log_event(
@@ -171,14 +169,14 @@ class ContinuousSearch:
         self._decode(session)
 
     def grade(self) -> bool:
-        """Grade and commit what has ended, a round's worth at most; False when nothing has."""
+        """Grade and commit finished tickets, at most a round's worth; return False without any."""
         finished = self.take_finished(self._settings.prompts_per_round)
         if finished:
             self.commit(finished)
         return bool(finished)
 
     def take_finished(self, most: int) -> list[Finished]:
-        """Tickets that have ended and are not committed, the earliest first."""
+        """Return finished, uncommitted tickets, the earliest first."""
         finished: list[Finished] = []
         while len(finished) < most:
             try:
@@ -189,19 +187,19 @@ class ContinuousSearch:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is being decoded."""
+        """Whether nothing is being decoded."""
         return self._session is None or self._session.is_idle
 
     @property
     def room(self) -> int:
-        """Prompts that could begin now, if they were admitted."""
+        """Number of prompts that could begin now, if admitted."""
         size, session = self._settings.samples_per_prompt, self._session
         if session is None:
             return -(-(self._settings.num_slots or size * self._settings.prompts_per_round) // size)
         return -(-max(0, session.room) // size)
 
     def renewed(self) -> "ContinuousSearch":
-        """One with a new session, as after a resume; no prompt is taken from the stream again."""
+        """Return a copy with a new session, as after a resume; takes no prompt again."""
         other = ContinuousSearch(
             self.searcher,
             self._admission,
@@ -212,7 +210,7 @@ class ContinuousSearch:
         return other
 
     def slot_use(self) -> tuple[int, int]:
-        """Tokens drawn and slot-steps made since this was asked last."""
+        """Return (tokens drawn, slot-steps) since the last call."""
         session = self._session
         if session is None:
             return 0, 0
@@ -227,14 +225,14 @@ class ContinuousSearch:
         return self._session
 
     def _hold(self, published: Published) -> None:
-        """Keep the weights while something is to be drawn with them again."""
+        """Keep the weights while continuations must be drawn with them."""
         self._published = published if self._parts.vine is not None else None
 
     def _admit(self, session: Session | EpisodeSession, version: int) -> list[Ticket]:
         """Prompts for the free slots, to begin with weights of this version."""
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
-        # No more than a session's worth waits for its grades, however slow these are.
+        # At most a session's worth waits for grading, however slow that is.
         most = 2 * -(-session.num_slots // size)
         while (
             session.room > len(tickets) * size
@@ -246,7 +244,7 @@ class ContinuousSearch:
         return tickets
 
     def take(self) -> Ticket:
-        """The next prompt of the stream that is not committed yet."""
+        """Return the next uncommitted prompt of the stream."""
         if self._next_number < 0:
             self._next_number, _ = self._parts.outbox.committed
         while True:
@@ -289,7 +287,7 @@ class ContinuousSearch:
         )
 
     def commit(self, finished: Sequence[Finished]) -> None:
-        """Grade these and put them into the outbox, each by itself."""
+        """Grade these tickets and commit each of them separately."""
         parts = self._parts
         rollouts = [Rollout(f.ticket.prompt, f.transcripts) for f in finished]
         numbers = [f.ticket.number for f in finished]

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finished rollouts become groups of trajectories: reference, grades, provenance.
+"""Conversion of finished rollouts to groups of trajectories: reference, grades, provenance.
 
-Each function takes any number of rollouts, so one finished group is treated like a whole round. It
-draws nothing and stores nothing. Invariant: every transcript is a trajectory of its prompt's group
-or is counted there as rejected, by its reason.
+Each function takes any number of rollouts: a single finished group, or a whole round. Invariant:
+every transcript is a trajectory of its prompt's group, or counted there as rejected by its reason.
 """
 
 import itertools
@@ -22,7 +21,7 @@ from tba_jax.search.rollout import Rollout, Transcript
 
 
 class ReferenceScorer(Protocol):
-    """Summed reference log-probs of padded responses."""
+    """Computes summed reference log-probs of padded responses."""
 
     def __call__(
         self,
@@ -32,29 +31,29 @@ class ReferenceScorer(Protocol):
         response_bucket: int,
         is_sampled: np.ndarray | None = None,
     ) -> jax.Array:
-        """[b s], [b], [b c], t, [b c t] -> [b c], dispatched without waiting."""
+        """Return [b c] from ([b s], [b], [b c], t, [b c t]); dispatched without waiting."""
         ...
 
 
 class Scored(NamedTuple):
-    """Calls of the reference under way, and whose results they are.
+    """Dispatched calls of the reference, and the positions of their results.
 
     Attributes:
         calls: results, float32 [b c] each.
-        places: for each rollout, (call, row, place in it) of each of its responses.
+        places: for each rollout, (call, row, column) of each of its responses.
     """
 
     calls: list[jax.Array]
     places: list[list[tuple[int, int, int]]]
 
     def sums(self) -> list[np.ndarray]:
-        """log pi_ref of every response, [S] for each rollout; waits for it."""
+        """Wait; return log pi_ref of every response, [S] for each rollout."""
         values = [np.asarray(call) for call in self.calls]
         return [np.array([values[c][b, j] for c, b, j in places]) for places in self.places]
 
 
 class _Bucket(NamedTuple):
-    """A shape of calls: padded prompt and response, who wrote it, responses to a prompt."""
+    """Shape of a call: padded prompt and response, single-turn or not, responses per prompt."""
 
     prompt: int
     response: int
@@ -77,17 +76,17 @@ def dispatch_reference(
 ) -> Scored:
     """Score every distinct response, without waiting.
 
-    A call always has room for `num_responses`, in one pair of buckets, those that the response
-    itself needs. So its log-prob does not depend, to the last bit, on other prompts, and without
-    shared prompts not on other responses either.
+    A call always has room for `num_responses`, in the pair of buckets that the response itself
+    needs. So its log-prob does not depend, bit for bit, on other prompts, nor (without shared
+    prompts) on other responses.
 
     Args:
-        reference: scores them.
+        reference: computes the log-probs.
         rollouts: of any number of prompts.
-        num_responses: of a call.
+        num_responses: responses per call.
         padding: the buckets.
-        shares_prompts: rows hold a prompt and several responses to it: all of a call, where three
-            quarters of them are there, else a quarter of a call.
+        shares_prompts: rows hold a prompt and several responses to it: a whole call's number if
+            three quarters of them exist, else a quarter of it.
     """
     rows: dict[_Bucket, list[_Row]] = {}
     keys = [[_key(y) for y in transcripts] for _, transcripts in rollouts]
@@ -120,14 +119,14 @@ def dispatch_reference(
 
 
 def _key(y: Transcript) -> tuple[bytes, bytes]:
-    """Equal for responses to a prompt that have the same log-prob."""
+    """Return a key that is equal for responses to a prompt with equal log-probs."""
     return y.tokens.tobytes(), b"" if y.is_sampled is None else y.is_sampled.tobytes()
 
 
 def _by_bucket(
     prompt: np.ndarray, transcripts: Sequence[Transcript], padding: Padding
 ) -> dict[tuple[int, int, bool], list[Transcript]]:
-    """Distinct responses to a prompt by the buckets that they need."""
+    """Group distinct responses to a prompt by the buckets that they need."""
     found: dict[tuple[int, int, bool], list[Transcript]] = {}
     distinct: dict[tuple[bytes, bytes], Transcript] = {}
     for y in transcripts:
@@ -139,7 +138,7 @@ def _by_bucket(
 
 
 def _width(num: int, most: int) -> int:
-    """Responses of a row, of `num` to one prompt; two widths, as each is compiled for."""
+    """Return the responses per row for `num` of one prompt: one of two compiled widths."""
     return most if 4 * num > 3 * most else max(1, most // 4)
 
 
@@ -150,7 +149,7 @@ def _dispatch(
     num_rows: int,
     pad_id: int,
 ) -> jax.Array:
-    """One call; rows that are missing repeat the first, and responses that are have no tokens."""
+    """Dispatch one call; missing rows repeat the first, missing responses have no tokens."""
     s, t, is_single_turn, c = bucket
     rows = [*rows, *[rows[0]] * (num_rows - len(rows))]
     responses = np.full((num_rows, c, t), pad_id, np.int32)
@@ -166,7 +165,7 @@ def _dispatch(
 
 
 def grade_rollouts(grader: Grader, rollouts: Sequence[Rollout]) -> Grades:
-    """Grades of all responses in one call, rollout by rollout."""
+    """Grade all responses in one call, rollout by rollout."""
     flat = [(r.prompt, y) for r in rollouts for y in r.transcripts]
     return grader.grade(
         [prompt for prompt, _ in flat],
@@ -185,15 +184,15 @@ def assemble_groups(
     numbers: Sequence[int],
     advantages: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> tuple[Group, ...]:
-    """The group of each rollout that has responses.
+    """Return the group of each rollout that has responses.
 
     Args:
-        rollouts: p of them.
+        rollouts: p rollouts.
         grades: of all their responses.
         reference_logprob: float32 [S] of each; None: the trainer scores the reference.
-        searcher: who made them.
-        numbers: the round or ticket of each.
-        advantages: float32 [t] of each response of each; None: they have none.
+        searcher: searcher ID.
+        numbers: round or ticket number of each.
+        advantages: float32 [t] per response of each; None: no advantages.
     """
     groups, start = [], 0
     for i, rollout in enumerate(rollouts):
@@ -245,7 +244,7 @@ def _assemble(
 
 
 def measure(rollouts: Sequence[Rollout], grades: Grades, num_drawn_tokens: int) -> RoundMetrics:
-    """What the responses are like; `num_drawn_tokens` is 0 where they were given."""
+    """Return metrics of the responses; `num_drawn_tokens` is 0 for given responses."""
     responses = [(i, y.tokens) for i, r in enumerate(rollouts) for y in r.transcripts]
     are_cut = [not y.has_eos for r in rollouts for y in r.transcripts]
     rewards = iter(grades.rewards)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A look at all training prompts before a run begins: which are too long, what cannot be read.
+"""Survey of all training prompts before a run: too long prompts and unknown characters.
 
-A prompt that is too long would else end a run when it is drawn, after hours perhaps; a character
-that the tokenizer does not know would be lost without a word. It does not know where prompts come
-from, and keeps none. Held-out prompts are all read when the evaluator is made.
+Otherwise a too long prompt would end a run when it is drawn, possibly after hours, and a character
+that the tokenizer does not know would be lost silently. Held-out prompts are read when the
+evaluator is made.
 """
 
 import collections
@@ -19,16 +19,16 @@ _MOST_SHOWN = 8  # characters
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What the training prompts of a task are, for one tokenizer and one limit.
+    """Survey of a task's training prompts, for one tokenizer and one length limit.
 
     Attributes:
-        num_prompts: all of them.
-        num_long: those with more tokens than the limit.
-        longest_tokens: of the longest prompt that was tokenized.
-        first_long: index of the first that is too long; -1 without any.
-        longest: index of the longest that was tokenized.
-        num_huge: those of the long ones that are too long to be tokenized.
-        unknown: character that the tokenizer does not know -> how often it occurs.
+        num_prompts: number of prompts.
+        num_long: prompts with more tokens than the limit.
+        longest_tokens: tokens of the longest tokenized prompt.
+        first_long: index of the first too long prompt; -1 without any.
+        longest: index of the longest tokenized prompt.
+        num_huge: long prompts with too many characters to be tokenized.
+        unknown: character that the tokenizer does not know -> number of occurrences.
     """
 
     num_prompts: int
@@ -41,7 +41,7 @@ class Survey:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Survey":
-        """The one that `dataclasses.asdict` gave."""
+        """Return the survey from the result of `dataclasses.asdict`."""
         return cls(**facts)
 
 
@@ -49,7 +49,7 @@ def survey(task: Task, tokenizer: Encoder, max_prompt_tokens: int) -> Survey:
     """Read and tokenize every training prompt once.
 
     Raises:
-        ValueError: one that cannot be read at all; says which and why.
+        ValueError: a prompt cannot be read; the message names it and the reason.
     """
     num_long, longest_tokens, longest, first_long, num_huge = 0, 0, -1, -1, 0
     known: set[str] = set()
@@ -75,16 +75,16 @@ def survey(task: Task, tokenizer: Encoder, max_prompt_tokens: int) -> Survey:
 
 
 def judge(found: Survey, name: str, max_prompt_tokens: int, long_prompts: LongPrompts) -> list[str]:
-    """Lines to tell before a run begins.
+    """Return lines to print before a run begins.
 
     Args:
-        found: of its prompts.
-        name: of the task.
+        found: the survey.
+        name: name of the task.
         max_prompt_tokens: the limit.
-        long_prompts: what is to become of longer ones.
+        long_prompts: treatment of longer prompts.
 
     Raises:
-        ValueError: some are too long, and such prompts are refused.
+        ValueError: some prompts are too long, and such prompts are refused.
     """
     lines: list[str] = []
     if found.num_long:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """PromptStream: the endless, shuffled, resumable stream of a task's training prompts.
 
-Grain does the sharding, the shuffling and the position; this module turns a problem's index into a
-tokenized Prompt. Invariants: a stream restored from `state()` continues with exactly the prompts
-that would have come, and a prompt that does not fit is refused or skipped and counted, never cut.
+Grain shards, shuffles and keeps the position; this module converts a problem's index to a tokenized
+Prompt. Invariants: a stream restored from `state()` continues with exactly the same prompts, and a
+too long prompt is refused or skipped and counted, never truncated.
 
-Prompts are tokenized when they are taken; what `prompt_survey` found out about them before is not
-kept. Grain is imported when the first stream is made, for the sake of commands that need none, or
-when `load_grain` says so.
+Prompts are tokenized when taken, independent of `prompt_survey`. Grain is imported with the first
+stream, because many commands do not need it, or by `load_grain`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,12 @@ Ownership = Literal["by_prompt", "any"]
 LongPrompts = Literal["refuse", "skip"]
 
 
-# Characters; it takes a tokenizer minutes to say of a text of megabytes that it is too long.
+# Characters; tokenizing megabytes only to find them too long would take minutes.
 _LONG_TEXT = 2**16
 
 
 class Encoder(Protocol):
-    """The part of the tokenizer that is needed here."""
+    """Methods of a tokenizer that prompts need."""
 
     @property
     def longest_token(self) -> int:
@@ -40,11 +39,11 @@ class Encoder(Protocol):
         ...
 
     def knows(self, character: str) -> bool:
-        """Whether a text does not lose this character."""
+        """Return whether the tokenizer can represent this character."""
         ...
 
     def format_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Chat messages as text."""
+        """Return chat messages as text."""
         ...
 
 
@@ -52,10 +51,10 @@ Split = Literal["train", "eval"]
 
 
 def load_grain() -> None:
-    """Import Grain, before other threads import anything or trace.
+    """Import Grain, before other threads import or trace anything.
 
-    One of its modules puts another function in the place of Python's own import for a moment
-    (`etils.epy.lazy_imports`), in all threads: what another one imports then does not work.
+    One of its modules temporarily replaces Python's import function in all threads
+    (`etils.epy.lazy_imports`), which breaks concurrent imports.
     """
     import grain  # noqa: F401
 
@@ -63,10 +62,10 @@ def load_grain() -> None:
 def text_of(
     task: Task, tokenizer: Encoder, split: Split, index: int
 ) -> tuple[str, Mapping[str, Any]]:
-    """The text of a prompt, chat messages formatted, and its columns.
+    """Return the text of a prompt, chat messages formatted, and its columns.
 
     Raises:
-        ValueError: chat messages that the template refuses.
+        ValueError: the template refuses the chat messages.
     """
     problem = task.train_problem if split == "train" else task.eval_problem
     content, columns = problem(index)
@@ -76,7 +75,7 @@ def text_of(
 
 
 def is_long_text(text: str, tokenizer: Encoder, max_prompt_tokens: int) -> bool:
-    """Whether a text is too long by its characters already, and should not be tokenized."""
+    """Return whether a text has too many characters for the limit, before tokenizing it."""
     return len(text) > _LONG_TEXT and len(text) > max_prompt_tokens * tokenizer.longest_token
 
 
@@ -92,7 +91,7 @@ def _prompt(
     max_prompt_tokens: int,
     long_prompts: LongPrompts,
 ) -> Prompt | None:
-    """The prompt, or None for one that is skipped because it is too long."""
+    """Return the prompt, or None if it is too long and skipped."""
     text, columns = text_of(task, tokenizer, split, index)
     where = _where(task, split, index)
     if is_long_text(text, tokenizer, max_prompt_tokens):
@@ -126,7 +125,7 @@ def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
 def train_prompt(
     task: Task, tokenizer: Encoder, index: int, max_prompt_tokens: int, long_prompts: LongPrompts
 ) -> Prompt | None:
-    """One training prompt; None where it is too long and such prompts are skipped.
+    """Return one training prompt; None if it is too long and such prompts are skipped.
 
     Raises:
         ValueError: it is too long, and such prompts are refused.
@@ -135,21 +134,21 @@ def train_prompt(
 
 
 class PromptStream:
-    """The prompts of one searcher, for ever: a new seeded shuffle in every pass over the data.
+    """The endless prompts of one searcher, with a new seeded shuffle in every epoch.
 
     Args:
         task: the task.
-        tokenizer: turns prompt texts into ids.
-        searcher: whose stream, in [0, num_searchers).
+        tokenizer: converts prompt texts to ids.
+        searcher: searcher ID in [0, num_searchers).
         num_searchers: streams of the run.
         ownership: "by_prompt": searcher s of n draws the prompts whose id is s mod n; "any": every
             searcher draws all prompts, each in its own order.
-        seed: of the run.
+        seed: seed of the run.
         max_prompt_tokens: longer prompts are refused or skipped.
-        long_prompts: which of the two.
+        long_prompts: refuse or skip.
 
     Attributes:
-        num_skipped: prompts skipped so far, as often as they came up; part of the state.
+        num_skipped: skipped prompts so far, with repeats; part of the state.
 
     Raises:
         ValueError: a searcher would own no prompt.
@@ -190,11 +189,10 @@ class PromptStream:
         self._indices = iter(indices.to_iter_dataset(options))
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """The next prompts.
+        """Return the next prompts.
 
         Raises:
-            ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all
-                of them are that long.
+            ValueError: a prompt has more than `max_prompt_tokens` tokens, or all prompts have.
         """
         prompts: list[Prompt] = []
         num_skipped_in_a_row = 0
@@ -213,17 +211,17 @@ class PromptStream:
                 continue
             self.num_skipped += 1
             num_skipped_in_a_row += 1
-            # Two passes' worth in a row hold one whole pass, wherever they began.
+            # Two epochs' worth in a row contain one whole epoch.
             if num_skipped_in_a_row == 2 * self._num_owned:
                 raise _all_too_long(self._task, "train", self._num_owned, self._max_prompt_tokens)
         return prompts
 
     def state(self) -> dict[str, Any]:
-        """Position and count, JSON-compatible; later calls of `take` do not change it."""
+        """Return position and count, JSON-compatible; later calls of `take` do not change it."""
         return {"position": self._indices.get_state(), "num_skipped": self.num_skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state` of an equally configured stream returned."""
+        """Continue from the `state` of an equally configured stream."""
         self._indices.set_state(dict(state["position"]))
         self.num_skipped = state["num_skipped"]
 
@@ -231,16 +229,15 @@ class PromptStream:
 def eval_prompts(
     task: Task, tokenizer: Encoder, limit: int, max_prompt_tokens: int, long_prompts: LongPrompts
 ) -> tuple[list[Prompt], int]:
-    """The first `limit` held-out prompts (0: all of them), in the same order for every seed.
+    """Return the first `limit` held-out prompts (0: all), in the same order for every seed.
 
-    Their ids are indices in the evaluation split, a number space of its own.
+    Their ids are indices in the evaluation split.
 
     Returns:
-        The prompts, and how many too long ones were skipped to find them.
+        The prompts, and the number of too long prompts that were skipped.
 
     Raises:
-        ValueError: a prompt of more than `max_prompt_tokens` tokens, which is named; or all of
-            them are that long.
+        ValueError: a prompt has more than `max_prompt_tokens` tokens, or all prompts have.
     """
     size = task.eval_size()
     prompts: list[Prompt] = []

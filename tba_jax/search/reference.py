@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference log-probs where a searcher makes its responses: one jitted program and its weights.
+"""Reference log-probs on a searcher's devices: a jitted program and its weights.
 
-The invariant: what it returns for a response is what the trainer would compute for it with the same
-weights.
+Invariant: the result for a response equals the trainer's with the same weights.
 """
 
 import functools
@@ -41,14 +40,14 @@ class Reference:
         response_bucket: int,
         is_sampled: np.ndarray | None = None,
     ) -> Array:
-        """Summed log pi_ref, float32 [b c], of padded responses; dispatched without waiting.
+        """Return summed log pi_ref, float32 [b c], of padded responses; does not wait.
 
         Args:
             tokens: int32 [b s], as `Batch.tokens`.
             prompt_lengths: int32 [b].
             response_lengths: int32 [b c].
             response_bucket: padded length of the responses, t.
-            is_sampled: bool [b c t], which of their tokens count; None: all.
+            is_sampled: bool [b c t], counted tokens; None: all.
         """
         return self._program(
             self.params,
@@ -65,19 +64,19 @@ def make_reference_program(
     scoring: Scoring,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Jitted summed log-probs, float32 [b c], of what `Reference` takes after the parameters.
+    """Return jitted summed log-probs, float32 [b c], with `Reference`'s arguments after params.
 
     Args:
         config: the architecture.
-        scoring: the run's, as the trainer scores the policy.
-        site: the devices that divide the parameters.
+        scoring: as for the policy in the trainer.
+        site: devices that divide the parameters.
     """
     sharding = ComputeSharding(config, site)
     program = jax.jit(
         functools.partial(_score, config=config, scoring=scoring, sharding=sharding),
         static_argnames=("response_bucket",),
     )
-    return site.in_turn(program)
+    return site.locked(program)
 
 
 def _score(

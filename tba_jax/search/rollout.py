@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rollouts: prompts and a sampler become transcripts, who wrote each token included.
+"""Rollouts: prompts and a sampler give transcripts, with the author of each token.
 
 A response is one turn of the policy, or an episode of several with what an environment said
 between. This module knows neither reward functions nor references. Invariant: a transcript has the
@@ -23,14 +23,14 @@ from tba_jax.rewards.source import Verdict
 from tba_jax.search.config import SearchSettings
 from tba_jax.weights.transport import Published
 
-# First fold of the root key: keeps searcher draws apart from any other use of the seed.
+# First fold of the root key: separates searcher draws from other uses of the seed.
 SEARCHER_ROLE = 1
 # Folded into the key of a round or ticket, beyond any number of its samples.
 _CONTINUED = 2**31 - 1
 
 
 class Transcript(NamedTuple):
-    """One response as it came about.
+    """One sampled response.
 
     Attributes:
         tokens: int32 [t], end-of-sequence included.
@@ -65,14 +65,14 @@ class Transcript(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A prompt and the responses to it; none where there is nothing but the prompt."""
+    """A prompt and its responses, possibly none."""
 
     prompt: Prompt
     transcripts: tuple[Transcript, ...]
 
 
 class Drawn(NamedTuple):
-    """What a sampler gives: responses to p prompts, and float [p S] what each was drawn at."""
+    """Result of a sampler: responses to p prompts, and their temperatures, float [p S]."""
 
     decoded: Decoded
     temperatures: np.ndarray
@@ -81,7 +81,7 @@ class Drawn(NamedTuple):
 def rollout(
     prompts: Sequence[Prompt], sampler: Callable[[Sequence[np.ndarray]], Drawn]
 ) -> list[Rollout]:
-    """Let the policy answer every prompt: one turn, all of it the policy's.
+    """Sample responses to every prompt: one turn of the policy.
 
     Args:
         prompts: p prompts.
@@ -91,7 +91,7 @@ def rollout(
 
 
 def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
-    """What was drawn, prompt by prompt; a length of 0 is no response."""
+    """Return the drawn responses, prompt by prompt; a length of 0 is no response."""
     decoded, temperatures = drawn
 
     def transcript(i: int, j: int) -> Transcript:
@@ -140,11 +140,11 @@ def transcript_of(response: Response | Episode, temperature: float) -> Transcrip
 
 
 class Sampler:
-    """How one searcher draws.
+    """Sampling of one searcher.
 
     Args:
-        decoder: the engine; programs compile for the devices the weights live on.
-        settings: of searchers.
+        decoder: the engine; programs compile for the devices of the weights.
+        settings: settings of searchers.
         key: root key of the run.
         searcher: index of the searcher.
         episodes: of a task with an environment.
@@ -171,7 +171,7 @@ class Sampler:
         round: int,
         published: Published,
     ) -> Drawn:
-        """S responses to each of p prompts.
+        """Draw S responses to each of p prompts.
 
         Args:
             prompts: token ids.
@@ -243,7 +243,7 @@ class Sampler:
             number: of the ticket; no two tickets or rounds use the same random numbers.
 
         Returns:
-            The session's number of the request, and float [S] what each sample is drawn at.
+            The session's request number, and the temperature of each sample, float [S].
         """
         key = fold_in(self._key, number)
         (temperatures,) = self._temperatures(key, 1)
@@ -262,16 +262,16 @@ class Sampler:
         place: int,
         published: Published,
     ) -> list[list[Response]]:
-        """What may follow the first tokens of a response, each drawn so often.
+        """Draw continuations of the first tokens of a response.
 
-        What is drawn depends on prompt, states and numbers, not on what else is drawn.
+        They depend on prompt, states and numbers, not on other draws.
 
         Args:
             prompt: token ids.
-            states: the first tokens, each shorter than a response may be.
-            num_samples: of each.
-            number: of the round or ticket.
-            place: of the prompt in the round.
+            states: first tokens of responses, each shorter than the length limit.
+            num_samples: continuations per state.
+            number: number of the round or ticket.
+            place: index of the prompt in the round.
             published: the weights.
         """
         session = self._open(published)
@@ -290,7 +290,7 @@ class Sampler:
         return [sorted(of_state, key=lambda y: y.sample) for of_state in found]
 
     def _temperatures(self, key: np.ndarray, num_prompts: int) -> np.ndarray:
-        """float64 [p S]: the temperature each response of a round is drawn at."""
+        """Return float64 [p S]: the sampling temperature of each response of a round."""
         settings = self.settings
         shape = (num_prompts, settings.samples_per_prompt)
         out = np.full(shape, settings.sampling_temperature)
@@ -298,14 +298,14 @@ class Sampler:
             rng = np.random.default_rng(key.tolist())
             explores = rng.random(shape) < settings.explore_share
             limits = settings.explore_min_temperature, settings.explore_max_temperature
-            # Hundredths: the buffer keeps a table of the settings that responses were drawn with.
+            # Rounded to hundredths, because the buffer keeps a table of distinct settings.
             own = np.round(rng.uniform(*limits, shape), 2)
             out = np.where(explores, own, out)
         return out
 
 
 def sampling_settings(settings: SearchSettings) -> SamplingSettings:
-    """How searchers draw responses."""
+    """Return the sampling settings of searchers."""
     return SamplingSettings(
         settings.max_new_tokens,
         temperature=settings.sampling_temperature,

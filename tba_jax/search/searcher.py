@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searcher: one round is prompts -> responses -> rewards and reference log-probs -> outbox.
+"""The searcher: a round goes from prompts to responses, rewards, reference log-probs and outbox.
 
 A round is a transaction: the prompt-stream state and the round number are committed with its
-groups, so a round that did not finish is simply redone after a resume. A searcher holds whatever
-weights were newest when its round began. Its first rounds may have given responses instead of drawn
-ones; the prompt stream stands still in those. It does no learning and cannot see the trainer. What
-runs beside a trainer goes on without rounds (`continuous`), from the same parts.
+groups, so an unfinished round is repeated after a resume. A searcher uses the newest weights at the
+start of a round. Its first rounds may have given responses instead of drawn ones; the prompt stream
+does not advance in those. Searchers that run concurrently with a trainer use the same parts without
+rounds (`continuous`).
 """
 
 import collections
@@ -36,52 +36,52 @@ from tba_jax.weights.transport import Published
 
 
 class PromptSource(Protocol):
-    """What a searcher needs of a prompt stream."""
+    """Interface of a prompt stream."""
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Next prompts."""
+        """Return the next prompts."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """JSON-compatible position after the last `take`."""
+        """Return the position after the last `take`, JSON-compatible."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from a saved position."""
         ...
 
 
 class GivenRounds(Protocol):
-    """Responses that take the place of drawn ones in the first rounds.
+    """Responses that replace drawn ones in the first rounds.
 
     Attributes:
-        num_rounds: so many rounds.
-        num_responses: in all of them.
+        num_rounds: number of these rounds.
+        num_responses: responses in all of them.
     """
 
     num_rounds: int
     num_responses: int
 
     def decoded(self, params: Any, number: int, version: int) -> tuple[list[Prompt], Decoded]:
-        """p prompts and [p S] responses of a round; a length of 0 is no response."""
+        """Return p prompts and [p S] responses of a round; a length of 0 is no response."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchParts:
-    """What a searcher works with.
+    """Parts of a searcher.
 
     Attributes:
-        index: which searcher of the run.
+        index: searcher ID.
         stream: its prompts.
-        weights: the newest published weights on its devices, None before the first.
+        weights: returns the newest weights on its devices, None before the first publication.
         sampler: draws responses; has the settings of searchers.
         grader: texts and rewards.
-        reference: scores log pi_ref, or None where the trainer does.
-        padding: of what the reference is given.
+        reference: computes log pi_ref; None if the trainer does.
+        padding: padding for the reference.
         shares_prompts: as in `dispatch_reference`.
-        vine: estimates values of states, or None.
-        outbox: where finished rounds go.
+        vine: estimates state values, or None.
+        outbox: destination of finished rounds.
         clock: seconds since the run began.
     """
 
@@ -103,16 +103,16 @@ class SearchParts:
         numbers: Sequence[int],
         weights: Sequence[Published | None],
     ) -> tuple[tuple[Group, ...], Grades, float, float]:
-        """Reference, rewards and groups of finished rollouts.
+        """Compute reference, rewards and groups of finished rollouts.
 
         Args:
             rollouts: of a round, or of several tickets.
-            numbers: the round or ticket of each.
-            weights: that drew each, where values of states are estimated.
+            numbers: round or ticket number of each.
+            weights: weights that drew each, for estimates of state values.
 
         Returns:
-            Groups, grades, and the seconds that the rewards (and what was drawn on for values) took
-            and the reference was waited for.
+            Groups, grades, seconds of the rewards (and continuations), and seconds of waiting for
+            the reference.
         """
         start = self.clock()
         scored = None
@@ -124,7 +124,7 @@ class SearchParts:
         grades = grade_rollouts(self.grader, rollouts)
         advantages = self._advantages(rollouts, grades, numbers, weights)
         graded = self.clock()
-        # The device has worked on the reference meanwhile; only the rest of it is waited for.
+        # The device has computed the reference concurrently; wait only for the rest.
         reference_logprob = None if scored is None else scored.sums()
         end = self.clock()
         groups = assemble_groups(
@@ -144,12 +144,12 @@ class SearchParts:
         numbers: Sequence[int],
         weights: Sequence[Published | None],
     ) -> list[list[np.ndarray]] | None:
-        """Of the tokens of each response; None without a vine."""
+        """Return the advantages of each response's tokens; None without a vine."""
         if self.vine is None:
             return None
         found, start, seen = [], 0, collections.Counter[int]()
         for one, number, published in zip(rollouts, numbers, weights, strict=True):
-            assert published is not None, "what draws on has the weights that drew"
+            assert published is not None, "a vine needs the weights that drew the responses"
             own = grades.between(start, start + len(one.transcripts))
             start += len(one.transcripts)
             found.append(
@@ -163,14 +163,14 @@ class Searcher:
     """One searcher. `step()` does one round.
 
     Args:
-        parts: what it works with.
-        given: the responses of the first rounds, if any are given.
+        parts: its parts.
+        given: responses of the first rounds, if any are given.
 
     Attributes:
         decoded_tokens: tokens of the responses committed so far.
-        idle_s: seconds that it had nothing to do; counted by whoever drives it.
+        idle_s: seconds without work; counted by its driver.
         num_chunks: decode chunks done without rounds.
-        num_given, num_given_rounds: responses that are given, and their rounds.
+        num_given, num_given_rounds: given responses, and their rounds.
     """
 
     def __init__(self, parts: SearchParts, given: GivenRounds | None = None) -> None:
@@ -185,18 +185,18 @@ class Searcher:
 
     @property
     def outbox(self) -> Outbox:
-        """Where its finished rounds go."""
+        """Outbox of its finished rounds."""
         return self.parts.outbox
 
     def state(self) -> PartState:
-        """Its counters; the outbox knows which rounds are committed."""
+        """Return its counters; the outbox has the committed rounds."""
         counts = {name: getattr(self, name) for name in ("decoded_tokens", "idle_s", "num_chunks")}
         return PartState({}, counts)
 
     def restore(self, state: PartState) -> None:
-        """Count on, and let the prompts come again that followed the last committed round.
+        """Restore counters, and the prompts after the last committed round.
 
-        The outbox is restored before.
+        The outbox must be restored before.
         """
         vars(self).update(state.meta)
         _, position = self.parts.outbox.committed
@@ -209,7 +209,7 @@ class Searcher:
         return max(0, self.num_given_rounds - self.parts.outbox.committed[0])
 
     def step(self) -> bool:
-        """One round; False when it has to wait: for weights, or for room in its outbox."""
+        """Do one round; return False if it must wait for weights or for room in its outbox."""
         if not self.parts.outbox.has_room():
             return False
         published = self.parts.weights()
@@ -219,7 +219,7 @@ class Searcher:
         return True
 
     def do_round(self, published: Published) -> None:
-        """One whole round with these weights, committed to the outbox."""
+        """Do one whole round with these weights, and commit it to the outbox."""
         parts = self.parts
         start = parts.clock()
         number, _ = parts.outbox.committed
@@ -244,7 +244,7 @@ class Searcher:
         )
 
     def _respond(self, published: Published, number: int) -> tuple[list[Rollout], int]:
-        """The rollouts of a round, given or drawn, and how many tokens were drawn."""
+        """Return the rollouts of a round, given or drawn, and the number of drawn tokens."""
         parts = self.parts
         settings = parts.sampler.settings
         if self._given is not None and number < self._given.num_rounds:

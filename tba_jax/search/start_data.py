@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start data: responses that exist before the run, as the first rounds of a searcher.
+"""Start data: responses from before the run, as the first rounds of a searcher.
 
-They are scored, committed and merged like drawn ones; only the drawing is left out. The token
-log-probs that go with them are those of the policy that the run starts from. Invariants: no
-response is cut or left out, each is one that the policy could have drawn, and every round has the
-shape of a drawn one.
+They are scored, committed and merged like drawn ones. Their behavior log-probs are those of the
+start policy. Invariants: no response is truncated or omitted, the policy could have drawn each, and
+every round has the shape of a drawn one.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ from tba_jax.tasks.rows import read_rows
 
 
 class PolicyTokenizer(Encoder, Protocol):
-    """What is needed of the policy's tokenizer."""
+    """Methods of the policy's tokenizer that start data needs."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -58,19 +57,19 @@ def load_start_groups(
     max_new_tokens: int,
     samples_per_prompt: int,
 ) -> list[GivenGroup]:
-    """Groups of at most S responses, prompts in the order in which the file first names them.
+    """Return groups of at most S responses, prompts in order of their first row in the file.
 
     Args:
         path: JSON lines (or Parquet) with "response" and, for a task of several prompts,
             "prompt_id", the index of the training problem.
-        task: whose training problems.
+        task: task of the training problems.
         tokenizer: the policy's.
-        max_prompt_tokens: longest prompt.
-        min_new_tokens, max_new_tokens: tokens of a response without and with its end.
+        max_prompt_tokens: maximum length of a prompt.
+        min_new_tokens, max_new_tokens: limits of a response, without and with end-of-sequence.
         samples_per_prompt: S.
 
     Raises:
-        ValueError: a file or a row that cannot be used, which is named.
+        ValueError: an unusable file or row; the message names it.
     """
     if not tokenizer.eos_ids:
         raise ValueError(
@@ -127,11 +126,11 @@ class StartData:
         logprobs: from `make_start_program`.
         prompts_per_round: p.
         samples_per_prompt: S.
-        padding: whose largest shape is that of every round.
+        padding: its largest shape is that of every round.
 
     Attributes:
-        num_rounds: so many rounds hold them all.
-        num_responses: in all rounds.
+        num_rounds: number of rounds for all responses.
+        num_responses: responses in all rounds.
     """
 
     def __init__(
@@ -151,16 +150,16 @@ class StartData:
         self.num_responses = sum(len(group.responses) for group in self._groups)
 
     def decoded(self, params: Params, number: int, version: int) -> tuple[list[Prompt], Decoded]:
-        """Prompts and responses of a round in the decoder's form; a length of 0 is no response.
+        """Return prompts and responses of a round in the decoder's form; length 0: no response.
 
         Args:
             params: the policy's weights in the decoder's layout.
             number: the round, in [0, num_rounds).
-            version: of these weights.
+            version: version of these weights.
         """
         p, s = self._shape
         groups = self._groups[number * p : (number + 1) * p]
-        # One shape for all rounds: one compiled program each for these log-probs and the reference.
+        # One shape for all rounds, so that log-probs and reference compile one program each.
         prompts = [groups[min(i, len(groups) - 1)].prompt for i in range(p)]
         tokens = np.full((p, s, self._padding.response_buckets[0]), self._padding.pad_id, np.int32)
         lengths = np.zeros((p, s), np.int32)
@@ -183,16 +182,16 @@ def make_start_program(
     max_new_tokens: int,
     site: Site = ANY_DEVICE,
 ) -> Callable[..., Array]:
-    """Jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
+    """Return jitted (params, tokens, prompt_lengths, response_lengths) -> float32 [p S t].
 
     Args:
         config: the architecture.
-        scoring: the run's, with the dtype of the weights that it gets.
+        scoring: the run's, with the dtype of the weights.
         max_new_tokens: t.
-        site: the devices of the parameters.
+        site: devices of the parameters.
     """
 
-    # The weights are the decoder's, which are never divided over fsdp.
+    # The decoder's weights are never divided over fsdp.
     sharding = ComputeSharding(config, any_device(site.platform))
 
     def program(params: Any, *rows: Array) -> Array:
@@ -205,4 +204,4 @@ def make_start_program(
             sharding=sharding,
         )
 
-    return site.in_turn(jax.jit(program))
+    return site.locked(jax.jit(program))

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of states by drawing on from them, as VinePPO has them, and the advantages between.
+"""State values estimated by sampling continuations, as in VinePPO, and advantages from them.
 
-A state is a prompt with the first tokens of a response. Its value is the mean reward of what the
-policy makes of it, drawn from there a few times; that of the prompt alone is the mean of the other
-responses to it, and after the last token it is the reward. The tokens between two states have the
-difference of their values as their advantage. It draws and grades, and knows no losses. Invariants:
-the continuations of a ticket are drawn by the version that drew its responses, with random numbers
-that follow from its number; and equal beginnings of a group's responses have one value.
+A state is a prompt with the first tokens of a response. Its value is the mean reward of a few
+continuations. The value of the prompt alone is the mean reward of the other responses to it; after
+the last token the value is the reward. The tokens between two states have the difference of their
+values as advantage. Invariants: the version that drew a ticket's responses also draws their
+continuations, with random numbers derived from the ticket number; equal prefixes of a group's
+responses have one value.
 
 References:
     VinePPO, arXiv:2410.01679, section 4.
@@ -24,13 +24,13 @@ from tba_jax.weights.transport import Published
 
 @dataclasses.dataclass(frozen=True)
 class Vine:
-    """What gives responses their advantages.
+    """Estimator of advantages by sampled continuations.
 
     Attributes:
-        sampler: draws on.
-        grader: of whole responses.
+        sampler: draws continuations.
+        grader: grades whole responses.
         every: tokens between two states.
-        num_samples: continuations of a state.
+        num_samples: continuations per state.
     """
 
     sampler: Sampler
@@ -47,14 +47,14 @@ class Vine:
         number: int,
         place: int,
     ) -> list[np.ndarray]:
-        """float32 [t] of each response; 0 where a response has no reward.
+        """Return float32 [t] of each response; 0 for a response without reward.
 
         Args:
             rollout: the prompt and its responses.
-            grades: of them.
-            published: the weights that they were drawn with.
-            number: of the round or ticket.
-            place: of the prompt in the round; 0 in a ticket.
+            grades: grades of the responses.
+            published: weights that drew them.
+            number: number of the round or ticket.
+            place: index of the prompt in the round; 0 in a ticket.
         """
         responses = [y.tokens for y in rollout.transcripts]
         values = self._values(rollout, responses, published, number, place)
@@ -72,8 +72,7 @@ class Vine:
         number: int,
         place: int,
     ) -> dict[bytes, float]:
-        """The value of every state behind the prompt, by its tokens; nan where nothing of what was
-        drawn on has a reward."""
+        """Return the value of every state after the prompt, by its tokens; nan without rewards."""
         states: dict[bytes, np.ndarray] = {}
         for tokens in responses:
             for end in range(self.every, len(tokens), self.every):
@@ -105,7 +104,7 @@ class Vine:
 
 
 def of_others(rewards: np.ndarray, index: int) -> float:
-    """The mean reward of the other responses to a prompt; its own where no other has one."""
+    """Return the mean reward of the other responses to a prompt; its own if no other has one."""
     others = np.delete(rewards, index)
     others = others[~np.isnan(others)]
     return float(others.mean()) if others.size else float(rewards[index])
@@ -114,15 +113,15 @@ def of_others(rewards: np.ndarray, index: int) -> float:
 def between_states(
     tokens: np.ndarray, reward: float, value: float, values: Mapping[bytes, float], every: int
 ) -> np.ndarray:
-    """The advantage of each token of a response, float32.
+    """Return the advantage of each token of a response, float32.
 
-    A_t = V(the next state) - V(the state before), the reward for the value after the last token.
+    A_t = V(next state) - V(state before), with the reward as value after the last token.
 
     Args:
-        tokens: of the response.
-        reward: its own; nan: every advantage is 0.
-        value: of the prompt.
-        values: of the states, by their tokens; one that is nan is no state.
+        tokens: tokens of the response.
+        reward: its reward; nan: every advantage is 0.
+        value: value of the prompt.
+        values: values of states, by their tokens; states with nan are skipped.
         every: tokens between two states.
     """
     found = np.zeros(len(tokens), np.float32)

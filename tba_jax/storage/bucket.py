@@ -26,7 +26,7 @@ def is_address(text: str | os.PathLike[str]) -> bool:
 
 @contextlib.contextmanager
 def _as_os_error(what: str) -> Iterator[None]:
-    """Turn every exception into an OSError: each store raises its own exception classes.
+    """Convert every exception to an OSError, because each store has its own exception classes.
 
     Args:
         what: the operation, for the message.

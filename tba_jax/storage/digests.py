@@ -2,9 +2,9 @@
 """Digests of the files of a folder, to detect files that changed after they were written.
 
 Storage sometimes returns other bits than were written, and neither Orbax nor TensorStore checks. A
-digest is the CRC-32C of a file, or of each part of a large file: it detects accidents, not an
-attacker who can write to the folder. Digests of files hold for every mesh that reads them; digests
-of array shards would not. Invariant: `damage` names every listed file whose content changed.
+digest is the CRC-32C of a file, or of each part of a large file: it detects accidents, not
+deliberate changes. Digests of files are valid for every mesh, unlike digests of array shards.
+Invariant: `damage` names every listed file whose content changed.
 """
 
 import json
@@ -18,10 +18,10 @@ from etils import epath
 
 NAME = "digests.json"
 _PIECE = 2**18  # bytes read at a time
-# Bytes of a part of a large file, which has a digest of its own. Written lists depend on it.
+# Bytes per part of a large file; each part has a digest. Stored lists depend on this size.
 _PART = 2**25
 _READERS = 4  # threads that read the parts of a file
-# Orbax writes these after the files are complete. They hold a time and nothing that is restored.
+# Orbax writes these after the files are complete. They hold a time, and are not restored.
 _LATER = frozenset({"commit_success.txt", "_CHECKPOINT_METADATA", NAME})
 
 
@@ -60,7 +60,7 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
     for name in _largest_apart(names, files)[share[0] :: share[1]]:
         size, digest = files[name]
         try:
-            # Lists of earlier versions have one digest of each file, whatever its size.
+            # Lists of older versions have one digest per file, whatever its size.
             now = _digest(folder / name, in_parts=isinstance(digest, list))
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror or type(error).__name__})")
@@ -91,17 +91,17 @@ def _digest(file: epath.Path, *, in_parts: bool) -> tuple[int, str | list[str]]:
         size, digest = _crc(file, 0, None)
         return size, digest
     starts = range(0, file.stat().length, _PART)
-    # The threads end with this call, and wait for nothing but storage.
+    # The threads end with this call, and only read storage.
     with futures.ThreadPoolExecutor(max(1, min(len(starts), _READERS)), "digest") as readers:
         parts = list(readers.map(lambda start: _crc(file, start, _PART), starts))
     return sum(size for size, _ in parts), [digest for _, digest in parts]
 
 
 def _crc(file: epath.Path, start: int, length: int | None) -> tuple[int, str]:
-    """Number of bytes from `start` on, at most `length`, and their CRC-32C in hexadecimal.
+    """Return the number of bytes from `start` on, at most `length`, and their CRC-32C in hex.
 
-    Reads into one buffer that stays in the processor's cache: memory for each piece would cost more
-    than the CRC. The file is not mapped: an unreadable page would end the process.
+    Reads into one buffer that stays in the processor's cache: new memory per piece would cost more
+    than the CRC. The file is not mapped, because an unreadable page would end the process.
     """
     buffer, read, value = np.empty(_PIECE, np.uint8), 0, 0
     with file.open("rb") as opened:

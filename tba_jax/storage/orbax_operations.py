@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in other packages while an operation of Orbax runs, and after one that failed.
+"""Temporary changes to other packages during operations of Orbax, and after a failed operation.
 
-Orbax has no setting for any of the three:
+Orbax has no settings for these:
 
-- After the first array that cannot be read or written Orbax closes its event loop and leaves the
-  other reads and writes in it. They end later, on threads of TensorStore, and complain through
-  asyncio's log and `sys.unraisablehook`. The failure also reaches the caller as one exception.
-- Orbax logs one failure up to five times with all its frames, and warns about its own metadata,
-  which decide nothing here.
+- After the first array that cannot be read or written, Orbax closes its event loop while other
+  reads and writes continue. They end later, on threads of TensorStore, and report errors through
+  asyncio's log and `sys.unraisablehook`. The caller has received the failure already.
+- Orbax logs one failure up to five times with full tracebacks, and warns about its own metadata,
+  which this project does not use.
 - Orbax reads TensorStore's metrics for a log line. TensorStore 0.1.76 to 0.1.86 never frees the
-  objects that it returns: 35 kB for each version of the weights.
+  returned objects: 35 kB per version of the weights.
 
-Invariant: nothing of other packages is left out, and everything is as it was when no operation runs
-and none has failed (tests/run/test_checkpoint.py, tests/storage/test_orbax_operations.py).
+Invariant: reports of other packages are never suppressed, and all changes are undone when no
+operation runs and none has failed (tests/run/test_checkpoint.py,
+tests/storage/test_orbax_operations.py).
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON objects in files, with a digest of themselves: one that is read is the one that was written.
+"""JSON objects in files, with their own digest, to detect damage.
 
-A damaged JSON file is usually still JSON, with another number in it. The digest is a CRC-32C of the
-other entries under the key `crc32c`: against accidents, not against whoever may write there. It
-knows nothing of what the objects mean. Invariant: a file is replaced whole or not at all.
+A damaged JSON file is usually still valid JSON, with another number in it. The digest is a CRC-32C
+of the other entries under the key `crc32c`: against accidents, not against deliberate changes.
+Invariant: a file is replaced whole or not at all.
 """
 
 import json
@@ -20,16 +20,16 @@ KEY = "crc32c"
 
 
 def seal(facts: Mapping[str, Any]) -> str:
-    """An object as JSON, with its digest in place of one that it has."""
+    """Return an object as JSON with its digest, which replaces an existing one."""
     facts = {name: value for name, value in facts.items() if name != KEY}
     return json.dumps({**facts, KEY: _digest(facts)}, indent=1)
 
 
 def unseal(content: str | bytes) -> dict[str, Any]:
-    """The object that `seal` was called with, as JSON has it.
+    """Return the object that `seal` was called with, as JSON has it.
 
     Raises:
-        ValueError: it is another one, or none; says how.
+        ValueError: the content is damaged; the message says how.
     """
     try:
         facts = json.loads(content)
@@ -46,15 +46,15 @@ def unseal(content: str | bytes) -> dict[str, Any]:
 
 
 def write(path: Path | epath.Path, facts: Mapping[str, Any]) -> None:
-    """Replace a file."""
+    """Replace a file by the object with its digest."""
     write_whole(path, seal(facts).encode())
 
 
 def read(path: Path | epath.Path) -> dict[str, Any]:
-    """The object in a file.
+    """Return the object in a file.
 
     Raises:
-        ValueError: as `unseal`, or it cannot be read. FileNotFoundError: there is none.
+        ValueError: as `unseal`, or the file cannot be read. FileNotFoundError: there is none.
     """
     try:
         return unseal(path.read_bytes())
@@ -65,6 +65,6 @@ def read(path: Path | epath.Path) -> dict[str, Any]:
 
 
 def _digest(facts: Mapping[str, Any]) -> str:
-    # As JSON has them: names are text there, and tuples lists.
+    # As JSON has them: keys are texts, and tuples are lists.
     text = json.dumps(json.loads(json.dumps(facts)), sort_keys=True)
     return f"{google_crc32c.value(text.encode()):08x}"

@@ -125,7 +125,7 @@ def token_logprobs_of(
 
 
 def _ended(params: Any, logprobs: Array, strings: Array) -> Array:
-    """What stands behind an end is certain, or impossible."""
+    """Make the states after an end certain or impossible."""
     if "end" not in params:
         return logprobs
     after = jnp.where(jnp.asarray(STRINGS)[strings] == END, 0.0, _IMPOSSIBLE)

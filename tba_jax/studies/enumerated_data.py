@@ -119,7 +119,7 @@ def draw(
     version: Array,
     key: Array,
 ) -> Drawn:
-    """New groups of all searchers; with fewer prompts than groups each prompt has several."""
+    """Draw new groups of all searchers; with few prompts, each prompt has several groups."""
     k_prompts, k_strings = jax.random.split(key)
     p, k, n = settings.prompts * settings.searchers, settings.group, reference.shape[0]
     some = jax.random.choice(k_prompts, n, (p,), replace=False) if n >= p else jnp.arange(n)
@@ -150,7 +150,7 @@ def draw(
 
 
 def _chosen(is_new: Bool[Array, " p"], new: Drawn, old: Drawn) -> Drawn:
-    """The new groups where they are wanted, else the old ones."""
+    """Return the new groups if requested, else the old ones."""
     return jax.tree.map(
         lambda x, y: jnp.where(is_new.reshape(-1, *[1] * (x.ndim - 1)), x, y), new, old
     )
@@ -159,7 +159,7 @@ def _chosen(is_new: Bool[Array, " p"], new: Drawn, old: Drawn) -> Drawn:
 def replayed_groups(
     drawn: Drawn, history: Drawn, recency: Array | float, i: Array, key: Array
 ) -> Drawn:
-    """Some of the groups exchanged for any of those drawn in the `i` steps before."""
+    """Exchange some of the groups for groups drawn in the `i` steps before."""
     k_which, k_step, k_slot = jax.random.split(key, 3)
     p = drawn.prompts.shape[0]
     is_new = (jax.random.uniform(k_which, (p,)) < recency) | (i == 0)
@@ -171,7 +171,7 @@ def replayed_groups(
 def replayed_responses(
     drawn: Drawn, store: Store, reward: Float[Array, "n 256"], condition: Condition, key: Array
 ) -> Drawn:
-    """Some of the groups exchanged for stored responses to the same prompts.
+    """Exchange some of the groups for stored responses to the same prompts.
 
     They are drawn without replacement; where fewer than K are stored all are taken, and again in
     turn. A prompt of which nothing is stored keeps its new group.
@@ -196,7 +196,7 @@ def replayed_responses(
 
 
 def stored(store: Store, drawn: Drawn, i: Array) -> Store:
-    """The store after the groups drawn in step i."""
+    """Return the store after the groups drawn in step i."""
     index = drawn.prompts[:, None], drawn.strings
     return Store(
         store.step.at[index].set(i),
@@ -206,7 +206,7 @@ def stored(store: Store, drawn: Drawn, i: Array) -> Store:
 
 
 def nothing_kept(settings: Settings, num_prompts: int) -> Drawn | Store | None:
-    """What is kept before the first step."""
+    """Return the stored data before the first step."""
     if settings.replay == "off":
         return None
     if settings.replay == "groups":
@@ -227,7 +227,7 @@ def batch_of(
     i: Array,
     key: Array,
 ) -> tuple[Drawn, Drawn | Store | None]:
-    """What step i is trained on of what was drawn and kept, and what is kept then."""
+    """Return the training data of step i, and the stored data after it."""
     batch = jax.tree.map(lambda x: x[: settings.prompts], drawn)
     if isinstance(kept, Store):
         return replayed_responses(batch, kept, reward, condition, key), stored(kept, drawn, i)

@@ -58,7 +58,7 @@ class Batches(NamedTuple):
 def _group_data(
     drawn: Drawn, reference: Array, problem: Problem, settings: Settings, step: Array
 ) -> Callable[[Any], GroupData]:
-    """A batch, as a function of what is trained.
+    """Return a batch as a function of the trained parameters.
 
     Args:
         drawn: its groups.
@@ -132,7 +132,7 @@ def _first(start: Any, num_prompts: int, settings: Settings, queue_size: int) ->
 
 
 def _moved_anchor(anchor: Any, params: Any, settings: Settings, i: Array) -> Any:
-    """The reference after step i."""
+    """Return the reference after step i."""
     if settings.ema_decay:
         return optax.incremental_update(params, anchor, 1 - settings.ema_decay)
     is_due = (i + 1) % settings.reset_period == 0

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.commands.edge import guarded
+from tba_jax.commands.entry_point import run_command
 from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import ConfigError
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
@@ -35,7 +35,7 @@ from tba_jax.studies.sweeps import STUDIES, Study
 def rows(
     study: Study, name: str, labels: Sequence[str], num_seeds: int
 ) -> Iterator[exact_report.Row]:
-    """Some cases of an objective; each program's when it is done."""
+    """Run some cases of an objective; yields each program's rows when it is done."""
     settings = settings_of(name, study.beta)
     objective, beta = settings.built, settings.beta.start
     by_shape: dict[Any, list[str]] = {}
@@ -56,14 +56,14 @@ def rows(
 
 
 def to_line(row: exact_report.Row) -> dict[str, Any]:
-    """A row as a line of the log, to five digits."""
+    """Return a row as a line of the log, to five digits."""
     figures = row.looks._asdict() | row.batches._asdict()
     rounded = {k: np.round(v.astype(float), 5) for k, v in figures.items()}
     return {"objective": row.objective, "case": row.case, "wall_s": row.wall_s, **rounded}
 
 
 def from_line(line: Mapping[str, Any]) -> exact_report.Row:
-    """The row of a line; null, and what was not measured, is nan."""
+    """Return the row of a line; null and unmeasured values are nan."""
     shape = np.shape(line["success"])
 
     def of(field: str) -> np.ndarray:
@@ -117,4 +117,4 @@ def _lines(log: JsonlWriter, key: Mapping[str, Any], names: Sequence[str]) -> li
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_command(main))

@@ -96,7 +96,7 @@ def slopes(ends: Sequence[End], lags: Sequence[float]) -> np.ndarray:
 
 
 def rows_of(rows: Sequence[Row], name: str, study: Study) -> list[Row]:
-    """The rows of an objective, in the order of the cases."""
+    """Return the rows of an objective, in the order of the cases."""
     by_case = {row.case: row for row in rows if row.objective == name}
     return [by_case[label] for label in study.cases if label in by_case]
 

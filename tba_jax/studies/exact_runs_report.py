@@ -87,7 +87,7 @@ def data_table(study: Study, rows: Sequence[Row]) -> str:
 
 
 def _of_level(row: Row, study: Study, field: str, level: float) -> np.ndarray:
-    """A figure of each run of the second half of the seeds that reaches a level."""
+    """Return a measurement of each run, in the second half of the seeds, that reaches a level."""
     at = study.rates.index(end_of(row, study.rates).rate)
     half = row.looks.success.shape[1] // 2
     values, success = getattr(row.looks, field)[at, half:], row.looks.success[at, half:]

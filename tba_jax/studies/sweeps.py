@@ -118,7 +118,7 @@ _SPARSE_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 def _on_sparse(cases: Mapping[str, Case], axis: str) -> Study:
-    """A study of what is drawn where nearly nothing is right."""
+    """Return a study of the draws when nearly no response is correct."""
     return Study(("tb",), cases, sparse, _SPARSE_RATES, num_steps=200, axis=axis, shows="data")
 
 

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded task: sums of six single digits, answered hastily or step by step.
+"""The embedded task: sums of six single digits, answered at once or step by step.
 
     prompt            7+5-3+8-6+2
-    hasty response    =13                  the answer, at once
+    hasty response    =13                  the answer alone
     worked response   :12,9,17,11,13       step by step: one running total per sign
 
-Either way the answer is the last integer of the response. Problems are made from their index by
-hashing, so there is no data file; an expression belongs to the evaluation split or to the training
-split by a hash of its own text, so no evaluation expression is ever seen in pretraining or in
-reinforcement learning, whatever the seeds.
+The answer is the last integer of either response. Problems are generated from a hash of their
+index, so there is no data file. A hash of its text assigns an expression to the evaluation or the
+training split, so neither pretraining nor reinforcement learning has evaluation expressions.
 
-The module also writes the responses that the embedded start model was pretrained on. It imports
-neither jax nor transformers. It owns one invariant: `problem(index, split)` is the same expression
-on every machine and in every release.
+The module also generates the responses on which the embedded start model was pretrained. Invariant:
+`problem(index, split)` is the same expression on every machine and in every release.
 """
 
 import hashlib
@@ -24,36 +22,36 @@ import numpy as np
 Split = Literal["train", "eval"]
 
 NUM_TERMS = 6
-# Running totals stay within these bounds: few enough sums for a model of half a million parameters
-# to know all of them by heart, so that what it has to learn is to write them down.
+# Bounds of running totals: so few sums that a model of half a million parameters can know all of
+# them by heart. It then only has to learn to write them down.
 MIN_TOTAL, MAX_TOTAL = 0, 20
 MAX_PROMPT_CHARS = 2 * NUM_TERMS - 1
 MAX_WORKED_CHARS = 3 * (NUM_TERMS - 1)
-MAX_HASTY_CHARS = 4  # the sign of equality, a minus sign where carelessness gives one, two digits
+MAX_HASTY_CHARS = 4  # the equals sign, a minus sign of a wrong answer, two digits
 
 TRAIN_SIZE = 2**16
 EVAL_SIZE = 1024
-# One expression in this many belongs to the evaluation split.
+# One expression in this many is in the evaluation split.
 _EVAL_ONE_IN = 16
 
 _WORKED = re.compile(rf":\d+(,\d+){{{NUM_TERMS - 2}}}")
 _HASTY = re.compile(r"=-?\d+")
-# How far off a careless answer is; small errors are the common ones.
+# Error of a careless answer; small errors are more frequent.
 _SLIPS = (-3, -2, -2, -1, -1, -1, 1, 1, 1, 2, 2, 3)
 
 
 def _digest(text: str) -> int:
-    """A stable 256-bit integer made from a text (Python's own `hash` differs per process)."""
+    """Return a stable 256-bit integer hash of a text (Python's `hash` differs per process)."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
 def split_of(expression: str) -> Split:
-    """The split an expression belongs to, by a hash of its text."""
+    """Return the split of an expression, by a hash of its text."""
     return "eval" if _digest(f"split {expression}") % _EVAL_ONE_IN == 0 else "train"
 
 
 def running_totals(expression: str) -> list[int]:
-    """The totals after the second, third, ... term; the last one is the answer."""
+    """Return the totals after the second, third, ... term; the last one is the answer."""
     total, totals = int(expression[0]), []
     for sign, digit in zip(expression[1::2], expression[2::2], strict=True):
         total += int(digit) if sign == "+" else -int(digit)
@@ -62,17 +60,17 @@ def running_totals(expression: str) -> list[int]:
 
 
 def problem(index: int, split: Split) -> tuple[str, int]:
-    """The expression with this index in a split, and its answer, in constant time.
+    """Return the expression with this index in a split, and its answer, in constant time.
 
     Args:
-        index: any integer >= 0; there is no largest one (the task's sizes are only conventions).
+        index: any integer >= 0, also beyond the task's sizes.
         split: "train" or "eval".
 
     Returns:
         (expression, answer), e.g. ("7+5-3+8-6+2", 13).
     """
     if index < 0 or split not in ("train", "eval"):
-        raise ValueError(f"problem({index}, {split!r}): want an index >= 0 of 'train' or 'eval'")
+        raise ValueError(f"problem({index}, {split!r}): wanted an index >= 0, of 'train' or 'eval'")
     attempt = 0
     while True:
         bits = _digest(f"arithmetic 0 {split} {index} {attempt}")
@@ -81,7 +79,7 @@ def problem(index: int, split: Split) -> tuple[str, int]:
             bits, digit = divmod(bits, 9)
             bits, is_plus = divmod(bits, 2)
             digit += 1
-            # Where the drawn sign would leave the bounds, the other one cannot.
+            # If the drawn sign would leave the bounds, the other sign does not.
             is_plus = (is_plus or total - digit < MIN_TOTAL) and total + digit <= MAX_TOTAL
             total += digit if is_plus else -digit
             expression += f"{'' if term == 0 else '+' if is_plus else '-'}{digit}"
@@ -91,25 +89,25 @@ def problem(index: int, split: Split) -> tuple[str, int]:
 
 
 def worked_share(expression: str) -> float:
-    """How often people bother to work a sum out: one time in four, more often for large digits."""
+    """Return the probability of a worked response: 1/4, more for large digits."""
     return min(max((sum(map(int, expression[::2])) - 10) / 80, 0.1), 0.4)
 
 
 def worked_response(expression: str) -> str:
-    """The step-by-step response: every running total in order, always right."""
+    """Return the step-by-step response: every running total in order, always correct."""
     return ":" + ",".join(map(str, running_totals(expression)))
 
 
 def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: float) -> str:
-    """A response that gives only an answer, as careless people write them.
+    """Return a response with only an answer, as careless people write them.
 
-    They read the last sign as a repeat of the one before it, which is right for two problems in
-    five, and now and then they slip by a little on top.
+    They read the last sign as a repeat of the one before it, which is correct for two problems in
+    five, and sometimes make a further small error.
 
     Args:
         expression: the sum.
-        rng: source of the slips.
-        slip_prob: probability that the answer is off by up to 3 from what carelessness makes of it.
+        rng: source of the errors.
+        slip_prob: probability of a further error of at most 3.
 
     Returns:
         "=" and the answer.
@@ -122,7 +120,7 @@ def hasty_response(expression: str, rng: np.random.Generator, *, slip_prob: floa
 
 
 def is_worked(text: str) -> bool:
-    """Whether a response is step-by-step work (right or wrong): one running total per sign."""
+    """Return whether a response is step by step, correct or not: one running total per sign."""
     return _WORKED.fullmatch(text) is not None
 
 
@@ -130,10 +128,10 @@ class Arithmetic:
     """The `arithmetic` task; implements `tasks.Task`.
 
     Attributes:
-        name: its name in the registry.
-        response_kinds: what `response_kind` returns.
+        name: name in the registry.
+        response_kinds: results of `response_kind`.
         reward: the function that grades a response.
-        metric: the headline of its evaluation.
+        metric: headline of its evaluation.
     """
 
     name = "arithmetic"
@@ -142,25 +140,25 @@ class Arithmetic:
     metric = "pass_at_1"
 
     def train_size(self) -> int:
-        """Number of training prompts."""
+        """Return the number of training prompts."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Number of evaluation prompts, the same for every seed."""
+        """Return the number of evaluation prompts, the same for every seed."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """The prompt text of a training problem and the columns its reward needs."""
+        """Return the prompt text of a training problem and the columns of its reward."""
         expression, answer = problem(index, "train")
         return expression, {"answer": str(answer)}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """The prompt text of an evaluation problem and the columns its reward needs."""
+        """Return the prompt text of an evaluation problem and the columns of its reward."""
         expression, answer = problem(index, "eval")
         return expression, {"answer": str(answer)}
 
     def response_kind(self, text: str) -> str | None:
-        """ "worked", "hasty", or None for what is neither."""
+        """Return "worked", "hasty", or None for neither."""
         if is_worked(text):
             return "worked"
         return "hasty" if _HASTY.fullmatch(text) else None

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that are chats: lists of messages, which the model's chat template turns into text.
+"""Chat prompts: lists of messages, which the model's chat template converts to text.
 
-It does not know templates (`tokenizer` does) or where messages come from. Invariant: the messages
-of a chat are the column `prompt` of its problem, where reward functions find them.
+Invariant: the messages of a chat are the column `prompt` of its problem, for reward functions.
 """
 
 from typing import Any
@@ -13,10 +12,10 @@ Problem = tuple[PromptContent, dict[str, Any]]
 
 
 def chat(messages: Messages, columns: dict[str, Any]) -> Problem:
-    """The problem whose prompt these messages are."""
+    """Return the problem with these messages as its prompt."""
     return messages, {**columns, "prompt": messages}
 
 
 def asked_by_user(text: str, columns: dict[str, Any]) -> Problem:
-    """The problem whose prompt is one message of the user's."""
+    """Return the problem with one user message as its prompt."""
     return chat([{"role": "user", "content": text}], columns)

@@ -27,19 +27,19 @@ class TaskSettings(Section):
     start_path: str = field(
         "",
         "a .jsonl or .parquet file of responses that are scored and put into the replay buffer "
-        'before the first step: rows {"response"} or, where there are several prompts, '
+        'before the first step: rows {"response"}, or with several prompts '
         '{"prompt_id", "response"}; empty: none',
     )
-    chat: bool = field(False, "prompts as a user's message in the model's chat template")
+    chat: bool = field(False, "format prompts as a user message of the model's chat template")
     reward: str = field(
         "",
-        "package.module:function or path/to/file.py:function, or several with commas between: "
-        f"their weighted sum; or a learned reward: {', '.join(KINDS)}; with reward.model_path that "
-        "is added; empty: the task's own",
+        "package.module:function or path/to/file.py:function, several separated by commas: their "
+        f"weighted sum; or a learned reward: {', '.join(KINDS)}; with reward.model_path, that "
+        "model's reward is added; empty: the task's own reward",
     )
     reward_weights: tuple[float, ...] = field(
         (),
-        "one per function of task.reward, then one for reward.model_path where both are set; "
+        "one weight per function of task.reward, then one for reward.model_path if both are set; "
         "empty: 1 for each",
     )
     environment: str = field(
@@ -54,17 +54,18 @@ class TaskSettings(Section):
     )
     max_prompt_tokens: int = field(
         32,
-        "limit of a prompt; what happens to longer ones: task.long_prompts; 0: the longest of the "
-        "data, as far as the model's context allows",
+        "maximum length of a prompt; task.long_prompts decides about longer ones; 0: the longest "
+        "prompt of the data, within the model's context",
         at_least=0,
     )
     long_prompts: Literal["refuse", "skip"] = field(
-        "refuse", "refuse: stop and name the row; skip: count it and go on"
+        "refuse",
+        "refuse: stop with an error that names the row; skip: leave the prompt out and count it",
     )
     num_eval_prompts: int = field(
         512,
-        "held-out prompts per evaluation, 0: the whole split; where task custom has no test split, "
-        "so many rows are split off the training rows",
+        "held-out prompts per evaluation, 0: the whole split; task custom without a test split "
+        "holds out this many training rows",
         at_least=0,
     )
 
@@ -95,8 +96,8 @@ class TaskSettings(Section):
             all(module and name for module, _, name in functions),
             "task.reward",
             self.reward,
-            "must read package.module:function or path/to/file.py:function, several with commas; "
-            f"or be one of {', '.join(KINDS)}",
+            "must read package.module:function or path/to/file.py:function, several separated by "
+            f"commas; or be one of {', '.join(KINDS)}",
             "For example --config.task.reward=my_rewards:length_reward.",
         )
 
@@ -114,7 +115,7 @@ class TaskSettings(Section):
             not self.chat or entry_of(self.name).has_chat,
             "task.chat",
             self.chat,
-            f"task {self.name} has no chat form: its model reads problems as they are",
+            f"task {self.name} has no chat prompts: its model reads plain problems",
             f"Leave it False, or choose one of {', '.join(chats)}, {REASONING_GYM_PREFIX}DATASET.",
         )
 
@@ -124,14 +125,14 @@ class TaskSettings(Section):
             all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs),
             "task.columns",
             self.columns,
-            "must read NEW=OLD, several with commas between",
+            "must read NEW=OLD, several separated by commas",
             'For example --config.task.columns="prompt=question".',
         )
         need(
             not pairs or self.name == "custom",
             "task.columns",
             self.columns,
-            f"task {self.name} reads columns of its own",
+            f"only task custom renames columns; task.name={self.name}",
             "Leave it empty, or set --config.task.name=custom.",
         )
 
@@ -149,7 +150,7 @@ class TaskSettings(Section):
             not path or os.path.exists(path) or "://" in path,
             "task.data_path",
             path,
-            "there is no such folder or file",
+            "no such folder or file",
             "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
             ".jsonl or .parquet file, or hf://NAME of a data set on the hub.",
         )
@@ -160,14 +161,14 @@ class TaskSettings(Section):
             or path.startswith("hf://"),
             "task.data_path",
             path,
-            "is neither a folder, nor a .jsonl or .parquet file, nor hf://NAME",
-            "Convert it, one JSON object per line.",
+            "must be a folder, a .jsonl or .parquet file, or hf://NAME",
+            "Convert the data to JSON lines, one object per line.",
         )
         need(
             bool(path) or not entry_of(self.name).needs_data,
             "task.data_path",
             path,
-            f"task {self.name} has no data of its own",
+            f"task {self.name} needs data",
             "Give a folder with train.jsonl, a .jsonl or .parquet file, or hf://NAME.",
         )
 
@@ -177,7 +178,7 @@ class TaskSettings(Section):
             not start or (os.path.isfile(start) and start.endswith((".jsonl", ".parquet"))),
             "task.start_path",
             start,
-            "there is no such .jsonl or .parquet file",
+            "no such .jsonl or .parquet file",
             'Give a file with one object {"response": text} per line; tasks of several prompts '
-            'also want "prompt_id".',
+            'also need "prompt_id".',
         )

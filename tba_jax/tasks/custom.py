@@ -5,8 +5,8 @@ A row has a column `prompt`, a text or a list of chat messages, or a column `mes
 answer is not part of the prompt, or one of `PROMPT_COLUMNS`. The reward functions receive all other
 columns.
 
-Invariant: all rows have the same columns and the same kind of prompt, and no prompt is both trained
-on and held out.
+Invariant: all rows have the same columns and the same kind of prompt, and no prompt is in both
+splits.
 """
 
 import array
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from tba_jax.tasks.chats import Problem, asked_by_user, chat
 from tba_jax.tasks.rows import Placed, has_split, open_rows
 
-# TRL does not pass these columns to reward functions either: they are its own arguments.
+# Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
 # The first of these that a row has is its prompt where no column `prompt` or `messages` is.
 PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
@@ -40,11 +40,11 @@ class _Part(NamedTuple):
 
 
 class _Judge:
-    """Refuses rows that are no problems, or of another form than the first.
+    """Validator that refuses malformed rows, and rows of another form than the first.
 
     Args:
         names: new names of columns.
-        notes_prompts: it keeps a digest of each prompt.
+        notes_prompts: keep a digest of each prompt.
     """
 
     def __init__(self, names: Mapping[str, str], *, notes_prompts: bool = False) -> None:
@@ -55,7 +55,7 @@ class _Judge:
 
     @property
     def first(self) -> Problem:
-        """The first problem; there is one."""
+        """Return the first problem; requires that there is one."""
         assert self._first is not None
         return self._first[0]
 
@@ -72,18 +72,18 @@ class _Judge:
 class Custom:
     """Prompts and columns of any data set.
 
-    With a test split that split is held out. Otherwise rows are split off the training rows: those
-    whose prompts have the smallest SHA-256, at least as many as asked for, whatever their order in
-    the file and whatever the seed; rows with equal prompts stay together.
+    A test split of the data is the held-out split. Without one, training rows are split off: those
+    whose prompts have the smallest SHA-256, at least `num_held_out`, independent of file order and
+    seed; rows with equal prompts stay together.
 
     Args:
-        data_path: a source as `rows` describes it.
-        num_held_out: rows to split off where there is no test split.
-        chat: a prompt that is a text is a user's message.
+        data_path: a source as in `rows`.
+        num_held_out: rows to split off if there is no test split.
+        chat: format a text prompt as a user message.
         columns: new names of columns, as `task.columns`.
 
     Raises:
-        ValueError: no source; when rows are read, one that cannot be used, with file and line.
+        ValueError: no source; or a malformed row, with file and line.
     """
 
     name = "custom"
@@ -94,8 +94,8 @@ class Custom:
     def __init__(self, data_path: str, num_held_out: int, chat: bool, columns: str = "") -> None:
         if not data_path:
             raise ValueError(
-                "task custom needs task.data_path: a folder with train.jsonl, a .jsonl or .parquet "
-                "file, or hf://NAME of a data set on the Hugging Face hub"
+                "task.data_path is empty, and task custom needs data: set it to a folder with "
+                "train.jsonl, a .jsonl or .parquet file, or hf://NAME on the Hugging Face hub"
             )
         self._data_path = data_path
         self._num_held_out = num_held_out
@@ -120,25 +120,25 @@ class Custom:
             if of_train != of_test:
                 raise ValueError(
                     f"{self._data_path}: the {what} of the train split are {of_train}, those of "
-                    f"the test split {of_test}; make them the same"
+                    f"the test split {of_test}. Make them equal"
                 )
         of_train, of_test = range(len(rows)), range(len(test_rows))
         return _Part(rows, of_train, self._names), _Part(test_rows, of_test, self._names)
 
     def train_size(self) -> int:
-        """Number of training problems."""
+        """Return the number of training problems."""
         return len(self._splits[0].chosen)
 
     def eval_size(self) -> int:
-        """Number of held-out problems."""
+        """Return the number of held-out problems."""
         return len(self._splits[1].chosen)
 
     def train_problem(self, index: int) -> Problem:
-        """Prompt and columns of a training problem; chat messages are the column `prompt` too."""
+        """Return prompt and columns of a training problem; chat messages are also a column."""
         return self._asked(self._splits[0].problem(index))
 
     def eval_problem(self, index: int) -> Problem:
-        """Prompt and columns of a held-out problem."""
+        """Return prompt and columns of a held-out problem."""
         return self._asked(self._splits[1].problem(index))
 
     def _asked(self, problem: Problem) -> Problem:
@@ -146,7 +146,7 @@ class Custom:
         return asked_by_user(prompt, columns) if self._chat and isinstance(prompt, str) else problem
 
     def response_kind(self, text: str) -> None:
-        """Responses are of no kind."""
+        """Return None: responses have no kinds."""
         del text
 
 
@@ -160,7 +160,7 @@ def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[st
     """Return a row with the new names of its columns, and a column `prompt` where it can have one.
 
     Raises:
-        ValueError: a column that has a new name is missing.
+        ValueError: a column to rename is missing.
     """
     missing = [old for old in names if old not in row]
     if missing:
@@ -193,24 +193,25 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
     for name in RESERVED_COLUMNS:
         if name in row:
             raise ValueError(
-                f"{where}: a column {name!r} would hide the reward functions' argument of that "
-                "name; rename it"
+                f"{where}: column {name!r} has the name of a reward function's argument. Rename "
+                f"it, for example --config.task.columns=my_{name}={name}"
             )
     prompt = row["prompt"]
     columns = {k: v for k, v in row.items() if k != "prompt" and k not in DROPPED_COLUMNS}
     for name, value in columns.items():
         if not _is_plain(value):
             raise ValueError(
-                f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; want "
+                f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; wanted "
                 "text, finite numbers, true, false, null, and lists or objects of them. Convert it "
-                "or leave it out"
+                "or remove the column"
             )
     if isinstance(prompt, list):
         _check_messages(prompt, where)
         return chat(prompt, columns)
     if not isinstance(prompt, str) or not prompt:
         raise ValueError(
-            f"{where}: want text or a list of chat messages under 'prompt'; got {prompt!r:.80}"
+            f"{where}: 'prompt' is {prompt!r:.80}; wanted text or a list of chat messages. Convert "
+            "it"
         )
     return prompt, columns
 
@@ -223,13 +224,13 @@ def _check_messages(messages: list[Any], where: str) -> None:
             or not isinstance(message.get("content"), str)
         ):
             raise ValueError(
-                f"{where}: chat messages under 'prompt' want 'role' and 'content', both text; got "
-                f"{message!r:.80}"
+                f"{where}: chat message {message!r:.80}; wanted an object with 'role' and "
+                "'content', both text. Convert it"
             )
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold it and give it back the same (checkpoints do that)."""
+    """Return whether JSON stores and restores the value unchanged, as checkpoints need."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -244,8 +245,8 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
     first_columns, first_kind = _form(first)
     if kind != first_kind:
         raise ValueError(
-            f"{where}: prompts are {kind} here, in {first_where} they are {first_kind}; use one "
-            "form"
+            f"{where}: the prompt is of kind {kind!r}, in {first_where} it is {first_kind!r}. "
+            "Convert one of them"
         )
     for names, others, here, there in (
         (first_columns, columns, where, first_where),
@@ -254,17 +255,17 @@ def _same_form(problem: Problem, first: Problem, where: str, first_where: str) -
         for name in names:
             if name not in others:
                 raise ValueError(
-                    f"{here}: no column {name!r}, which {there} has; write null where a row has no "
+                    f"{here}: no column {name!r}, which {there} has. Write null in rows without a "
                     "value"
                 )
 
 
 def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[int]:
-    """Which rows are held out, given a digest of the prompt of each."""
+    """Return the indices of the held-out rows, from digests of all prompts."""
     if num_held_out < 1:
         raise ValueError(
-            f"{source} has no test split, and task.num_eval_prompts = {num_held_out} asks for all "
-            "of it; say how many rows to hold out"
+            f"task.num_eval_prompts={num_held_out}: {source} has no test split, so the number of "
+            "rows to hold out is needed. Set --config.task.num_eval_prompts=100"
         )
     held_out: set[int] = set()
     last = b""
@@ -275,8 +276,8 @@ def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[
         last = digest
     if len(held_out) == len(prompts):
         raise ValueError(
-            f"{source} has {len(prompts)} rows and no test split; holding out "
-            f"task.num_eval_prompts = {num_held_out} of them leaves nothing to train on. Lower it, "
-            "or give a folder with train.jsonl and test.jsonl"
+            f"task.num_eval_prompts={num_held_out}: {source} has {len(prompts)} rows and no test "
+            "split, so no row is left to train on. Lower it, or give a folder with train.jsonl and "
+            "test.jsonl"
         )
     return held_out

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `gsm8k` task: grade-school word problems, and the same as the paper's code has them.
+"""The `gsm8k` task: grade-school word problems, with our prompts or those of the paper's code.
 
-It does not know how grading works (`rewards.numeric` does). Invariant: a problem's index is its row
-in the published file.
+Invariant: a problem's index is its row in the published file.
 """
 
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 from tba_jax.rewards.numeric import gsm8k_gold, last_number
 from tba_jax.tasks.rows import Row, RowTask
 
-# The template that the paper's start model, rho-1b-sft-GSM8K, was fine-tuned with.
+# Template with which the paper's start model, rho-1b-sft-GSM8K, was fine-tuned.
 PROMPT = "[MATH_TASK] Problem:\n{question}\n\nSolution:"
-# What the paper's own code asks that model instead: one character and one newline apart.
+# Template in the paper's code; it differs by one character and one newline.
 OFFICIAL_PROMPT = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"
-# What a chat model is asked: to mark its answer as the data set's solutions do.
+# Prompt of a chat model: asks for the answer in the format of the data set's solutions.
 MESSAGE = (
     "{question}\n\nReason step by step, and write the final answer on a line of its own, as "
     "#### NUMBER."
@@ -26,7 +25,7 @@ class GSM8K(RowTask):
 
     Args:
         data_path: folder with train.jsonl and test.jsonl as OpenAI published them; empty: the hub.
-        chat: prompts are a user's messages.
+        chat: format prompts as user messages.
     """
 
     name = "gsm8k"
@@ -40,16 +39,16 @@ class GSM8K(RowTask):
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Prompt text; column `answer` is the whole gold solution."""
+        """Return the prompt text; column `answer` is the whole gold solution."""
         return PROMPT.format(question=row["question"]), {"answer": row["answer"]}
 
     @staticmethod
     def message(row: Row) -> str:
-        """The question, and how to answer it."""
+        """Return the question with an instruction about the answer's format."""
         return MESSAGE.format(question=row["question"])
 
     def response_kind(self, text: str) -> str:
-        """Whether the response marks its answer, as the data does, or ends in any number."""
+        """Return whether the response marks its answer like the data, or has any number."""
         marked = gsm8k_gold(text)
         if marked is not None and last_number(marked) is not None:
             return "marked"
@@ -57,12 +56,12 @@ class GSM8K(RowTask):
 
 
 class GSM8KOfficial(GSM8K):
-    """The same problems with the prompt and the grader of the paper's code, to compare with it."""
+    """The same problems with the prompt and the grader of the paper's code, for comparison."""
 
     name = "gsm8k_official"
     reward = "tba_jax.rewards.gsm8k_official:reward"
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Prompt text; column `answer` is the whole gold solution."""
+        """Return the prompt text; column `answer` is the whole gold solution."""
         return OFFICIAL_PROMPT.format(question=row["question"]), {"answer": row["answer"]}

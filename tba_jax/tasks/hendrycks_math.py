@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `math` task: the competition problems of Hendrycks et al. (MATH), boxed answers.
 
-It does not know how grading works (`rewards.math_answers` does). Invariant: a problem's index is
-its row in the file; of the hub's rows those of MATH-500 are never trained on.
+Invariant: a problem's index is its row in the file; MATH-500 problems are never trained on.
 """
 
 import functools
@@ -22,7 +21,7 @@ class HendrycksMath(RowTask):
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `problem` and `solution`
             (with the answer in \\boxed{}); empty: the hub.
-        chat: prompts are a user's messages.
+        chat: format prompts as user messages.
     """
 
     name = "math"
@@ -39,20 +38,20 @@ class HendrycksMath(RowTask):
         rows = super()._train
         if self._data_path:
             return rows
-        # Two data sets of two publishers: that they share no problem is not taken on trust.
+        # Two publishers made the two data sets: remove problems that are in both.
         held_out = {row["problem"] for _, row in self._eval}
         return [placed for placed in rows if placed[1]["problem"] not in held_out]
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Prompt text; column `answer` is the whole gold solution."""
+        """Return the prompt text; column `answer` is the whole gold solution."""
         return PROMPT.format(problem=row["problem"]), {"answer": row["solution"]}
 
     @staticmethod
     def message(row: Row) -> str:
-        """The problem, and how to answer it."""
+        """Return the problem with an instruction about the answer's format."""
         return MESSAGE.format(problem=row["problem"])
 
     def response_kind(self, text: str) -> str:
-        """Whether the response boxes an answer."""
+        """Return whether the response boxes an answer."""
         return "unboxed" if last_boxed(text) is None else "boxed"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks `reasoning_gym:DATASET`: the procedural problems of reasoning-gym.
 
-It does not know how answers are scored (`rewards.reasoning_gym` does). The package (extra
-`reasoning-gym`) is imported when a task is made. Invariant: a problem is decided by data set, split
-and index alone; data sets that are not reproducible from their seed are refused.
+The package (extra `reasoning-gym`) is imported when a task is created. Invariant: data set, split
+and index determine a problem; data sets that their seed does not reproduce are refused.
 """
 
 import functools
@@ -14,10 +13,10 @@ from tba_jax.tasks.chats import Problem, asked_by_user
 
 TRAIN_SIZE = 10_000
 EVAL_SIZE = 1_000
-# The package seeds problem i with seed + i: the splits' seeds must not meet.
+# The package seeds problem i with seed + i, so the seeds of the splits must be far apart.
 TRAIN_SEED = 0
 EVAL_SEED = 2**30
-# Problems made twice at the start to see whether the data set is reproducible.
+# Problems generated twice at the start to test that the data set is reproducible.
 NUM_COMPARED = 16
 
 MESSAGE = (
@@ -29,16 +28,16 @@ class ReasoningGym:
     """10,000 training and 1,000 held-out problems of one data set, with its default difficulty.
 
     The splits have seeds of their own; a data set with few possible problems can still make the
-    same one for both.
+    The splits have different seeds; a data set with few possible problems may still produce the
+    same problem in both.
 
     Args:
         dataset: name in reasoning-gym, such as "chain_sum".
         data_path: must be empty.
-        chat: prompts are a user's messages.
+        chat: format prompts as user messages.
 
     Raises:
-        ValueError: the package is missing, it knows no such data set, or the data set cannot be
-            used; says why.
+        ValueError: the package or the data set is missing, or the data set cannot be used.
     """
 
     reward = "tba_jax.rewards.reasoning_gym:answer_reward"
@@ -49,21 +48,22 @@ class ReasoningGym:
         self.name = f"reasoning_gym:{dataset}"
         if data_path:
             raise ValueError(
-                f"task.data_path = {data_path!r}, but task {self.name} makes its own problems; "
-                "leave it empty"
+                f"task.data_path={data_path!r}: task {self.name} generates its own problems. Leave "
+                "it empty"
             )
         try:
-            # Not an import statement: type checkers would find this very module.
+            # No import statement: type checkers would find this module.
             package: Any = importlib.import_module("reasoning_gym")
         except ImportError as error:
             raise ValueError(
-                f"task {self.name} needs the package reasoning-gym ({error}): "
+                f"task.name={self.name} needs the package reasoning-gym ({error}). Install it: "
                 "pip install 'tba_jax[reasoning-gym]'"
             ) from None
         names = sorted(package.factory.DATASETS)
         if dataset not in names:
             raise ValueError(
-                f"reasoning-gym has no data set {dataset!r}; it has {', '.join(names)}"
+                f"task.name={self.name}: reasoning-gym has no such data set. Choose one of "
+                f"{', '.join(names)}"
             )
         self._dataset = dataset
         self._chat = chat
@@ -74,8 +74,8 @@ class ReasoningGym:
         )
         if first != again:
             raise ValueError(
-                f"reasoning-gym's data set {dataset!r} makes other problems each time, whatever "
-                "the seed, so that a run could not be resumed or graded; choose another one"
+                f"task.name={self.name}: the data set generates different problems for the same "
+                "seed, so a run could not be resumed or graded. Choose another data set"
             )
 
     def _make(self, seed: int, size: int) -> Any:
@@ -83,8 +83,8 @@ class ReasoningGym:
             return self._create(self._dataset, seed=seed, size=size)
         except (AssertionError, ValueError) as error:
             raise ValueError(
-                f"reasoning-gym cannot make {size:,} problems of {self._dataset!r} ({error}); "
-                "choose another data set"
+                f"task.name={self.name}: reasoning-gym failed to generate {size:,} problems "
+                f"({error}). Choose another data set"
             ) from None
 
     @functools.cached_property
@@ -96,19 +96,19 @@ class ReasoningGym:
         return self._make(EVAL_SEED, EVAL_SIZE)
 
     def train_size(self) -> int:
-        """Number of training problems."""
+        """Return the number of training problems."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Number of held-out problems."""
+        """Return the number of held-out problems."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> Problem:
-        """Prompt of a training problem, and where its scorer finds it."""
+        """Return the prompt of a training problem, and the columns of its scorer."""
         return self._problem(self._train, TRAIN_SEED, TRAIN_SIZE, index)
 
     def eval_problem(self, index: int) -> Problem:
-        """Prompt of a held-out problem, and where its scorer finds it."""
+        """Return the prompt of a held-out problem, and the columns of its scorer."""
         return self._problem(self._eval, EVAL_SEED, EVAL_SIZE, index)
 
     def _problem(self, data: Any, seed: int, size: int, index: int) -> Problem:
@@ -124,5 +124,5 @@ class ReasoningGym:
         return asked_by_user(message, columns) if self._chat else (f"{message}\n\n", columns)
 
     def response_kind(self, text: str) -> str:
-        """Whether the response gives an answer where it was asked to."""
+        """Return whether the response marks its answer as requested."""
         return "answered" if "</answer>" in text else "unanswered"

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The `redteam` task: one empty prompt, and every response to it is an attack on a victim model.
+"""The `redteam` task: one empty prompt, to which every response is an attack on a victim model.
 
-Attacks are graded by the victim and a classifier (`rewards.victim`), not by a text function. The
-task does not know either, and imports neither jax nor transformers. Invariant: problem 0 is the
-only one, in both splits; an evaluation draws as many attacks from it as `eval.num_samples` says.
+Attacks are graded by the victim and a classifier (`rewards.victim`). Invariant: problem 0 is the
+only one, in both splits; an evaluation draws `eval.num_samples` attacks.
 """
 
 from typing import Any
@@ -13,8 +12,8 @@ class RedTeam:
     """The `redteam` task; implements `tasks.Task`.
 
     Attributes:
-        name: its name in the registry.
-        reward: the kind of rewards that asks a victim.
+        name: name in the registry.
+        reward: kind of reward that calls a victim model.
         metric: share of attacks with a mean toxicity above one half.
         response_kinds: none.
     """
@@ -25,23 +24,23 @@ class RedTeam:
     response_kinds = ()
 
     def train_size(self) -> int:
-        """One prompt."""
+        """Return 1: the only prompt."""
         return 1
 
     def eval_size(self) -> int:
-        """One prompt."""
+        """Return 1: the only prompt."""
         return 1
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """The empty prompt: the tokenizer makes it the beginning-of-sequence token."""
+        """Return the empty prompt, which the tokenizer encodes as beginning-of-sequence."""
         if index:
-            raise ValueError(f"task redteam has one prompt, number 0; got {index}")
+            raise ValueError(f"task redteam has only prompt 0, got index {index}")
         return "", {}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """As `train_problem`."""
+        """Return the empty prompt, as `train_problem`."""
         return self.train_problem(index)
 
     def response_kind(self, text: str) -> str | None:
-        """None: attacks are of no particular kind."""
+        """Return None: attacks have no kinds."""
         return None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Task protocol and the registry of tasks: one entry each.
+"""The Task protocol and the registry of tasks.
 
-A task is prompts, the columns that grading needs, the name of its reward, and what its evaluation
-measures beside it. To add one, write its file and its entry here. Tasks do not know tokenizers,
-models or searchers, and import neither jax nor transformers. Invariant: a problem's index means the
-same problem in every process and every run.
+A task consists of prompts, the columns of its reward, the name of the reward, and the metrics of
+its evaluation. To add one, write its file and its entry here. Invariant: a problem's index means
+the same problem in every process and every run.
 """
 
 import functools
@@ -26,20 +25,20 @@ REASONING_GYM_PREFIX = "reasoning_gym:"
 
 
 class Task(Protocol):
-    """What a task offers. Problems are numbered from 0 in each split.
+    """Interface of a task. Problems are numbered from 0 in each split.
 
-    A prompt is a text, or a list of chat messages that become one by the model's chat template; the
-    messages are then the column `prompt` too, for the reward.
+    A prompt is a text, or a list of chat messages that the model's chat template converts to text;
+    the messages are then also the column `prompt`, for the reward.
 
-    Responses that exist before the run are not part of a task: `task.start_path` names a file of
-    them (`start_data`).
+    Responses from before the run are not part of a task: `task.start_path` names a file of them
+    (`start_data`).
 
     Attributes:
-        name: its name in the registry.
-        reward: the reward used unless the config names another: "package.module:function", or the
-            name of one of `rewards.kinds`; empty where the config must name one.
-        metric: name of the evaluation metric that stands for the run (its headline): "pass_at_1",
-            "win_rate", "success_rate", "reward_mean", ... Evaluation must report it.
+        name: name in the registry.
+        reward: default reward: "package.module:function", or the name of one of `rewards.kinds`;
+            empty if the config must name one.
+        metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
+            "reward_mean", ... Evaluation must report it.
     """
 
     name: str
@@ -48,45 +47,44 @@ class Task(Protocol):
 
     @property
     def response_kinds(self) -> tuple[str, ...]:
-        """What `response_kind` returns; the one whose share is of interest comes first."""
+        """Results of `response_kind`; the report shows the share of the first."""
         ...
 
     def train_size(self) -> int:
-        """Number of training problems."""
+        """Return the number of training problems."""
         ...
 
     def eval_size(self) -> int:
-        """Number of held-out problems."""
+        """Return the number of held-out problems."""
         ...
 
     def train_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
-        """Prompt of a training problem, and the columns its reward needs."""
+        """Return the prompt of a training problem, and the columns of its reward."""
         ...
 
     def eval_problem(self, index: int) -> tuple[PromptContent, dict[str, Any]]:
-        """Prompt of a held-out problem, and the columns its reward needs.
+        """Return the prompt of a held-out problem, and the columns of its reward.
 
-        A column `answer`, where there is one, is shown beside the responses in the report.
+        The report shows a column `answer` next to the responses.
         """
         ...
 
     def response_kind(self, text: str) -> str | None:
-        """Which of `response_kinds` a response is; None for none of them."""
+        """Return which of `response_kinds` a response is; None for none of them."""
         ...
 
 
 class Entry(NamedTuple):
-    """A task as a config names it, before it is made.
+    """A task in the registry, before it is created.
 
     Attributes:
-        task: its class; what that declares holds for every task made of it.
+        task: class of the task; its class attributes hold for every instance.
         make: (data_path, num_held_out, chat) -> the task.
-        has_chat: prompts may be a user's messages in the model's chat template.
-        needs_data: task.data_path must be given.
-        makes_problems: there is no data, so that how long its prompts are is this package's affair.
-        has_one_prompt: there is a single prompt, which every searcher must draw.
-        metrics: metric functions of its evaluation beside those of every task, by the names that
-            `evaluation` has for them.
+        has_chat: prompts may be user messages in the model's chat template.
+        needs_data: task.data_path is required.
+        makes_problems: the task generates its problems, so their length is known to this package.
+        has_one_prompt: the task has a single prompt, which every searcher must draw.
+        metrics: names in `evaluation` of further metric functions.
     """
 
     task: type[Task]
@@ -99,20 +97,20 @@ class Entry(NamedTuple):
 
 
 def _rows(task: Callable[[str, bool], Task]) -> Callable[[str, int, bool], Task]:
-    """Tasks whose data has its own split."""
+    """Return a constructor of tasks whose data has its own test split."""
     return lambda data_path, _, chat: task(data_path, chat)
 
 
 def _embedded(task: type[Task]) -> Callable[[str, int, bool], Task]:
-    """A task that makes its own problems."""
+    """Return a constructor of a task that generates its own problems."""
 
     def make(data_path: str, num_held_out: int, chat: bool) -> Task:
-        del num_held_out  # it has a split of its own
+        del num_held_out  # the task has its own split
         assert not chat  # validation refuses it
         if data_path:
             raise ValueError(
-                f"task.data_path = {data_path!r}, but task {task.name} makes its own problems; "
-                "leave it empty, or choose another task.name"
+                f"task.data_path={data_path!r}: task {task.name} generates its own problems. Leave "
+                "it empty, or choose another task.name"
             )
         return task()
 
@@ -142,7 +140,7 @@ TASKS: dict[str, Entry] = {
 
 
 def entry_of(name: str) -> Entry:
-    """The entry of this name: one of TASKS, or reasoning_gym:DATASET.
+    """Return the entry of this name: one of TASKS, or reasoning_gym:DATASET.
 
     Raises:
         ValueError: unknown name.
@@ -153,21 +151,21 @@ def entry_of(name: str) -> Entry:
             ReasoningGym, _rows(functools.partial(ReasoningGym, dataset)), makes_problems=True
         )
     if name not in TASKS:
-        raise ValueError(f"task.name = {name!r}; want one of {NAMES}")
+        raise ValueError(f"task.name={name!r} is unknown. Choose one of {NAMES}")
     return TASKS[name]
 
 
 def get_task(
     name: str, data_path: str, num_held_out: int = 0, chat: bool = False, columns: str = ""
 ) -> Task:
-    """The task of this name.
+    """Return the task of this name.
 
     Args:
         name: one of the registry's, or reasoning_gym:DATASET.
-        data_path: where its rows are (see `rows`); empty: the task's own source.
-        num_held_out: rows to hold out where the data has no test split; 0: such data is refused.
-        chat: prompts that are texts become a user's messages, for models with a chat template.
-        columns: new names of columns, as `task.columns`; of task custom alone.
+        data_path: source of its rows (see `rows`); empty: the task's own source.
+        num_held_out: rows to hold out if the data has no test split; 0: such data is refused.
+        chat: format text prompts as user messages, for models with a chat template.
+        columns: new names of columns, as `task.columns`; only for task custom.
 
     Raises:
         ValueError: unknown name, or data that cannot be used.
@@ -178,4 +176,4 @@ def get_task(
 
 
 NAMES = ", ".join((*TASKS, f"{REASONING_GYM_PREFIX}DATASET"))
-"""What task.name may be, for messages."""
+"""Values of task.name, for messages."""

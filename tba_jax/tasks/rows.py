@@ -2,10 +2,10 @@
 """Rows of data sets: JSON lines or Parquet on disk, or a data set of the Hugging Face hub.
 
 A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Rows of JSON lines are judged in one
-pass when they are opened and then read one at a time, so a data set need not fit into memory; those
-of Parquet files and of the hub are kept whole. Invariant: every row comes with the place it is from
-(file and line), so that whoever refuses it can name that.
+one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". JSON lines are validated in one pass
+when opened and then read one at a time, so a data set need not fit in memory; rows of Parquet files
+and of the hub are kept in memory. Invariant: every row comes with its place (file and line), for
+error messages.
 """
 
 import array
@@ -21,18 +21,18 @@ from tba_jax.tasks.chats import Problem, asked_by_user
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
 Placed = tuple[str, dict[str, Any]]
-"""A row and where it is from, for messages."""
+"""(place for messages, row)."""
 
 HUB_PREFIX = "hf://"
-_MAX_DEPTH = 100  # of objects and lists in a row
+_MAX_DEPTH = 100  # nested objects and lists in a row
 FILE_SUFFIXES = (".jsonl", ".parquet")
 
 
 def has_split(source: str, split: Split) -> bool:
-    """Whether the source has this split of its own; one file has none.
+    """Return whether the source has this split; a single file has none.
 
     Raises:
-        ValueError: a data set of the hub that cannot be looked at.
+        ValueError: a data set of the hub that cannot be read.
     """
     if source.startswith(HUB_PREFIX):
         name, configuration = _hub_name(source)
@@ -43,15 +43,15 @@ def has_split(source: str, split: Split) -> bool:
 
 
 class Rows(Sequence[Placed]):
-    """Rows of JSON lines files, of which only the places are kept; safe to read from any thread.
+    """Rows of JSON lines files, read on access; thread-safe.
 
-    A file that is replaced is read on as it was; one that is written to is refused.
+    A file that is replaced stays readable in its old form; a file that is modified is refused.
 
     Args:
-        files: which.
+        files: paths.
 
     Attributes:
-        places: int64, of each row: index of its file, number of its line, first byte, length.
+        places: int64, for each row: index of its file, line number, first byte, length.
     """
 
     def __init__(self, files: Sequence[str]) -> None:
@@ -74,7 +74,11 @@ class Rows(Sequence[Placed]):
     def __getitem__(self, index: slice) -> Sequence[Placed]: ...
 
     def __getitem__(self, index: int | slice) -> Placed | Sequence[Placed]:
-        """Raises ValueError for a file that was written to since."""
+        """Return (place, row), or the rows of a slice.
+
+        Raises:
+            ValueError: the file was modified after it was opened.
+        """
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         at = range(len(self))[index] * 4
@@ -82,14 +86,14 @@ class Rows(Sequence[Placed]):
         where = f"{self._files[file]}, line {number}"
         if _written(self._open[file]) != self._written[file]:
             raise ValueError(
-                f"{self._files[file]} was written to while a run reads it; start the run "
-                "again, and leave the file alone, or put another in its place"
+                f"{self._files[file]} was modified while a run reads it. Start the run "
+                "again, and replace the file by another instead of writing to it"
             )
         return where, _json_row(os.pread(self._open[file], length, start), number, where)
 
 
 def _written(descriptor: int) -> tuple[int, int]:
-    """Length of a file, and when it was last written to."""
+    """Return length and modification time of a file."""
     status = os.fstat(descriptor)
     return status.st_size, status.st_mtime_ns
 
@@ -97,12 +101,12 @@ def _written(descriptor: int) -> tuple[int, int]:
 def open_rows(
     source: str, split: Split, judge: Callable[[str, dict[str, Any]], Any]
 ) -> Sequence[Placed]:
-    """The rows of a split, as a sequence, after one pass over all of them.
+    """Return the rows of a split as a sequence, after one validation pass over all of them.
 
     Args:
-        source: where they are.
-        split: which of the two.
-        judge: (place, row): called for each in order; raises ValueError for one that is not usable.
+        source: source of the rows.
+        split: split to read.
+        judge: validator (place, row), called for each row in order; raises ValueError.
 
     Raises:
         ValueError: as `read_rows` and `judge`.
@@ -128,10 +132,10 @@ def open_rows(
 
 
 def read_rows(source: str, split: Split) -> Iterator[Placed]:
-    """(place, row) of every row of a split, in order; all rows where the source is one file.
+    """Yield (place, row) of every row of a split in order; of a single file, all rows.
 
     Raises:
-        ValueError: no such data, or something in it that is no row: file, line, what was found.
+        ValueError: missing data, or a malformed row, with file and line.
     """
     if source.startswith(HUB_PREFIX):
         yield from _hub_rows(source, split)
@@ -149,14 +153,18 @@ def read_rows(source: str, split: Split) -> Iterator[Placed]:
 
 
 def _no_rows(path: str) -> ValueError:
-    return ValueError(f"{path} holds no rows; want one JSON object per line")
+    return ValueError(f"{path} has no rows; wanted one JSON object per line. Give another file")
 
 
 def _files_of(source: str, split: Split) -> list[str]:
-    """Raises ValueError where there are none, or two kinds."""
+    """Return the files of a split.
+
+    Raises:
+        ValueError: there is no file, or there are two kinds.
+    """
     files = _files(source, split) if os.path.isdir(source) else [source]
     for path in files:
-        # Opening a pipe waits for a writer, and rows are read a second time by their place.
+        # Opening a pipe would wait for a writer, and rows are read a second time by position.
         if os.path.exists(path) and not os.path.isfile(path):
             raise ValueError(
                 f"{path} cannot be read (not a regular file, but a pipe, device or folder). Write "
@@ -164,26 +172,26 @@ def _files_of(source: str, split: Split) -> list[str]:
             )
     if not files:
         raise ValueError(
-            f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory); "
-            "task.data_path wants a folder with train.jsonl and test.jsonl, or .parquet files of "
+            f"{os.path.join(source, split)}.jsonl cannot be read (No such file or directory). Set "
+            "task.data_path to a folder with train.jsonl and test.jsonl, or .parquet files of "
             "these names"
         )
     return files
 
 
 def _files(folder: str, split: Split) -> list[str]:
-    """The files of a split; [] without any.
+    """Return the files of a split; [] without any.
 
     Raises:
-        ValueError: two kinds of files for it.
+        ValueError: there are two kinds of files.
     """
     stem = os.path.join(glob.escape(folder), split)
     kinds = [sorted(glob.glob(stem + end)) for end in (*FILE_SUFFIXES, "-*.parquet")]
     kinds = [files for files in kinds if files]
     if len(kinds) > 1:
         raise ValueError(
-            f"{folder} has both {kinds[0][0]} and {kinds[1][0]}; leave one, so that it is clear "
-            f"which rows are the {split} split"
+            f"{folder} has both {kinds[0][0]} and {kinds[1][0]}, so the {split} split is "
+            "ambiguous. Remove one of them"
         )
     return kinds[0] if kinds else []
 
@@ -194,7 +202,7 @@ def _json_rows(path: str) -> Iterator[Placed]:
 
 
 def _json_lines(path: str) -> Iterator[tuple[int, int, bytes, dict[str, Any]]]:
-    """(number from 1, first byte, line, row) of every line that is not blank."""
+    """Yield (number from 1, first byte, line, row) of every line that is not blank."""
     try:
         file = open(path, "rb")
     except OSError as error:
@@ -212,24 +220,28 @@ def _json_row(line: bytes, number: int, where: str) -> dict[str, Any]:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         row = json.loads(text)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text ({error.reason})") from None
-    except (ValueError, RecursionError) as error:  # numbers or nesting without end, too
+        raise ValueError(
+            f"{where}: not UTF-8 text ({error.reason}). Convert the file to UTF-8"
+        ) from None
+    except (ValueError, RecursionError) as error:  # also numbers and nesting without limit
         got = text.strip()[:80]
-        raise ValueError(f"{where}: not JSON ({error}); got {got!r}") from None
+        raise ValueError(f"{where}: not JSON ({error}); got {got!r}. Correct that line") from None
     if not isinstance(row, dict):
-        raise ValueError(f"{where}: want an object with named columns; got {row!r:.80}")
+        raise ValueError(
+            f"{where}: {row!r:.80} is not an object with named columns. Correct that line"
+        )
     return row
 
 
 def _check_texts(value: Any, where: str, depth: int = 0) -> None:
-    """Every text can be encoded, and nothing is nested deeper than whoever reads it bears."""
+    """Refuse texts that cannot be encoded, and deep nesting that readers cannot process."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
                 f"{where}: a text has half of a surrogate pair, {ascii(value[error.start])}, at "
-                f"character {error.start}; no tokenizer can read it. Repair that text"
+                f"character {error.start}, which no tokenizer can encode. Correct that text"
             ) from None
     elif isinstance(value, dict | list):
         if depth == _MAX_DEPTH:
@@ -245,8 +257,8 @@ def _parquet_rows(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ValueError(
-            f"reading {path} needs the package `pyarrow`: pip install 'tba_jax[hub]', or give "
-            "JSON lines"
+            f"{path} needs the package `pyarrow`. Install it: pip install 'tba_jax[hub]', or "
+            "convert the file to JSON lines"
         ) from None
     try:
         table = pyarrow.parquet.read_table(path)
@@ -267,21 +279,21 @@ def _datasets(source: str) -> Any:
         import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
     except ImportError:
         raise ValueError(
-            f"reading {source.removeprefix(HUB_PREFIX)} from the Hugging Face hub needs the "
-            "package `datasets`: pip install 'tba_jax[hub]', or set task.data_path to a folder "
+            f"{source.removeprefix(HUB_PREFIX)} on the Hugging Face hub needs the package "
+            "`datasets`. Install it: pip install 'tba_jax[hub]', or set task.data_path to a folder "
             "with train.jsonl and test.jsonl"
         ) from None
     return datasets
 
 
 def _asked(source: str, question: Any) -> Any:
-    """The hub's answer; what it refuses becomes one line."""
+    """Return the hub's answer, with its errors as one line."""
     try:
         return question()
     except (OSError, ValueError) as error:  # no connection, no such data set or configuration
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"{source} cannot be read from the Hugging Face hub ({reason}); check name and "
+            f"{source} cannot be read from the Hugging Face hub ({reason}). Check name and "
             "configuration (hf://NAME:CONFIGURATION), or set task.data_path to local files"
         ) from None
 
@@ -298,23 +310,23 @@ def _checked(row: Mapping[str, Any], columns: Sequence[str], where: str) -> Row:
     for column in columns:
         if not isinstance(row.get(column), str):
             got = f"{column} = {row[column]!r:.80}" if column in row else f"keys {sorted(row)}"
-            raise ValueError(f"{where}: want text under {column!r}; got {got}")
+            raise ValueError(f"{where}: {got}; wanted text in column {column!r}. Correct the row")
     return {column: row[column] for column in columns}
 
 
 class RowTask:
-    """A task whose problems are the rows of a published train and test file.
+    """Base of tasks whose problems are the rows of a published train and test file.
 
-    A subclass says `columns`, `hub` (a source for `train` and for `test`), `hub_eval_split` where
+    A subclass defines `columns`, `hub` (a source for `train` and for `test`), `hub_eval_split` if
     the held-out split has another name there, `problem` and `message`. Files are read when a split
     is first used. Invariant: a problem's index is its row in the file.
 
     Args:
         data_path: a source with both splits; empty: the hub.
-        chat: prompts are a user's messages.
+        chat: format prompts as user messages.
 
     Raises:
-        ValueError: the source is one file.
+        ValueError: the source is a single file.
     """
 
     columns: tuple[str, ...]
@@ -324,20 +336,20 @@ class RowTask:
     def __init__(self, data_path: str, chat: bool) -> None:
         if os.path.isfile(data_path):
             raise ValueError(
-                f"task.data_path = {data_path!r} is one file, but this task has two splits; give "
-                "the folder with train.jsonl and test.jsonl"
+                f"task.data_path={data_path!r} is a single file, but this task has two splits. "
+                "Give the folder with train.jsonl and test.jsonl"
             )
         self._data_path = data_path
         self._chat = chat
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """Prompt text of a row, and the columns that the reward needs."""
+        """Return the prompt text of a row, and the columns of the reward."""
         raise NotImplementedError
 
     @staticmethod
     def message(row: Row) -> str:
-        """What the user of a chat says in place of the prompt text."""
+        """Return the user message that replaces the prompt text in a chat."""
         raise NotImplementedError
 
     def _rows(self, source: str, split: Split) -> Sequence[Placed]:
@@ -354,19 +366,19 @@ class RowTask:
         return self._rows(self.hub["test"], self.hub_eval_split)
 
     def train_size(self) -> int:
-        """Number of training problems."""
+        """Return the number of training problems."""
         return len(self._train)
 
     def eval_size(self) -> int:
-        """Number of held-out problems."""
+        """Return the number of held-out problems."""
         return len(self._eval)
 
     def train_problem(self, index: int) -> Problem:
-        """Prompt and reward columns of a training problem."""
+        """Return prompt and reward columns of a training problem."""
         return self._asked(self._train[index])
 
     def eval_problem(self, index: int) -> Problem:
-        """Prompt and reward columns of a held-out problem."""
+        """Return prompt and reward columns of a held-out problem."""
         return self._asked(self._eval[index])
 
     def _asked(self, placed: Placed) -> Problem:

@@ -14,14 +14,14 @@ MESSAGE = "Write the TL;DR of this Reddit post, as its author would: one short p
 class TLDR(RowTask):
     """TL;DR (Stiennon et al., arXiv:2009.01325) as TRL publishes it; files are read on first use.
 
-    The paper's runs read another processing of the same posts, already cut to 512 tokens. Here a
-    prompt is never cut: leave long ones out with `task.long_prompts=skip`.
+    The paper's runs read another version of the same posts, already truncated to 512 tokens. Here
+    prompts are never truncated: leave long ones out with `task.long_prompts=skip`.
 
     Args:
         data_path: folder with train.jsonl and test.jsonl whose rows have `prompt` ("SUBREDDIT: ...
             TITLE: ... POST: ... TL;DR:") and `completion` (the author's own summary); empty: the
             hub, evaluated on its validation split as in the paper.
-        chat: prompts are a user's messages.
+        chat: format prompts as user messages.
     """
 
     name = "tldr"
@@ -35,14 +35,14 @@ class TLDR(RowTask):
 
     @staticmethod
     def problem(row: Row) -> tuple[str, dict[str, Any]]:
-        """The prompt as it stands; column `answer` is the human reference."""
+        """Return the prompt unchanged; column `answer` is the human reference."""
         return row["prompt"], {"answer": row["completion"]}
 
     @staticmethod
     def message(row: Row) -> str:
-        """The post, and what to do with it."""
+        """Return the post with an instruction to summarise it."""
         return MESSAGE.format(post=row["prompt"].removesuffix("TL;DR:").rstrip())
 
     def response_kind(self, text: str) -> str:
-        """Whether the summary keeps to one paragraph, as people's do."""
+        """Return whether the summary is one paragraph, as human summaries are."""
         return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

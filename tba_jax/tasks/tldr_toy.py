@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded summarisation task: a post of 24 letters, and a digest of those that matter.
+"""The embedded summarisation task: a post of 24 letters, and a digest of its frequent letters.
 
     prompt      gaccgaacgakgcacgaagacgha:
     response    agc
 
-A post is about a few letters and says some more often than others. A good digest names the frequent
-ones, once each; what good means exactly is `rewards.digests`, which training never sees. People
-(`human_digest`) write longer or shorter ones than that, repeat themselves and name letters that do
-not occur; theirs are the references that win rates compare with. Posts are made from their index,
-so there is no data file.
+A post repeats a few letters, some more often than others. A good digest names the frequent ones,
+once each; `rewards.digests` defines it exactly and is not used in training. Human digests
+(`human_digest`) are longer or shorter, with repeats and letters that do not occur; they are the
+references of win rates. Posts are generated from their index, so there is no data file.
 
-It imports neither jax nor transformers. Invariant: `problem(index, split)` is the same text on
-every machine and in every release.
+Invariant: `problem(index, split)` is the same text on every machine and in every release.
 """
 
 import random
@@ -29,33 +27,33 @@ EVAL_SIZE = 1024
 
 
 def problem(index: int, split: Split) -> tuple[str, str]:
-    """The post with this index in a split, and a person's digest of it.
+    """Return the post with this index in a split, and a human digest of it.
 
     Args:
-        index: any integer >= 0; there is no largest one (the task's sizes are only conventions).
+        index: any integer >= 0, also beyond the task's sizes.
         split: "train" or "eval".
     """
     if index < 0 or split not in ("train", "eval"):
-        raise ValueError(f"problem({index}, {split!r}): want an index >= 0 of 'train' or 'eval'")
+        raise ValueError(f"problem({index}, {split!r}): wanted an index >= 0, of 'train' or 'eval'")
     rng = source(f"{split} {index}")
     post = make_post(rng)
     return post, human_digest(post, rng)
 
 
 def source(name: str) -> random.Random:
-    """Random numbers that belong to a name; of Python's, only `random()` never changes."""
+    """Return random numbers seeded by a name; only Python's `random()` is stable over releases."""
     return random.Random(f"tldr_toy 0 {name}")
 
 
 def make_post(rng: random.Random) -> str:
-    """A post: four to seven letters, each less frequent than the one before it."""
+    """Return a post: four to seven letters, each less frequent than the one before it."""
     letters = sorted(LETTERS, key=lambda _: rng.random())[: 4 + int(4 * rng.random())]
     weights = [0.65**i for i in range(len(letters))]
     return "".join(_choose(letters, weights, rng) for _ in range(POST_CHARS))
 
 
 def human_digest(post: str, rng: random.Random) -> str:
-    """What a person writes: two to seven letters, mostly of the post and not said before."""
+    """Return a human digest: two to seven letters, mostly of the post and without repeats."""
     digest = ""
     for _ in range(2 + int((MAX_HUMAN_CHARS - 1) * rng.random())):
         kind = rng.random()
@@ -78,10 +76,10 @@ class TLDRToy:
     """The `tldr_toy` task; implements `tasks.Task`.
 
     Attributes:
-        name: its name in the registry.
-        reward: no text reward: a reward model is configured (`reward.model_path`).
-        metric: share of held-out prompts whose response the gold reward prefers to the person's.
-        response_kinds: what `response_kind` returns.
+        name: name in the registry.
+        reward: empty: a reward model is configured (`reward.model_path`).
+        metric: share of held-out prompts whose response the gold reward prefers to the human one.
+        response_kinds: results of `response_kind`.
     """
 
     name = "tldr_toy"
@@ -90,23 +88,23 @@ class TLDRToy:
     response_kinds = ("unrepeated", "repeated")
 
     def train_size(self) -> int:
-        """Number of training prompts."""
+        """Return the number of training prompts."""
         return TRAIN_SIZE
 
     def eval_size(self) -> int:
-        """Number of evaluation prompts, the same for every seed."""
+        """Return the number of evaluation prompts, the same for every seed."""
         return EVAL_SIZE
 
     def train_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """The prompt text of a training problem; `answer` is a person's digest."""
+        """Return the prompt text of a training problem; `answer` is a human digest."""
         post, digest = problem(index, "train")
         return f"{post}:", {"answer": digest}
 
     def eval_problem(self, index: int) -> tuple[str, dict[str, Any]]:
-        """The prompt text of an evaluation problem; `answer` is a person's digest."""
+        """Return the prompt text of an evaluation problem; `answer` is a human digest."""
         post, digest = problem(index, "eval")
         return f"{post}:", {"answer": digest}
 
     def response_kind(self, text: str) -> str:
-        """Whether the digest names no letter twice."""
+        """Return whether the digest repeats a letter."""
         return "unrepeated" if len(set(text)) == len(text) else "repeated"

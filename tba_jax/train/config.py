@@ -30,17 +30,16 @@ class BatchSettings(Section):
     )
     share_prompts: bool = field(
         True,
-        "compute a prompt once for its responses, in training and for the reference, where they "
-        "fit a micro-batch; False: a program less to compile, where prompts are far shorter than "
-        "responses",
+        "compute each prompt once for all of its responses in a micro-batch, in training and for "
+        "the reference; False: compile one program less, if prompts are far shorter than responses",
     )
     packed_length: int = field(
-        0, "tokens of rows that hold several responses; 0: one response a row", at_least=0
+        0, "tokens per row that holds several responses; 0: one response per row", at_least=0
     )
     logprob_chunk_tokens: int = field(
         8192,
-        "tokens, over all devices, for which a block of logits (of the vocabulary) exists at a "
-        "time",
+        "tokens, over all devices, per block of logits [tokens, vocabulary]; lower values need "
+        "less memory",
         at_least=1,
     )
 
@@ -69,7 +68,7 @@ class ObjectiveSettings(Section):
     )
     weights: Literal["drawn", "equal"] = field(
         "drawn",
-        "weight of a response in its group: drawn: how often it was drawn; equal: the same for "
+        "weight of a response in its group: drawn: number of draws; equal: the same for "
         "every distinct response, which learns from rare responses sooner (only for objectives "
         "that accept any sampler, such as tb)",
     )
@@ -79,10 +78,10 @@ class ObjectiveSettings(Section):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the settings of these names; a name that is not declared here is `own`.
+        """Return the settings by these names; names that are not declared here go to `own`.
 
         Args:
-            values: by name; None leaves the objective's default.
+            values: values by name; None keeps the objective's default.
         """
         shared = {f.name for f in dataclasses.fields(cls)} - {"own"}
         own = sorted((n, v) for n, v in values.items() if n not in shared and v is not None)
@@ -94,10 +93,10 @@ class ObjectiveSettings(Section):
 
     @functools.cached_property
     def built(self) -> "Objective":
-        """The objective that these settings describe.
+        """Return the objective that these settings describe.
 
         Raises:
-            ConfigError: it does not have one of the settings, or a value has another type.
+            ConfigError: the objective lacks one of the settings, or a value has another type.
         """
         return make_objective(self.name, dict(self.own), self)
 
@@ -120,7 +119,7 @@ class OptimizerSettings(Section):
     """The optimizer and its learning rate."""
 
     name: Literal["adamw", "adafactor"] = field(
-        "adamw", "adafactor has little state, and no use for b1, b2 and eps"
+        "adamw", "adafactor needs little memory; it ignores b1, b2 and eps"
     )
     learning_rate: Schedule = field(
         Schedule(1e-4),
@@ -130,25 +129,29 @@ class OptimizerSettings(Section):
     b1: float = share(0.9, "AdamW: decay of the gradient's mean")
     b2: float = share(0.999, "AdamW: decay of the squared gradient's mean")
     eps: float = field(1e-8, "AdamW: added to the root of the squared gradient's mean", above=0)
-    weight_decay: float = field(0.0, "on matrices, not on norms and biases", at_least=0.0)
+    weight_decay: float = field(
+        0.0, "decay of matrices; norms and biases do not decay", at_least=0.0
+    )
     clip_norm: float = field(1.0, "global gradient norm; 0: no clipping", at_least=0.0)
     rounding: Literal["nearest", "stochastic"] = field(
         "nearest",
-        "of what is trained and kept in bfloat16; stochastic: computed in float32, rounded up or "
-        "down at random, so that small updates count",
+        "rounding of parameters and moments in bfloat16; stochastic: computed in float32, then "
+        "rounded up or down at random, so that small updates are not lost",
     )
     offload: bool = field(
         False,
-        "keep the optimizer's state in pinned host memory between steps: device memory for time on "
-        "the way to the host and back, once a step",
+        "keep the optimizer state in pinned host memory between steps: saves device memory, costs "
+        "two transfers per step",
     )
     reset_period: int = field(
         0,
-        "steps after which the moments begin anew, while the schedule goes on, as in policy mirror "
-        "descent where the reference is reset; 0: never",
+        "steps between resets of the moments (the schedule continues), as in policy mirror "
+        "descent when the reference is reset; 0: never",
         at_least=0,
     )
-    max_nonfinite_steps: int = field(3, "skipped steps in a row that end the run", at_least=1)
+    max_nonfinite_steps: int = field(
+        3, "consecutive steps with a non-finite loss or gradient that end the run", at_least=1
+    )
 
     def check(self) -> None:
         need(
@@ -162,7 +165,7 @@ class OptimizerSettings(Section):
             not self.offload or self.name == "adamw",
             "optimizer.offload",
             self.offload,
-            f"optimizer.name={self.name} has too little state to be worth two transfers a step",
+            f"optimizer.name={self.name} has too little state to benefit from host memory",
             "Set --config.optimizer.offload=False or --config.optimizer.name=adamw.",
         )
 
@@ -172,11 +175,13 @@ class ReferenceSettings(Section):
     """The reference policy pi_ref."""
 
     placement: Literal["searcher", "trainer"] = field(
-        "searcher", "where log pi_ref is scored: when drawn, or at use"
+        "searcher",
+        "process that computes log pi_ref: searcher: when a response is drawn; trainer: in every "
+        "step",
     )
     reset_period: int = field(0, "steps between reference := policy; 0: never", at_least=0)
     ema_decay: float = share(
-        0.0, "per step, of a reference that is a moving average of the policy; 0: none is"
+        0.0, "decay per step of a moving average of the policy as the reference; 0: no average"
     )
 
     def check(self) -> None:
@@ -184,27 +189,27 @@ class ReferenceSettings(Section):
             not self.reset_period or self.placement == "trainer",
             "reference.reset_period",
             self.reset_period,
-            "a reference that moves must be scored at use",
+            "a reference that is reset must be scored by the trainer",
             "Set --config.reference.placement=trainer.",
         )
         need(
             not self.ema_decay or self.placement == "trainer",
             "reference.ema_decay",
             self.ema_decay,
-            "a reference that moves must be scored at use",
+            "a moving-average reference must be scored by the trainer",
             "Set --config.reference.placement=trainer.",
         )
         need(
             not (self.ema_decay and self.reset_period),
             "reference.ema_decay",
             self.ema_decay,
-            f"a reference that is reset every {self.reset_period} steps is no average",
+            f"reference.reset_period={self.reset_period} also replaces the reference",
             "Set --config.reference.ema_decay=0 or --config.reference.reset_period=0.",
         )
         need(
             self.ema_decay < 1,
             "reference.ema_decay",
             self.ema_decay,
-            "such an average never moves",
+            "an average with decay 1 never changes",
             "Set --config.reference.ema_decay=0 for a frozen reference.",
         )

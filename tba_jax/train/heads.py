@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads on the policy's own states, linear or deeper: a learned log Z(x), or values of states.
+"""Heads on the policy's hidden states, linear or deeper: a learned log Z(x), or state values.
 
-Log Z is the alternative to VarGrad where groups are small or of mixed origin. The invariant it
-owns: that estimate depends on the prompt's tokens alone, not on padding or on any response.
+Log Z is the alternative to VarGrad for small groups and groups of mixed origin. The estimate
+depends on the prompt's tokens alone, not on padding or on any response.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 
 class Hidden(NamedTuple):
-    """A layer below the last: matrix, GELU, LayerNorm; float32.
+    """One hidden layer of a head: matrix, GELU, LayerNorm; float32.
 
     Attributes:
         weight: [d d].
@@ -35,7 +35,7 @@ class LogZHead(NamedTuple):
     Attributes:
         weight: [d].
         bias: scalar.
-        hidden: the layers below, from the first on; () for a linear head.
+        hidden: hidden layers, from the first to the last; () for a linear head.
     """
 
     weight: Array
@@ -44,16 +44,16 @@ class LogZHead(NamedTuple):
 
 
 def init_head(hidden_size: int, num_layers: int = 1) -> LogZHead:
-    """A head that says 0 for every prompt, which is log Z where the policy is the reference.
+    """Return a head whose output is 0 for every prompt: log Z while the policy is the reference.
 
     Args:
         hidden_size: d.
-        num_layers: 1: linear; FlowRL has 3, and a dropout of 0.1 that is left out here.
+        num_layers: 1: linear. FlowRL uses 3 with dropout 0.1; dropout is not implemented here.
     """
     keys = jax.random.split(jax.random.key(0), num_layers)
 
     def hidden(key: Array) -> Hidden:
-        # Of variance 1 / (3 d), as torch's Linear.
+        # Variance 1 / (3 d), as in torch's Linear.
         bound = hidden_size**-0.5
         shape = (hidden_size, hidden_size)
         return Hidden(
@@ -73,7 +73,7 @@ def _apply_hidden(layer: Hidden, x: Float[Array, "p d"]) -> Float[Array, "p d"]:
 
 
 def read_out(head: LogZHead, states: Float[Array, "*n d"]) -> Float[Array, "*n"]:
-    """The head's number of each state, float32; gradients flow into both."""
+    """Return the head's output for each state, float32; gradients flow into head and states."""
     x = states.astype(jnp.float32).reshape(-1, states.shape[-1])
     for layer in head.hidden:
         x = _apply_hidden(layer, x)
@@ -91,13 +91,13 @@ def log_z(
     remat: Remat,
     sharding: ComputeSharding | None = None,
 ) -> Float[Array, " p"]:
-    """log Z(x) of every prompt: the head on the mean of its states after the last layer.
+    """Return log Z(x) of every prompt: the head on the mean of the prompt's last hidden states.
 
     Gradients flow into the head and, through the states, into the policy.
 
     Args:
-        head: the head's parameters.
-        params: the policy's.
+        head: parameters of the head.
+        params: parameters of the policy.
         prompts: left-padded, as `Batch.prompts`.
         prompt_lengths: tokens of each prompt.
         config: model shape.
@@ -106,7 +106,7 @@ def log_z(
         sharding: as in `logprobs.token_logprobs`.
 
     References:
-        TBA, arXiv:2503.18929, appendix B.3; deeper: FlowRL, arXiv:2509.15207.
+        TBA, arXiv:2503.18929, appendix B.3; deeper heads: FlowRL, arXiv:2509.15207.
     """
     size = prompts.shape[1]
     first = (size - prompt_lengths)[:, None]

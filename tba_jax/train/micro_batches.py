@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and gradients of a batch, row by row and in micro-batches.
+"""Log-probs and gradients of a batch, computed in micro-batches.
 
-It knows rows that can be scored in any number at a time, and a loss of the groups in them; it does
-not know what a row holds, which objective it is, or what is done with a gradient. The invariant it
-owns: how rows are cut into micro-batches changes neither result beyond rounding.
+Invariant: the division into micro-batches changes neither result beyond rounding.
 """
 
 import dataclasses
@@ -17,23 +15,23 @@ from jaxtyping import Array, Float, Int
 from tba_jax.train.rows import Rows, Tokens
 
 Score = Callable[[Any, Any], Array]
-"""(parameters, some rows of inputs) -> token log-probs, and on a last axis values beside them."""
+"""(parameters, inputs of some rows) -> token log-probs; with values, both on a last axis of 2."""
 
 LossOf = Callable[[Array, Tokens], Float[Array, ""]]
-"""(what these rows were scored, what else is known of them) -> their part of the loss."""
+"""(scores of some rows, tokens of the same rows) -> their contribution to the loss."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How rows are cut into micro-batches.
+    """Division of rows into micro-batches.
 
-    Row q of micro-batch b is row q * num + b, so that rows divided over devices stay where they
-    are if those of a micro-batch divide over them too.
+    Row q of micro-batch b is row q * num + b. Rows sharded over devices then stay on their device
+    if the rows of a micro-batch divide over the devices, too.
 
     Attributes:
-        num: micro-batches, static.
-        is_whole: all rows of a group are in one of them.
-        used: those before the first that holds nothing but padding; the others are not worked on.
+        num: number of micro-batches, static.
+        is_whole: each group lies in a single micro-batch.
+        used: number of micro-batches before the first that is all padding; the rest are skipped.
     """
 
     num: int
@@ -41,7 +39,7 @@ class Cut:
     used: Int[Array, ""]
 
     def take(self, tree: Any, index: Int[Array, ""]) -> Any:
-        """The rows of a micro-batch."""
+        """Return the rows of micro-batch `index` from each array."""
 
         def take(x: Array) -> Array:
             x = x.reshape(-1, self.num, *x.shape[1:])
@@ -50,29 +48,29 @@ class Cut:
         return jax.tree.map(take, tree)
 
     def put(self, x: Array, index: Int[Array, ""], rows: Array) -> Array:
-        """`x` with these rows for the micro-batch's."""
+        """Return `x` with the rows of micro-batch `index` replaced."""
         parts = x.reshape(-1, self.num, *x.shape[1:])
         parts = jax.lax.dynamic_update_index_in_dim(parts, rows, index, axis=1)
         return parts.reshape(x.shape)
 
 
 def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
-    """Micro-batches of `size` rows each; of all rows, one, where it is 0 or there are fewer.
+    """Divide a batch into micro-batches of `size` rows; 0 or a large size gives one micro-batch.
 
     Args:
         rows: the batch.
-        size: rows of a micro-batch.
-        is_whole: all rows of a group are in one of them.
+        size: rows per micro-batch.
+        is_whole: each group lies in a single micro-batch.
 
     Raises:
-        ValueError: they do not divide the rows.
+        ValueError: `size` does not divide the number of rows.
     """
     num_rows = rows.tokens.slots.shape[0]
     is_one = not size or num_rows < size
     if not is_one and num_rows % size:
         raise ValueError(
-            f"a batch of {num_rows} rows cannot be cut into micro-batches of {size}; make "
-            "config.batch.micro_batch_rows a divisor of the rows of a batch"
+            f"batch.micro_batch_rows={size} does not divide the {num_rows} rows of a batch. Set "
+            f"--config.batch.micro_batch_rows to a divisor of {num_rows}, or to 0"
         )
     num = 1 if is_one else num_rows // size
     slots = rows.tokens.slots.reshape(num_rows // num, num, -1)
@@ -83,16 +81,16 @@ def cut_rows(rows: Rows, size: int, *, is_whole: bool) -> Cut:
 def gradients(
     rows: Rows, params: Any, loss_of: LossOf, cut: Cut, score: Score
 ) -> tuple[Array, Any]:
-    """(what all rows are scored, gradients of the loss by the parameters).
+    """Return (scores of all rows, gradients of the loss with respect to the parameters).
 
     Args:
         rows: the batch.
-        params: of the policy, and of a head where `score` takes one.
-        loss_of: the loss of whole groups; over disjoint groups it adds up to the batch's.
-        cut: into micro-batches.
+        params: parameters of the policy, with those of a head where `score` takes one.
+        loss_of: loss of whole groups; losses of disjoint groups add up to the batch's loss.
+        cut: division into micro-batches.
         score: `rows.score` or `rows.score_values`.
     """
-    # Gradient of the loss by each token's log-prob.
+    # Gradient of the loss with respect to each token's log-prob.
     weigh = jax.grad(loss_of)
 
     def pull_of(inputs: Any) -> tuple[Array, Callable[[Array], tuple[Any]]]:
@@ -129,7 +127,7 @@ def gradients(
 
 
 def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
-    """Scores of all rows, micro-batch by micro-batch; 0 where none was worked on."""
+    """Return the scores of all rows, one micro-batch at a time; 0 in skipped micro-batches."""
     if cut.num == 1:
         return score(params, rows.inputs)
 
@@ -140,7 +138,7 @@ def score_all(rows: Rows, params: Any, cut: Cut, score: Score) -> Array:
 
 
 def _nothing(rows: Rows, score: Score) -> Array:
-    """No row scored yet."""
+    """Return zeros in the shape of the scores of all rows."""
     if score is rows.score:
         return jnp.zeros_like(rows.tokens.behavior)
     return jnp.zeros((*rows.tokens.behavior.shape, 2), rows.tokens.behavior.dtype)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several updates by one batch: passes over its parts, as PPO makes them.
+"""Several optimiser updates per batch: epochs over minibatches, as in PPO.
 
-It knows rows, and a loss that is a mean over the tokens or responses of any of them; it does not
-know which objective it is, nor what an update is. Two invariants: every row is in one part of a
-pass, the same in all passes, and a part has rows of every micro-batch of the batch, so that rows
-divided over devices stay where they are.
+Invariants: every epoch has the same minibatches, and each row is in exactly one of them. A
+minibatch takes rows from every micro-batch, so that sharded rows stay on their device.
 """
 
 from collections.abc import Callable
@@ -19,16 +17,16 @@ from tba_jax.train.objectives.base import BALANCE, Loss, Totals
 from tba_jax.train.rows import Rows, Tokens
 
 LossOf = Callable[[Array, Tokens, Totals], Loss]
-"""(what these rows were scored, what else is known of them, the totals that means are over)."""
+"""(scores of some rows, their tokens, totals of the minibatch for means) -> loss."""
 
 
 class Update(NamedTuple):
-    """After an update of the optimiser.
+    """Result of one optimiser update.
 
     Attributes:
-        trained, opt_state: as before where it was not finite.
-        is_finite: whether loss and gradient were.
-        grad_norm: of the gradient.
+        trained, opt_state: unchanged if the update was not finite.
+        is_finite: loss and gradient were finite.
+        grad_norm: global norm of the gradient.
     """
 
     trained: Any
@@ -38,13 +36,13 @@ class Update(NamedTuple):
 
 
 class Updates(NamedTuple):
-    """After all updates of a step.
+    """Result of all updates of a step.
 
     Attributes:
-        trained, opt_state: as the last update left them.
-        made: how many were finite, the others changed nothing.
+        trained, opt_state: after the last update.
+        made: number of finite updates; the others changed nothing.
         loss, grad_norm: means over the updates.
-        metrics: of the loss, likewise, but for those of whole groups.
+        metrics: means of the loss's metrics over the updates, without those of whole groups.
     """
 
     trained: Any
@@ -55,17 +53,18 @@ class Updates(NamedTuple):
     metrics: dict[str, Float[Array, ""]]
 
 
-def part_of(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
-    """The rows of a part of a pass: of each micro-batch every so many-th.
+def minibatch(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
+    """Return minibatch `index`: every `num_parts`-th row of each micro-batch.
 
     Raises:
-        ValueError: the parts do not divide the rows.
+        ValueError: the minibatches do not divide the rows.
     """
     num_rows = rows.tokens.slots.shape[0]
     if num_rows % (num_parts * cut.num):
         raise ValueError(
-            f"{num_rows} rows in {cut.num} micro-batches cannot be cut into {num_parts} parts; "
-            "make config.objective.minibatches a divisor of the rows of a micro-batch"
+            f"objective.minibatches={num_parts} does not divide {num_rows} rows in {cut.num} "
+            f"micro-batches. Set --config.objective.minibatches to a divisor of "
+            f"{num_rows // cut.num}"
         )
 
     def take(x: Array) -> Array:
@@ -78,7 +77,7 @@ def part_of(rows: Rows, index: Array | int, num_parts: int, cut: Cut) -> Rows:
 
 
 def totals_of(part: Rows) -> Totals:
-    """Of the responses in these rows; at least 1, as they divide, where there are none."""
+    """Return the totals of these rows; each at least 1, because means divide by them."""
     weight = jnp.where(part.is_here(part.tokens), part.responses.weight, 0)
     counted = part.sums(part.tokens.counted.astype(jnp.float32))
     has_any = jnp.any(weight > 0, axis=1).astype(jnp.float32)
@@ -98,22 +97,22 @@ def update_by_parts(
     passes: int,
     num_parts: int,
 ) -> Updates:
-    """Passes over the parts of a batch, an update by each part.
+    """Run several epochs over the minibatches of a batch, with one update per minibatch.
 
     Args:
-        rows: the batch, with what stays fixed over the passes among its tokens.
+        rows: the batch; its tokens include the values that stay fixed over the epochs.
         trained, opt_state: before the first update.
-        loss_of: the loss of some rows, a mean over what they hold.
+        loss_of: mean loss over some rows.
         score: `rows.score` or `rows.score_values`.
-        cut: of all rows into micro-batches; a part is worked on in as many, of fewer rows.
-        update: (trained, opt_state, loss, gradient, number of the update) -> what they become.
-        passes: over all rows.
-        num_parts: updates of a pass.
+        cut: division of all rows into micro-batches; a minibatch has as many, with fewer rows.
+        update: (trained, opt_state, loss, gradient, index of the update) -> Update.
+        passes: number of epochs.
+        num_parts: minibatches, and so updates, per epoch.
     """
 
     def one(number: Array, carry: tuple[Any, Any, Array, Any]) -> tuple[Any, Any, Array, Any]:
         trained, opt_state, made, sums = carry
-        part = part_of(rows, number % num_parts, num_parts, cut)
+        part = minibatch(rows, number % num_parts, num_parts, cut)
         totals = totals_of(part)
         scored, grads = gradients(
             part, trained, lambda x, of_part: loss_of(x, of_part, totals).loss, cut, score
@@ -128,7 +127,7 @@ def update_by_parts(
         return {"loss": loss.loss, "grad_norm": grad_norm, **known}
 
     def first() -> dict[str, Array]:
-        part = part_of(rows, 0, num_parts, cut)
+        part = minibatch(rows, 0, num_parts, cut)
         scored = score(trained, part.inputs)
         return numbers(loss_of(scored, part.tokens, totals_of(part)), jnp.float32(0))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a batch is from the current policy."""
+"""Statistics of the distance between a batch's sampler and the current policy."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class OffPolicyStats(NamedTuple):
-    """How far a batch is from the current policy; all scalars, float32.
+    """Distance between a batch's sampler and the current policy; float32 scalars.
 
     Attributes:
         ess_fraction: effective sample size of the sequence ratios pi / mu, over the batch size.
@@ -31,10 +31,10 @@ def off_policy_stats(
     behavior_logprob: Float[Array, "p k"],
     weight: Float[Array, "p k"],
 ) -> OffPolicyStats:
-    """Diagnostics of the ratio policy / behavior. TB itself needs no ratio (paper section 3.3).
+    """Return statistics of the ratio policy / sampler; TB itself needs no ratio (section 3.3).
 
-    ess_fraction = (sum v)^2 / (n sum v^2), v = exp(log ratio), computed in log space; sums are over
-    the n responses that were drawn, each as often as its weight says.
+    ess_fraction = (sum v)^2 / (n sum v^2), v = exp(log ratio), computed in log space. Sums run over
+    the n drawn responses, each counted `weight` times.
     """
     log_ratio, weight = (policy_logprob - behavior_logprob).reshape(-1), weight.reshape(-1)
     log_ess = 2 * jax.nn.logsumexp(log_ratio, b=weight) - jax.nn.logsumexp(2 * log_ratio, b=weight)
@@ -42,24 +42,24 @@ def off_policy_stats(
     return OffPolicyStats(jnp.exp(log_ess) / jnp.sum(weight), p05, p50, p95)
 
 
-# The least staleness of each stratum, in steps.
+# Smallest staleness of each stratum, in steps.
 STRATA = (0, 1, 2, 4, 8, 16, 32)
-# Of the strata among the metrics of a step, which are numbers otherwise.
+# Key of the strata among the metrics of a step; every other metric is a scalar.
 STRATA_KEY = "strata"
-# What is said about a stratum: that it is so much of a batch and its ratios weigh so little.
-SPENT_SHARE, SPENT_ESS = 0.05, 0.1
+# Thresholds of the warning: smallest share of a batch and largest ESS fraction of a stratum.
+MIN_WARNED_SHARE, LOW_ESS = 0.05, 0.1
 
 
 class Measured(NamedTuple):
-    """What is known of every response of a batch, [p k] each; sums are over the tokens that count.
+    """Measurements of every response of a batch, [p k] each; sums are over counted tokens.
 
     Attributes:
         policy, behavior, reference: log-probs.
-        tokens: number of tokens that count.
-        far_tokens: of these, tokens whose ratio to the sampler is outside 0.8 to 1.2.
-        residual: of Trajectory Balance, less its group's mean; nan at beta = 0.
+        tokens: number of counted tokens.
+        far_tokens: counted tokens whose ratio to the sampler is outside 0.8 to 1.2.
+        residual: residual of Trajectory Balance minus its group's mean; nan at beta = 0.
         staleness: in steps.
-        weight: how often it was drawn.
+        weight: number of draws of the response.
     """
 
     policy: Float[Array, "p k"]
@@ -73,17 +73,17 @@ class Measured(NamedTuple):
 
 
 class Stratum(NamedTuple):
-    """Responses of some staleness; scalars, nan where there is none.
+    """Statistics of the responses of similar staleness; scalars, nan in an empty stratum.
 
     Attributes:
-        share: of the batch's responses.
+        share: share of the batch's responses.
         ess_fraction, log_ratio_p05, log_ratio_p50, log_ratio_p95: as in `OffPolicyStats`.
-        residual_rms: of the residuals less their group's mean: how far from balance.
+        residual_rms: root mean square of the centred residuals.
         kl_reference: mean of log pi - log pi_ref.
         kl_behavior: mean of log mu - log pi: an estimate of KL(mu || pi).
-        clip_fraction: of the tokens, those whose ratio is outside 0.8 to 1.2.
-        entropy: of the sampler, nats per token, of its own samples.
-        unique_share: distinct responses, of those that were drawn.
+        clip_fraction: share of tokens whose ratio is outside 0.8 to 1.2.
+        entropy: entropy of the sampler, in nats per token, estimated from its own samples.
+        unique_share: distinct responses over drawn responses.
     """
 
     share: Float[Array, ""]
@@ -100,7 +100,7 @@ class Stratum(NamedTuple):
 
 
 def stratified(measured: Measured) -> Float[Array, "fields s"]:
-    """Each stratum of `STRATA`: the fields of `Stratum`, and these along the second axis."""
+    """Return the fields of `Stratum` (first axis) for each stratum of `STRATA` (second axis)."""
     low = jnp.asarray(STRATA)
     high = jnp.asarray([*STRATA[1:], jnp.iinfo(jnp.int32).max])
 
@@ -129,7 +129,7 @@ def stratified(measured: Measured) -> Float[Array, "fields s"]:
 
 
 def named_strata(found: np.ndarray) -> dict[str, float]:
-    """Numbers of the strata that hold something, as "stale_LEAST/NAME"."""
+    """Return the statistics of non-empty strata, as "stale_STALENESS/NAME"."""
     return {
         f"stale_{low}/{name}": float(found[j, i])
         for i, low in enumerate(STRATA)
@@ -138,23 +138,24 @@ def named_strata(found: np.ndarray) -> dict[str, float]:
     }
 
 
-def spent_strata(strata: Mapping[str, float]) -> list[str]:
-    """What ratios to the sampler no longer learn from, a sentence for each age.
+def low_ess_warnings(strata: Mapping[str, float]) -> list[str]:
+    """Return a warning for each stratum in which importance ratios have a low ESS.
 
-    Falling effective sample size comes before a policy gradient's collapse (arXiv:2602.17616).
+    A falling effective sample size precedes the collapse of a policy gradient (arXiv:2602.17616).
 
     Args:
-        strata: as `named_strata` gives them.
+        strata: as `named_strata` returns them.
     """
     lines = []
     for low in STRATA:
         share = strata.get(f"stale_{low}/share", 0.0)
         ess = strata.get(f"stale_{low}/ess_fraction", 1.0)
-        if share > SPENT_SHARE and ess < SPENT_ESS:
+        if share > MIN_WARNED_SHARE and ess < LOW_ESS:
             lines.append(
-                f"responses from {low} steps old on, {share:.0%} of a batch, have an effective "
-                f"sample size of {ess:.1%}: an objective with ratios learns from a few of them. "
-                "Lower replay.max_staleness or the learning rate, or take objective.name=tb"
+                f"responses that are at least {low} steps stale ({share:.0%} of a batch) have an "
+                f"effective sample size of {ess:.1%}: objectives with importance ratios learn from "
+                "few of them. Lower replay.max_staleness or the learning rate, or set "
+                "--config.objective.name=tb"
             )
     return lines
 
@@ -162,9 +163,9 @@ def spent_strata(strata: Mapping[str, float]) -> list[str]:
 def weighted_quantile(
     x: Float[Array, " n"], weight: Float[Array, " n"], q: Float[Array, " q"]
 ) -> Float[Array, " q"]:
-    """`jnp.quantile` of x with each value repeated as its weight says.
+    """Return the `jnp.quantile` of x with each value repeated `weight` times.
 
-    Weights that are no whole numbers give the same step function with steps of their length.
+    Fractional weights give the same step function, with steps of fractional length.
     """
     order = jnp.argsort(x)
     values, ends = x[order], jnp.cumsum(weight[order])
@@ -180,10 +181,10 @@ def weighted_quantile(
 def largest_gap(
     policy: Float[Array, "*n t"], behavior: Float[Array, "*n t"], is_current: Bool[Array, "*n t"]
 ) -> Float[Array, ""]:
-    """Largest |policy - behavior| per token over what the very version that is trained drew.
+    """Return the largest |policy - behavior| per token over responses of the current version.
 
-    nan where the batch holds none of it. Anything above rounding means two definitions of
-    log-probs.
+    nan if the batch has no such response. A value above rounding means that the searcher and the
+    trainer compute different log-probs.
     """
     gap = jnp.max(jnp.where(is_current, jnp.abs(policy - behavior), -jnp.inf))
     return jnp.where(gap >= 0, gap, jnp.nan)

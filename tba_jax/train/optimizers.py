@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules and the optimisers that follow them, out of parts of optax.
+"""Learning-rate schedules and the optimisers that follow them, composed of parts of optax.
 
-The invariant it owns: `learning_rate` and `weight_decay` mean the same for every optimiser (the
-root mean square of a settled update; decay times learning rate, on matrices only).
+Invariant: `learning_rate` and `weight_decay` have the same meaning for every optimiser (root mean
+square of a settled update; decay times learning rate, on matrices only).
 """
 
 from typing import Any
@@ -15,19 +15,20 @@ from jaxtyping import Array
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 
-# Two axes of at least this size are kept as means over each other. The default of optax, 128, would
-# leave query matrices [d, heads, 64] whole, as heads have an axis of their own here.
+# Adafactor factors two axes of at least this size. The default of optax, 128, would not factor
+# query matrices [d, heads, 64], because heads are an axis of their own here.
 _SMALLEST_FACTORED = 32
 
 
 def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
     """Return the learning rate as a function of the step, counted from 0.
 
-    STEPS beyond the last step leave the rate above FINAL, as in the paper's Figure 1 run.
+    If the schedule is longer than the run, the rate does not reach FINAL, as in the paper's
+    Figure 1 run.
 
     Args:
-        rate: of the settings.
-        num_steps: of the run.
+        rate: schedule in the settings.
+        num_steps: steps of the run.
 
     References:
         TBA, arXiv:2503.18929, appendix B.1.
@@ -44,7 +45,7 @@ def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
     if rate.hold:
         parts = [(0, optax.constant_schedule(start)), (rate.hold, moving)]
     if rate.warmup:
-        # From one part in `warmup`, not from 0, which would waste the first batch.
+        # The first step uses 1 / warmup of the rate: a rate of 0 would waste the first batch.
         def rising(step: Any) -> Any:
             return start * (step + 1) / rate.warmup
 
@@ -60,12 +61,12 @@ def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
 def make_optimizer(
     settings: OptimizerSettings, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimiser of these settings, after clipping by global norm where `clip_norm` > 0.
+    """Return the optimiser of these settings, after global-norm clipping if `clip_norm` > 0.
 
     adamw: two moments per parameter, in the dtype of the parameters.
-    adafactor: row and column means of the squared gradient in place of two moments, and no
-        momentum: `b1`, `b2` and `eps` have no meaning for it. Its steps are not scaled by the size
-        of the parameters, so that a learning rate found for AdamW is a sensible one here.
+    adafactor: row and column means of the squared gradient instead of two moments, and no
+        momentum; it ignores `b1`, `b2` and `eps`. Updates are not scaled by the parameters' norm,
+        so that a learning rate for AdamW also suits Adafactor.
 
     References:
         AdamW, arXiv:1711.05101; Adafactor, arXiv:1804.04235.
@@ -78,7 +79,7 @@ def make_optimizer(
             )
         ]
     else:
-        # `optax.adafactor` would leave the learning rate out of the weight decay.
+        # `optax.adafactor` would not multiply the weight decay by the learning rate.
         steps = [
             optax.scale_by_factored_rms(min_dim_size_to_factor=_SMALLEST_FACTORED),
             optax.clip_by_block_rms(1.0),
@@ -90,10 +91,10 @@ def make_optimizer(
 
 
 def with_schedule_count(opt_state: Any, count: Array) -> Any:
-    """An optimiser state whose learning-rate schedule reads `count` at the next update.
+    """Return the optimiser state with the count of its learning-rate schedule set to `count`.
 
     Args:
-        opt_state: state of an optimiser with a schedule, or of one without.
+        opt_state: state of an optimiser, with or without a schedule.
         count: int32 scalar, updates.
     """
 
@@ -107,13 +108,13 @@ def _is_schedule(x: Any) -> bool:
     return isinstance(x, optax.ScaleByScheduleState)
 
 
-def begun_anew(opt_state: Any, first: Any, begins: Array) -> Any:
-    """Moments, and the count that corrects their bias, as at first; where a schedule is, it stays.
+def reset_moments(opt_state: Any, first: Any, begins: Array) -> Any:
+    """Return the state with moments and bias-correction count reset; the schedule count stays.
 
     Args:
-        opt_state: of `make_optimizer`.
-        first: what its `init` returns.
-        begins: bool, whether it does.
+        opt_state: state of `make_optimizer`'s optimiser.
+        first: initial state, from the optimiser's `init`.
+        begins: bool, whether to reset.
     """
 
     def choose(now: Any, new: Any) -> Any:
@@ -123,10 +124,10 @@ def begun_anew(opt_state: Any, first: Any, begins: Array) -> Any:
 
 
 def is_matrix(params: Any) -> Any:
-    """The tree with True at matrices, which decay, and False at norms and biases."""
+    """Return a tree with True for matrices, which decay, and False for norms and biases."""
 
-    # Stacked layers add a leading axis, so norm scales and biases have two axes and their names
-    # tell them apart.
+    # Stacked layers add a leading axis, so norm scales and biases have two axes, too: only names
+    # distinguish them.
     def decide(path: Any, x: Array) -> bool:
         name = jax.tree_util.keystr(path)
         return x.ndim >= 2 and not any(word in name for word in ("norm", "bias"))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stochastic rounding: parameters and moments kept in bfloat16 that move on the mean as in float32.
+"""Stochastic rounding of parameters and moments in bfloat16: unbiased, so small updates count.
 
-bfloat16 has eight significant bits, so an update below 1/512 of a weight is lost when the sum is
-rounded to the nearest number, however often it comes. Rounded up or down at random, in proportion
-to the distance, the sum is kept on the mean. This module knows neither optimisers nor steps. The
-invariant it owns: a rounded number is one of the two neighbours of the exact one, its mean is the
-exact one, and which it is depends on the key and the place in the tree, not on the devices.
+bfloat16 has eight significant bits: rounding to nearest loses an update below 1/512 of a weight,
+however often it is repeated. Stochastic rounding keeps the sum correct on the mean.
+
+Invariant: a rounded number is a neighbour of the exact number, and its mean is the exact number.
+The choice depends on the key and the position in the tree, not on the devices.
 
 References:
     Gupta et al. 2015, arXiv:1502.02551; Zamirai et al. 2020, arXiv:2010.06192.
@@ -17,27 +17,27 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32, UInt16
 
-# First fold of the root key: keeps these draws apart from those of searchers and adapters.
+# First fold of the root key: separates these random bits from those of searchers and adapters.
 _ROUNDING_ROLE = 4
 
 
 def rounding_key(seed: int, step: Array) -> Array:
-    """The JAX PRNG key of a step's rounding."""
+    """Return the JAX PRNG key for the rounding of one step."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _ROUNDING_ROLE), step)
 
 
 def widened(tree: Any) -> Any:
-    """The tree with bfloat16 arrays as float32, which is exact."""
+    """Return the tree with bfloat16 arrays converted to float32, which is exact."""
     return jax.tree.map(lambda x: x.astype(jnp.float32) if _is_narrow(x) else x, tree)
 
 
 def rounded_like(tree: Any, stored: Any, key: Array) -> Any:
-    """The tree, rounded stochastically where `stored` is bfloat16; other arrays stay as they are.
+    """Return the tree, stochastically rounded where `stored` is bfloat16; other arrays unchanged.
 
     Args:
-        tree: of float32 where `stored` is bfloat16.
-        stored: a tree of the same structure.
-        key: JAX PRNG key; every array draws bits of its own from it.
+        tree: float32 where `stored` is bfloat16.
+        stored: tree of the same structure.
+        key: JAX PRNG key; every array gets its own random bits.
     """
     leaves, structure = jax.tree.flatten(tree)
     rounded = [
@@ -52,8 +52,8 @@ def rounded_like(tree: Any, stored: Any, key: Array) -> Any:
 def stochastically_rounded(
     x: Float32[Array, "..."], bits: UInt16[Array, "..."]
 ) -> BFloat16[Array, "..."]:
-    """x rounded to a neighbour in bfloat16, away from zero where `bits` say so."""
-    # bfloat16 is the upper half of a float32. The lower half over 65536 is the share of the way to
+    """Return x rounded to a bfloat16 neighbour, away from zero if adding `bits` carries over."""
+    # bfloat16 is the upper half of a float32. The lower half over 65536 is the relative distance to
     # the next number, and uniform bits carry into the upper half with that probability.
     carried = jax.lax.bitcast_convert_type(x, jnp.uint32) + bits.astype(jnp.uint32)
     upper = (carried >> 16).astype(jnp.uint16)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch as rows that can be scored in any number at a time, padded or packed.
 
-It knows how batches are laid out and the one definition of log-probs, not what is minimised. The
-invariant it owns: what an objective is shown of the responses does not depend on the layout.
+Invariant: the responses that an objective receives do not depend on the layout.
 """
 
 import functools
@@ -30,20 +29,20 @@ from tba_jax.train.objectives.base import GroupData, Totals
 
 
 class Tokens(NamedTuple):
-    """What is known of every token, as n rows [n *r t]; 0 and False outside responses.
+    """Data of every token, as n rows [n *r t]; 0 and False outside responses.
 
-    Packed rows have no axis r: responses lie side by side along t. Of padded rows it is that of
-    the c responses of a row.
+    Packed rows have no axis r: responses lie one after another along t. In padded rows, r is the
+    axis of a row's c responses.
 
     Attributes:
-        slots: int32, the response of each token, [n c 1] in padded rows; 0 at padding.
-        counted: bool, the tokens that count in log pi(y|x).
+        slots: int32, index of the response of each token, [n c 1] in padded rows; 0 at padding.
+        counted: bool, tokens that count in log pi(y|x).
         behavior: log-probs of the sampler.
-        begins: bool, the first token of each response; None in padded rows.
-        reference: log-probs of the reference, where the trainer scores it.
-        advantages: that came with the responses; None: none did.
-        start_values: learned values of the states before them, of the policy that the step began
-            with, where it makes several updates.
+        begins: bool, first token of each response; None in padded rows.
+        reference: log-probs of the reference; None unless the trainer scores it.
+        start_values: learned state values under the policy at the start of the step, if the step
+            makes several updates.
+        advantages: advantages that the searcher computed, or None.
     """
 
     slots: Array
@@ -56,15 +55,15 @@ class Tokens(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """What is known of every response of a batch, [p k] each; 0 at empty places.
+    """Data of every response of a batch, [p k] each; 0 in empty slots.
 
     Attributes:
-        reference_logprob: summed over the tokens that count.
-        reward: raw.
-        weight: how often it was drawn.
-        length: its tokens.
-        staleness: int32, steps since the version that drew it; 0 where no version did.
-        soft_value: of its prompt, nan where none is known; None unless a cached log Z reads it.
+        reference_logprob: sum over the counted tokens.
+        reward: raw reward.
+        weight: number of draws of the response.
+        length: number of tokens.
+        staleness: int32, steps since the version that drew it; 0 for responses of no version.
+        soft_value: soft value of the prompt, nan if unknown; None unless log Z is cached.
     """
 
     reference_logprob: Array
@@ -79,13 +78,13 @@ class Rows(NamedTuple):
     """A batch as n rows.
 
     Attributes:
-        inputs: arrays of n rows each, what `score` reads.
-        score: (params, some rows of inputs) -> log-prob of every token of a response, as `tokens`.
-        score_values: ((params, head), the same) -> on a last axis of two that, and the head's value
-            of the state before each token.
-        tokens: of all rows.
-        is_current: bool, broadcastable to [n *r t], drawn by the very version that is trained.
-        responses: of all rows.
+        inputs: arrays with n rows each, the input of `score`.
+        score: (params, inputs of m rows) -> log-prob of every response token, as in `tokens`.
+        score_values: ((params, head), inputs of m rows) -> log-prob and, second on the last axis,
+            the head's value of the state before each token.
+        tokens: data of all tokens.
+        is_current: bool, broadcastable to [n *r t], responses drawn by the version in training.
+        responses: data of all responses.
     """
 
     inputs: Any
@@ -96,7 +95,7 @@ class Rows(NamedTuple):
     responses: Responses
 
     def sums(self, values: Float[Array, "n *r t"]) -> Float[Array, "p k"]:
-        """Sum over each response."""
+        """Return the sum over each response."""
         return _sums(values, self.tokens, self.responses.weight.shape)
 
     def of_first_prompt(self, values: Float[Array, "n *r t"]) -> Float[Array, "k t"]:
@@ -104,15 +103,15 @@ class Rows(NamedTuple):
         return _by_response(values, tokens=self.tokens, length=self.responses.length[:1])[0]
 
     def is_here(self, tokens: Tokens) -> Bool[Array, "p k"]:
-        """Which responses lie in some rows."""
+        """Return which responses lie in the rows of `tokens`."""
         shape = self.responses.weight.shape
         return _sums((tokens.slots > 0).astype(jnp.int32), tokens, shape) > 0
 
     def totals(self) -> Totals:
-        """Of the whole batch."""
+        """Return the totals of the whole batch."""
         weight = self.responses.weight
         counted = self.sums(self.tokens.counted.astype(jnp.float32))
-        # Of those that have responses: a slot may be empty.
+        # Count only prompts with responses: slots may be empty.
         prompts = jnp.sum(jnp.any(weight > 0, axis=1).astype(jnp.float32))
         return Totals(prompts, jnp.sum(weight), jnp.sum(counted * weight))
 
@@ -123,13 +122,13 @@ class Rows(NamedTuple):
         tokens: Tokens,
         totals: Totals,
     ) -> GroupData:
-        """What an objective sees of some rows: responses in other rows are 0 and have no weight.
+        """Return some rows as an objective receives them; responses elsewhere have weight 0.
 
         Args:
             policy: the policy's log-prob of every token.
-            values: learned, of the state before it; None without that head.
-            tokens: of the same rows, all or those of some groups.
-            totals: of the whole batch.
+            values: learned values of the state before each token; None without a value head.
+            tokens: data of the same rows: all rows, or those of some groups.
+            totals: totals of the whole batch.
         """
         shape = self.responses.weight.shape
         is_here = self.is_here(tokens)
@@ -158,7 +157,7 @@ class Rows(NamedTuple):
 
 
 def num_valid_tokens(batch: Batch | PackedBatch) -> Array:
-    """Tokens of all rows, padding apart; a prompt as often as it is in them."""
+    """Return the number of tokens without padding; a prompt counts once for each row with it."""
     if isinstance(batch, PackedBatch):
         return jnp.sum(batch.slots > 0)
     of_prompts = _of_rows(batch.prompt_lengths, batch.slots[:, 0])
@@ -166,7 +165,7 @@ def num_valid_tokens(batch: Batch | PackedBatch) -> Array:
 
 
 def _sums(values: Float[Array, "m *r t"], tokens: Tokens, shape: tuple[int, ...]) -> Array:
-    """[p k], sum over each response of these rows; 0 where it is in others."""
+    """Return [p k], the sum over each response in these rows; 0 for responses in other rows."""
     if tokens.begins is None:
         values = jnp.sum(values, axis=-1, keepdims=True)
     sums = jax.ops.segment_sum(values.reshape(-1), tokens.slots.reshape(-1), math.prod(shape) + 1)
@@ -174,14 +173,14 @@ def _sums(values: Float[Array, "m *r t"], tokens: Tokens, shape: tuple[int, ...]
 
 
 def _by_response(values: Array, *, tokens: Tokens, length: Array) -> Array:
-    """[m *r t] -> [p k t], the tokens of each response of these rows from its first on."""
+    """Convert [m *r t] to [p k t]: the tokens of each response in these rows, left-aligned."""
     t = values.shape[-1]
     if tokens.begins is None:
         slots = tokens.slots.reshape(-1)
         found = jax.ops.segment_sum(values.reshape(-1, t), slots, length.size + 1)
         return found[1:].reshape(*length.shape, t)
     place = jnp.arange(values.size, dtype=jnp.int32).reshape(values.shape)
-    # One more, so that 0 says that a response is in other rows.
+    # Add 1: 0 then marks responses in other rows.
     first = _sums(jnp.where(tokens.begins, place + 1, 0), tokens, length.shape)[..., None]
     index = jnp.arange(t)[None, None]
     found = jnp.take(values.reshape(-1), first - 1 + index, mode="clip")
@@ -198,13 +197,13 @@ def make_rows(
     sharding: ComputeSharding | None,
     base: Any,
 ) -> Rows:
-    """The rows of a batch.
+    """Return a batch as rows.
 
     Args:
         batch: on the device.
-        step: the version that is trained.
+        step: version in training.
         config, scoring, remat, sharding: as in `token_logprobs`.
-        base: the frozen parameters that adapters complete; None: `score` takes all parameters.
+        base: frozen parameters that the adapters extend; None: `score` takes all parameters.
     """
     options: Any = {"config": config, "scoring": scoring, "remat": remat, "sharding": sharding}
     if isinstance(batch, PackedBatch):
@@ -214,15 +213,15 @@ def make_rows(
 
     def score_values(trained: tuple[Any, LogZHead], x: Any) -> Array:
         params, head = trained
-        return score(whole(base, params), x, functools.partial(read_out, head))
+        return score(all_params(base, params), x, functools.partial(read_out, head))
 
     return rows._replace(
-        score=lambda params, x: score(whole(base, params), x, None), score_values=score_values
+        score=lambda params, x: score(all_params(base, params), x, None), score_values=score_values
     )
 
 
-def whole(base: Any, params: Any) -> Any:
-    """All parameters: those that are trained, or the frozen ones with their adapters."""
+def all_params(base: Any, params: Any) -> Any:
+    """Return all parameters: the trained ones, or the frozen ones with their adapters."""
     return params if base is None else lora.combine(base, params)
 
 
@@ -239,18 +238,18 @@ def _responses(batch: Batch | PackedBatch, step: Array) -> Responses:
 
 
 def _of_rows(values: Array, slots: Array) -> Array:
-    """[p k] at the slots; 0 at padding."""
+    """Return the values of [p k] at each slot index; 0 at padding."""
     found = values.reshape(-1)[jnp.maximum(slots - 1, 0)]
     return jnp.where(slots > 0, found, jnp.zeros_like(found))
 
 
 Score = Callable[[Any, Any, Readout | None], Array]
-"""(parameters, some rows of inputs, what is read off their states) -> as `Readout` says."""
+"""(parameters, inputs of some rows, readout of the states) -> as in `Readout`."""
 
 
 def _unscored(params: Any, inputs: Any) -> Array:
-    """Of rows that are still to be given how they are scored."""
-    raise AssertionError("make_rows says how rows are scored")
+    """Raise an error: placeholder for `score` until `make_rows` sets it."""
+    raise AssertionError("make_rows sets score")
 
 
 def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> tuple[Rows, Score]:
@@ -287,7 +286,7 @@ def _padded_rows(batch: Batch, step: Array, scoring: Scoring, options: Any) -> t
 
 
 def _only(is_scored: Array, found: Array) -> Array:
-    """0 where nothing is scored, whether there is a last axis of two or not."""
+    """Return `found` with 0 at unscored tokens, with or without a last axis of two."""
     is_scored = is_scored if found.ndim == is_scored.ndim else is_scored[..., None]
     return jnp.where(is_scored, found, 0.0)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a schedule at a traced step, for the target of training.
+"""Values of a schedule at a traced step, for the training target.
 
-The learning rate is `optimizers.learning_rate_schedule`, which is made of optax's functions.
+The learning rate uses `optimizers.learning_rate_schedule`, made of optax's functions.
 """
 
 import jax.numpy as jnp
@@ -11,20 +11,20 @@ from tba_jax.settings import Schedule
 
 
 def value_at(schedule: Schedule, step: Array | int) -> Float[Array, ""]:
-    """Return the number at an optimiser step, float32.
+    """Return the schedule's value at an optimiser step, float32.
 
     Args:
-        schedule: with its STEPS, see `Schedule.over`.
+        schedule: with STEPS filled in, see `Schedule.over`.
         step: counted from 0.
 
     References:
-        Lines and jumps of beta: TBA, arXiv:2503.18929, appendix B.1 and B.2.
+        Linear and step schedules of beta: TBA, arXiv:2503.18929, appendix B.1 and B.2.
     """
     start, final, steps = schedule.start, schedule.final, schedule.steps
     if schedule.shape == "constant":
         value = jnp.float32(start)
     else:
-        assert steps is not None, "Schedule.over fills STEPS in"
+        assert steps is not None, "Schedule.over fills in STEPS"
         share = jnp.asarray(step, jnp.float32) - schedule.begin
         share = jnp.clip(share / steps, 0.0, 1.0)
         if schedule.shape == "cosine":

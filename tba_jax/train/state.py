@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The train state: what a step reads and writes, how it begins, and where it lies.
+"""The train state: contents, initialisation and sharding.
 
-It does not know objectives or batches. Its invariant: whatever belongs to a parameter (moments, a
-reference) is made and kept where that parameter is, never whole on one device.
+Invariant: arrays that belong to a parameter (moments, reference) are made and kept with the
+parameter's sharding, never whole on one device.
 """
 
 import functools
@@ -25,21 +25,22 @@ from tba_jax.models.transformer import TransformerConfig, abstract_params
 from tba_jax.train.heads import LogZHead, init_head
 
 HOST_MEMORY = "pinned_host"
-"""Kind of memory of an offloaded optimiser state: that of a host, which devices read and write."""
+"""Memory kind of an offloaded optimiser state: host memory that devices can read and write."""
 
 
 class TrainState(NamedTuple):
     """Everything a train step reads and writes on the device.
 
     Attributes:
-        step: int32, train steps done, skipped ones included.
-        params: what is trained: the parameters of the policy, or its adapters alone.
+        step: int32, train steps done, including skipped ones.
+        params: trained parameters: the policy's, or its adapters alone.
         opt_state: optax state.
-        reference_params: like `params`, of the reference where the trainer scores it, else None.
+        reference_params: parameters of the reference, like `params`; None unless the trainer
+            scores the reference.
         skipped_steps: int32, steps whose loss or gradient was not finite; they changed nothing.
-        skipped_in_a_row: int32, how many of the last steps were skipped.
-        log_z_head: the learned log Z, or what values of states are read with, where there is one;
-            trained as part of the policy.
+        skipped_in_a_row: int32, skipped steps since the last finite one.
+        log_z_head: head of a learned log Z or of state values, trained as part of the policy; None
+            if the objective has no head.
     """
 
     step: Array
@@ -52,17 +53,17 @@ class TrainState(NamedTuple):
 
 
 class StepShardings(NamedTuple):
-    """Where everything a train step touches lies on the trainer's mesh.
+    """Shardings of all inputs and outputs of a train step on the trainer's mesh.
 
     Attributes:
-        state: a NamedSharding for each array of the train state.
-        batch: of the rows of a batch.
-        groups: of what a batch says of prompts and slots, [p ...].
-        replicated: of the metrics.
-        compute: how the step computes on the trainer's devices.
-        base: of the frozen parameters beside adapters; None where all are trained.
+        state: NamedSharding of each array of the train state.
+        batch: sharding of the rows of a batch.
+        groups: sharding of a batch's arrays per prompt and per response, [p ...].
+        replicated: sharding of the metrics.
+        compute: sharding of the computation.
+        base: shardings of the frozen parameters beside adapters; None if all parameters train.
         log_z_size, log_z_layers: as in `init_state`.
-        compiler_options: of XLA, for the compiled step.
+        compiler_options: XLA options of the compiled step.
     """
 
     state: TrainState
@@ -76,7 +77,7 @@ class StepShardings(NamedTuple):
     compiler_options: Mapping[str, str | bool] = {}
 
     def of_batch(self, batch: Batch | PackedBatch) -> Any:
-        """The sharding of each array of a batch; None where it has none."""
+        """Return the sharding of each array of a batch; None for absent arrays."""
         fields = {
             name: None if x is None else self.groups if name in OF_GROUPS else self.batch
             for name, x in batch._asdict().items()
@@ -84,11 +85,11 @@ class StepShardings(NamedTuple):
         return type(batch)(**fields)
 
     def placed(self, batch: Batch | PackedBatch) -> Batch | PackedBatch:
-        """A batch as `of_batch` says, inside a program."""
+        """Constrain a batch to the shardings of `of_batch`, inside a program."""
         return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
 
     def fetched(self, opt_state: Any) -> Any:
-        """The optimiser's state in device memory, where a step can compute with it."""
+        """Move the optimiser state to device memory, where a step can compute with it."""
 
         def fetch(x: Array, sharding: NamedSharding) -> Array:
             if sharding.memory_kind != HOST_MEMORY:
@@ -108,17 +109,17 @@ def step_shardings(
     offload: bool = False,
     num_prompts: int = 0,
 ) -> StepShardings:
-    """The shardings of a train step: parameters by the table, what belongs to them likewise.
+    """Return the shardings of a train step.
 
     Args:
-        config: the architecture; with adapters, they alone are the state's parameters.
-        optimizer: whose state is placed.
-        mesh: the trainer's, with the axes `sharding.MESH_AXES`.
+        config: the architecture; with adapters, only they are the state's parameters.
+        optimizer: optimiser of the state.
+        mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
         keep_reference: the state holds a reference.
-        log_z_layers: of a learned log Z; 0: there is none.
-        offload: the optimiser's state lies in pinned host memory between steps.
-        num_prompts: p of a batch; what is known of them is divided where the mesh divides them, and
-            else every device has it. 0: it does.
+        log_z_layers: layers of the head; 0: no head.
+        offload: the optimiser state is in pinned host memory between steps.
+        num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
+            replicated. 0: replicated.
 
     Raises:
         ValueError: the mesh does not divide the model.
@@ -138,7 +139,7 @@ def step_shardings(
     )
     state = shardings_like(shapes, params, shardings, mesh)
     if offload:
-        # Not counts: a scalar is not worth a transfer, and the partitioner refuses it.
+        # Scalars stay on the device: the partitioner refuses to offload them, with little to gain.
         state = state._replace(
             opt_state=jax.tree.map(
                 lambda x, s: s.with_memory_kind(HOST_MEMORY) if x.ndim else s,
@@ -164,9 +165,9 @@ def step_shardings(
 def make_init_state(
     optimizer: optax.GradientTransformation, shardings: StepShardings
 ) -> Callable[[Any], TrainState]:
-    """Jitted `init_state` for parameters that lie as `shardings.state` says; they are donated.
+    """Return a jitted `init_state` for parameters sharded as `shardings.state`; donates them.
 
-    Moments are made where they belong, never whole on one device.
+    Moments are made with their sharding, never whole on one device.
     """
     return jax.jit(
         functools.partial(
@@ -190,23 +191,23 @@ def init_state(
     log_z_size: int = 0,
     log_z_layers: int = 1,
 ) -> TrainState:
-    """Fresh state at step 0; the reference, where kept, is a copy of the policy.
+    """Return the state at step 0; the reference, if kept, is a copy of the policy.
 
     Args:
-        params: what is trained.
-        optimizer: whose state is made.
+        params: trained parameters.
+        optimizer: optimiser of the state.
         keep_reference: whether the trainer scores the reference.
-        log_z_size: hidden size of the model where log Z is learned, else 0.
-        log_z_layers: of its head.
+        log_z_size: hidden size of the model if there is a head, else 0.
+        log_z_layers: layers of the head.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
     head = init_head(log_z_size, log_z_layers) if log_z_size else None
     opt_state = optimizer.init(trainable(params, head))
-    # Three arrays: one could not be donated three times.
+    # Three arrays, because one array cannot be donated three times.
     counts = [jnp.int32(0) for _ in range(3)]
     return TrainState(counts[0], params, opt_state, reference, counts[1], counts[2], head)
 
 
 def trainable(params: Any, head: LogZHead | None) -> Any:
-    """What the optimiser moves; without a head the tree is that of the policy."""
+    """Return what the optimiser updates; without a head, the policy's tree alone."""
     return params if head is None else (params, head)

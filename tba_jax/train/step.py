@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The train step: one jitted update of the policy.
 
-State and batch in, state and metrics out. It does not know which objective it minimises, where
-batches come from or what happens between two steps; its argument is donated, so whoever holds the
-old state must not use it again. The invariant it owns: how rows are cut into micro-batches, and
-whether they are padded or packed, changes neither gradient nor metrics beyond rounding.
+Inputs are state and batch, outputs are state and metrics. The state argument is donated: callers
+must not use the old state again. Invariant: the division into micro-batches and the layout (padded
+or packed) change neither gradient nor metrics beyond rounding.
 
-With `settings.micro_batch_rows` gradients are accumulated in float32 over micro-batches of as
-many responses; those that hold nothing but padding are not worked on. Where these hold whole
-groups (`Packing` puts rows so), each row is scored once. Where a group is spread over several,
-all rows are scored without gradient first: the gradient by each token's log-prob (for TB its
-centred residual) needs the whole group, and once it is known the rows are independent. A row
-is then scored twice; the gradient is the same. A micro-batch takes rows from all over the
-batch, evenly spaced, so that rows divided over devices stay where they are if the rows of a
-micro-batch divide over them too.
+With `settings.micro_batch_rows`, gradients are accumulated in float32 over micro-batches. Those
+that are all padding are skipped. If each group lies in one micro-batch (see `Packing`), each row is
+scored once. Otherwise all rows are first scored without gradient, because the gradient with
+respect to each token's log-prob (for TB the centred residual) needs the whole group. Given these
+gradients, rows are independent: each is scored a second time, and the gradient is the same.
+Micro-batches take evenly spaced rows, so that sharded rows stay on their device if the rows of a
+micro-batch divide over the devices, too.
 """
 
 import functools
@@ -26,7 +24,7 @@ import optax
 from jaxtyping import Array, Float
 
 from tba_jax.flow.batch import Batch, PackedBatch
-from tba_jax.flow.placing import rows_at_once
+from tba_jax.flow.bin_packing import rows_at_once
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.train.heads import log_z
@@ -34,13 +32,13 @@ from tba_jax.train.micro_batches import Cut, Score, cut_rows, gradients, score_a
 from tba_jax.train.minibatches import Update, update_by_parts
 from tba_jax.train.objectives.base import Loss, Objective, Totals
 from tba_jax.train.off_policy import STRATA_KEY, stratified
-from tba_jax.train.rows import Rows, Tokens, make_rows, whole
+from tba_jax.train.rows import Rows, Tokens, all_params, make_rows
 from tba_jax.train.schedules import value_at
 from tba_jax.train.state import StepShardings, TrainState, trainable
 from tba_jax.train.step_metrics import SHOWN_KEY, batch_metrics, measured, padding_share
 from tba_jax.train.step_settings import StepSettings
 from tba_jax.train.target import tempered_target
-from tba_jax.train.updating import Done, schedule_step, stepped, update
+from tba_jax.train.updates import UpdateResult, next_state, schedule_step, update
 
 _SKIPPED = ("skipped_steps", "skipped_in_a_row")
 
@@ -52,25 +50,25 @@ def make_train_step(
     settings: StepSettings,
     shardings: StepShardings | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
-    """The jitted train step; its state argument is donated.
+    """Return the jitted train step; its state argument is donated.
 
-    With `settings.epochs` and `minibatches` a step is several updates by the rows of one batch, and
-    what the objective holds fixed is of the policy that the step began with. Loss and gradient norm
-    are means over the updates then, every other metric is of that policy.
+    With `settings.epochs` and `minibatches`, a step makes several updates with one batch. Values
+    that the objective holds fixed come from the policy at the start of the step. Loss and gradient
+    norm are then means over the updates; every other metric is of the policy at the start.
 
-    An update whose loss or gradient is not finite changes nothing, and a step without a finite one
-    nothing but its counters. Schedules move by steps, the learning rate by those that made updates.
+    A non-finite update changes nothing, and a step without a finite update only counters. Schedules
+    advance every step, the learning rate with steps that made an update.
 
     Args:
-        config: the architecture; with adapters, the gradient is by them alone.
-        optimizer, schedule: of the parameters.
+        config: the architecture; with adapters, only they have gradients.
+        optimizer, schedule: optimiser of the parameters and its learning rate.
         settings: objective, target, micro-batches, dtypes.
         shardings: from `step_shardings`; None: everything on one device.
 
     Returns:
-        (state, batch) -> (state, metrics), with adapters (state, batch, base): metrics are float32
-        scalars, but for the strata under `STRATA_KEY` and `SHOWN_KEY`; the base is neither
-        changed nor donated. ValueError: the micro-batches do not divide the rows of a batch.
+        (state, batch) -> (state, metrics), with adapters (state, batch, base). Metrics are float32
+        scalars, except those of `STRATA_KEY` and `SHOWN_KEY`. The base is neither changed nor
+        donated. ValueError: the micro-batches do not divide the rows of a batch.
     """
     compute = None if shardings is None else shardings.compute
 
@@ -85,8 +83,8 @@ def make_train_step(
         beta = value_at(settings.target.beta, state.step)
         temperatures = settings.target.temperatures(state.step)
         raw = _with_reference(rows, state, cut)
-        rows = _towards(raw, temperatures)
-        trained, score, apart = _scored_how(rows, state, settings.objective)
+        rows = _with_tempered_target(raw, temperatures)
+        trained, score, apart = _score_functions(rows, state, settings.objective)
         log_z, pull_log_z = None, None
         if state.log_z_head is not None and score is rows.score:
             log_z, pull_log_z = _log_z(state, batch, settings, config, compute, base)
@@ -105,12 +103,12 @@ def make_train_step(
             state = state._replace(opt_state=shardings.fetched(state.opt_state))
         one = functools.partial(update, state=state, optimizer=optimizer, settings=settings)
         stored = trainable(state.params, state.log_z_head), state.opt_state
-        how = _How(trained, score, apart, cut, loss_of, one)
+        how = _StepFunctions(trained, score, apart, cut, loss_of, one)
         if settings.num_updates > 1:
             done = _several_updates(rows, stored, how, settings)
         else:
             done = _one_update(rows, stored, how, log_z, pull_log_z)
-        new_state = stepped(state, done, optimizer, settings)
+        new_state = next_state(state, done, optimizer, settings)
         metrics = {
             **done.metrics(settings),
             "lr": schedule(schedule_step(state)),
@@ -128,20 +126,20 @@ def make_train_step(
 
 
 def _shown(rows: Rows, policy: Array) -> dict[str, Any]:
-    """Log-probs of the first prompt's responses, token by token, [k t] each."""
+    """Return log-probs of the tokens of the first prompt's responses, [k t] each."""
     of_batch = {"policy": policy, "reference": rows.tokens.reference}
     known = {name: x for name, x in of_batch.items() if x is not None}
     return {SHOWN_KEY: {name: rows.of_first_prompt(x) for name, x in known.items()}}
 
 
-class _How(NamedTuple):
-    """How a batch is scored, weighed and learned from.
+class _StepFunctions(NamedTuple):
+    """Functions that score a batch and update the parameters.
 
     Attributes:
-        trained: what rows are scored with.
+        trained: trained parameters, the first argument of `score`.
         score, cut: as in `gradients`.
-        apart: divides scores into log-probs and values.
-        loss_of: (scores of some rows, their tokens, further arguments) -> their loss.
+        apart: splits scores into log-probs and values.
+        loss_of: (scores of some rows, their tokens, further arguments) -> loss.
         update: as in `update_by_parts`.
     """
 
@@ -156,11 +154,11 @@ class _How(NamedTuple):
 def _one_update(
     rows: Rows,
     stored: tuple[Any, Any],
-    how: _How,
+    how: _StepFunctions,
     log_z: Array | None,
     pull_log_z: Callable[[Array], tuple[Any, Any]] | None,
-) -> Done:
-    """By the whole batch."""
+) -> UpdateResult:
+    """Make one update with the whole batch."""
     scored, grads = gradients(
         rows, how.trained, lambda *xs: how.loss_of(*xs).loss, how.cut, how.score
     )
@@ -172,13 +170,13 @@ def _one_update(
     done = how.update(*stored, loss, grads, 0)
     made = done.is_finite.astype(jnp.int32)
     policy, _ = how.apart(scored)
-    return Done(policy, loss, done.trained, done.opt_state, made, done.grad_norm)
+    return UpdateResult(policy, loss, done.trained, done.opt_state, made, done.grad_norm)
 
 
 def _several_updates(
-    rows: Rows, stored: tuple[Any, Any], how: _How, settings: StepSettings
-) -> Done:
-    """By parts of the batch; what is held fixed over them is computed first."""
+    rows: Rows, stored: tuple[Any, Any], how: _StepFunctions, settings: StepSettings
+) -> UpdateResult:
+    """Make several updates with minibatches; values that stay fixed are computed first."""
     scored = score_all(rows, how.trained, how.cut, how.score)
     policy, values = how.apart(scored)
     rows = rows._replace(tokens=rows.tokens._replace(start_values=values))
@@ -194,13 +192,13 @@ def _several_updates(
     )
     of_groups = how.loss_of(scored, rows.tokens).metrics
     loss = Loss(done.loss, {**of_groups, **done.metrics})
-    return Done(policy, loss, done.trained, done.opt_state, done.made, done.grad_norm)
+    return UpdateResult(policy, loss, done.trained, done.opt_state, done.made, done.grad_norm)
 
 
-def _scored_how(
+def _score_functions(
     rows: Rows, state: TrainState, objective: Objective
 ) -> tuple[Any, Score, Callable[[Array], tuple[Array, Array | None]]]:
-    """(what rows are scored with, how, what divides that into log-probs and values)."""
+    """Return (trained parameters, score function, function that splits scores and values)."""
     if "value" in objective.heads:
         trained = (state.params, state.log_z_head)
         return trained, rows.score_values, lambda scored: (scored[..., 0], scored[..., 1])
@@ -216,7 +214,7 @@ def _jitted(
     return jax.jit(
         train_step,
         donate_argnums=0,
-        # Of a batch `shardings.of_batch` says it, by its kind.
+        # The sharding of a batch depends on its type: see `shardings.of_batch`.
         in_shardings=(shardings.state, None, *base),
         out_shardings=(shardings.state, shardings.replicated),
         compiler_options=dict(shardings.compiler_options) or None,
@@ -224,7 +222,7 @@ def _jitted(
 
 
 def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
-    """With log pi_ref(y|x) scored here where the state has a reference, else as stored."""
+    """Return rows with log pi_ref(y|x): computed if the state has a reference, else as stored."""
     if state.reference_params is None:
         return rows
     scored = score_all(rows, state.reference_params, cut, rows.score)
@@ -236,8 +234,8 @@ def _with_reference(rows: Rows, state: TrainState, cut: Cut) -> Rows:
     )
 
 
-def _towards(rows: Rows, temperatures: dict[str, Float[Array, ""]]) -> Rows:
-    """As the objective is shown them: with the tempered target."""
+def _with_tempered_target(rows: Rows, temperatures: dict[str, Float[Array, ""]]) -> Rows:
+    """Return rows with reference and rewards of the tempered target."""
     if not temperatures:
         return rows
     reward, reference = rows.responses.reward, rows.tokens.reference
@@ -260,15 +258,15 @@ def _log_z(
     sharding: ComputeSharding | None,
     base: Any,
 ) -> tuple[Float[Array, " p"], Callable[[Array], tuple[Any, Any]]]:
-    """(learned log Z of every prompt, its pull-back to parameters and head)."""
+    """Return (learned log Z of every prompt, its pull-back to parameters and head)."""
     prompts, lengths = batch.prompts, batch.prompt_lengths[:, 0]
-    assert prompts is not None, "a batch without prompts has no learned log Z"
-    # An empty row has a token too: no mean is of nothing.
+    assert prompts is not None, "a learned log Z needs the batch's prompts"
+    # Give empty rows one token, so that no mean divides by 0.
     empty = prompts.shape[0] - lengths.size
     return jax.vjp(
         lambda params, head: log_z(
             head,
-            whole(base, params),
+            all_params(base, params),
             prompts,
             jnp.pad(lengths, (0, empty), constant_values=1),
             config=config,

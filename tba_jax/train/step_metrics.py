@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step says of its batch, whatever is minimised.
+"""Metrics of a batch that do not depend on the objective.
 
-It knows rows and the log-probs of the policy that the step began with, not objectives or updates.
-Invariant: a response counts as often as it was drawn, but for the number of rows.
+Invariant: a response counts as often as it was drawn, except in the number of rows.
 """
 
 import jax.numpy as jnp
@@ -23,9 +22,9 @@ def batch_metrics(
     policy: Float[Array, "n *r t"],
     reference_logprob: Float[Array, "p k"],
 ) -> dict[str, Array]:
-    """What a batch and the policy's log-probs of it say, whatever is minimised.
+    """Return metrics of a batch under the policy's log-probs, independent of the objective.
 
-    A response counts as often as it was drawn, but for the number of rows.
+    A response counts as often as it was drawn, except in the number of rows.
     """
     behavior, weight = rows.tokens.behavior, batch.weights
     drawn = jnp.sum(weight)
@@ -34,7 +33,7 @@ def batch_metrics(
         return jnp.sum(x * weight) / drawn
 
     num_tokens = jnp.sum(batch.response_lengths * weight)
-    # An empty slot is no group.
+    # Divide by at least 1: a slot may be empty.
     of_group = jnp.maximum(jnp.sum(weight, 1), 1)
     group_mean = jnp.sum(batch.rewards * weight, 1) / of_group
     centred = batch.rewards - group_mean[:, None]
@@ -56,7 +55,7 @@ def batch_metrics(
 
 
 def measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""]) -> Measured:
-    """What is known of every response, towards the target that the objective is shown."""
+    """Return the measurements of every response, for the target that the objective receives."""
     tokens, responses = rows.tokens, rows.responses
     counted, weight = tokens.counted, responses.weight
     log_ratio = jnp.where(counted, policy - tokens.behavior, 0)
@@ -78,6 +77,6 @@ def measured(rows: Rows, policy: Float[Array, "n *r t"], beta: Float[Array, ""])
 
 
 def padding_share(batch: Batch | PackedBatch, cut: Cut) -> Float[Array, ""]:
-    """Of the tokens that are worked on, the part that is padding."""
+    """Return the share of padding among the computed tokens."""
     worked = cut.used * (batch.tokens.size // cut.num) if cut.num > 1 else batch.tokens.size
     return 1 - num_valid_tokens(batch) / worked

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StepPlan: what all trainer processes do in a step, and where the batch of a step comes from.
+"""StepPlan: the decision on a step that all trainer processes follow, and sources of batches.
 
-Processes that decided for themselves would diverge without an error: one would save while another
-trains and waits for ever. So the process that owns the replay buffer decides each step and draws
-its batch; the others receive both. This module does no communication: `Peers` does that.
+Separate decisions would make processes diverge without an error: one would save while another
+trains and waits forever. So the process with the replay buffer decides each step and draws its
+batch; the others receive both. `Peers` does the communication.
 
 Invariant: every trainer process has the same plan and the same batch for a step.
 """
@@ -22,14 +22,14 @@ _KINDS = {kind.__name__: kind for kind in (Batch, PackedBatch)}
 
 
 class StepPlan(NamedTuple):
-    """What every trainer process does in a step.
+    """Decision on one step, the same for every trainer process.
 
     Attributes:
-        wait: no step now; look for more data first.
+        wait: make no step now; look for more data first.
         stop: make no step after this one (with `wait`: not even this one).
         sync: publish and merge after this step.
         save: write a checkpoint after this step.
-        publish: of `sync`, also publish; not while a process still writes the version before.
+        publish: with `sync`, also publish; False while a process still writes the last version.
     """
 
     wait: bool
@@ -40,12 +40,12 @@ class StepPlan(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A step as a trainer process receives it.
+    """Plan and batch of a step, as a trainer process receives them.
 
     Attributes:
-        plan: what to do.
-        batch: to train on; None where the plan waits.
-        draws: what the batch was made of, where this process drew it.
+        plan: decision on the step.
+        batch: batch to train on; None if the plan waits.
+        draws: draws in the batch; empty in processes that did not draw it.
     """
 
     plan: StepPlan
@@ -54,40 +54,40 @@ class Decision(NamedTuple):
 
 
 class Batches(Protocol):
-    """Where a trainer gets its steps from."""
+    """Source of a trainer's plans and batches."""
 
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
-        """Return what to do in a step.
+        """Return plan and batch of a step.
 
         Args:
             step: optimiser updates done.
-            wants_stop: whether this process was told to stop.
-            is_publishing: whether it still writes the weights of the last publication.
+            wants_stop: whether this process received a stop request.
+            is_publishing: whether this process still writes the last published weights.
         """
         ...
 
 
 class Peers(Protocol):
-    """The other trainer processes, for the process that decides."""
+    """The other trainer processes, as seen by the process that decides."""
 
     @property
     def wants_stop(self) -> bool:
-        """Whether one of them was told to stop."""
+        """Whether another process received a stop request."""
         ...
 
     @property
     def is_publishing(self) -> bool:
-        """Whether one of them still writes published weights."""
+        """Whether another process still writes published weights."""
         ...
 
     def wait(self, step: int) -> None:
-        """Wait until all of them are ready for this step."""
+        """Wait until all other processes are ready for this step."""
         ...
 
     def answer(self, step: int, decision: Decision) -> None:
-        """Give them the decision on a step."""
+        """Send the decision on a step to the other processes."""
         ...
 
 
@@ -98,7 +98,7 @@ class NoPeers:
     is_publishing = False
 
     def wait(self, step: int) -> None:
-        """Return at once."""
+        """Return at once: there is no other process."""
 
     def answer(self, step: int, decision: Decision) -> None:
         """Do nothing."""
@@ -110,8 +110,8 @@ class OwnBatches:
 
     Args:
         buffer: the replay buffer.
-        packing: how draws become a batch.
-        num_steps: of the run.
+        packing: layout of draws in a batch.
+        num_steps: steps of the run.
         sync_period: steps between publications.
         checkpoint_period: steps between checkpoints, 0: none.
         peers: the other trainer processes.
@@ -130,7 +130,7 @@ class OwnBatches:
         """See `Batches.decide`.
 
         Raises:
-            PeerError: another trainer process does not come to this step.
+            PeerError: another trainer process does not reach this step in time.
         """
         size = (self.packing.num_prompts, self.packing.group_size, step)
         stops = wants_stop() or self.peers.wants_stop
@@ -149,7 +149,7 @@ class OwnBatches:
         decision = Decision(plan)
         if is_ready:
             draws = self.buffer.sample(*size)
-            assert draws is not None, "the buffer is ready, and nobody else draws from it"
+            assert draws is not None, "the buffer was ready, and this process is its only reader"
             batch = self.packing.batch(draws)
             decision = Decision(plan, batch, draws)
         if is_ready or stops:
@@ -170,7 +170,7 @@ class ReceivedBatches:
     def decide(
         self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
     ) -> Decision:
-        """See `Batches.decide`; the plan waits only where the run stops before the step."""
+        """See `Batches.decide`; the plan waits only if the run stops before the step."""
         return self.receive(step, lambda: (wants_stop(), is_publishing()))
 
 

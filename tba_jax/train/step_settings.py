@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The static part of a train step: a value, which a config is made into.
-
-It computes nothing.
-"""
+"""Static settings of a train step, derived from the config."""
 
 import dataclasses
 
@@ -14,25 +11,25 @@ from tba_jax.train.target import Target
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """The static part of a train step (hashable).
+    """Static settings of a train step (hashable).
 
     Attributes:
-        objective: what is minimised.
-        target: what is trained towards.
-        scoring: how policy and reference are scored.
-        log_z_rate: learning rate of a learned log Z over the policy's.
+        objective: objective to minimise.
+        target: target distribution of training.
+        scoring: how log-probs of policy and reference are computed.
+        log_z_rate: learning rate of a learned log Z, relative to the policy's.
         reference_reset_period: steps between reference := policy; 0: never.
-        reference_ema_decay: per step, of a reference that is an average of the policy; 0: none is.
-        optimizer_reset_period: steps after which moments begin anew; 0: never.
-        micro_batch_rows: responses whose gradients are made at a time; 0: all.
-        row_multiple: rows of a micro-batch are a multiple (devices that divide them).
-        is_whole: all rows of a group are in one micro-batch.
+        reference_ema_decay: decay per step of a moving-average reference; 0: no average.
+        optimizer_reset_period: steps between resets of the moments; 0: never.
+        micro_batch_rows: rows per micro-batch; 0: all.
+        row_multiple: divisor of the rows of a micro-batch (number of devices that share them).
+        is_whole: each group lies in one micro-batch.
         remat: as in `transformer.apply`.
         epochs: passes over a batch.
-        minibatches: updates of a pass, each by so large a part of the batch.
-        rounding_seed: of the stochastic rounding of what is stored in bfloat16; None: what is
-            stored there is computed there, to the nearest.
-        shows_tokens: a step also returns log-probs of the tokens of one prompt's responses.
+        minibatches: optimiser updates per pass.
+        rounding_seed: seed of the stochastic rounding of arrays stored in bfloat16; None: round
+            to nearest.
+        shows_tokens: a step also returns token log-probs of one prompt's responses.
     """
 
     objective: Objective
@@ -53,5 +50,5 @@ class StepSettings:
 
     @property
     def num_updates(self) -> int:
-        """Of the optimiser, by one batch."""
+        """Optimiser updates per batch."""
         return self.epochs * self.minibatches

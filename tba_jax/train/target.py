@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target of training, pi_ref exp(r / beta) and its tempered forms, at every step."""
+"""The training target, pi_ref exp(r / beta) and its tempered forms, at every step."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from tba_jax.train.schedules import value_at
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the policy is trained towards.
+    """Target distribution of training.
 
     log R = [log pi_ref(y|x) / reference_temperature + r(x, y) / beta] / reward_temperature
 
@@ -32,7 +32,7 @@ class Target:
     reward_temperature: Schedule = Schedule(1.0)
 
     def temperatures(self, step: Array | int) -> dict[str, Float[Array, ""]]:
-        """By name at a step; empty where the target is pi_ref exp(r / beta) throughout."""
+        """Return the temperatures at a step by name; {} for the target pi_ref exp(r / beta)."""
         if self.reference_temperature.is_always(1.0) and self.reward_temperature.is_always(1.0):
             return {}
         return {
@@ -48,10 +48,10 @@ def tempered_target(
     reference_temperature: Float[Array, ""] | float,
     reward_temperature: Float[Array, ""] | float,
 ) -> tuple[Float[Array, "*groups"], Float[Array, "p k"]]:
-    """(reference_logprob, reward) scaled so that an objective's target becomes a tempered one.
+    """Return (reference_logprob, reward), scaled so that an objective's target is tempered.
 
     Args:
-        reference_logprob: log pi_ref, of tokens or responses.
+        reference_logprob: log pi_ref, per token or per response.
         reward: raw reward.
         reference_temperature, reward_temperature: as in `Target`.
     """

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: one optimiser step at a time, publications and merges.
+"""The trainer: optimiser steps, publications and merges.
 
 It publishes weights and merges outboxes at every sync, draws batches from the replay buffer, and
-minimises the objective. It never samples and cannot see a searcher: responses arrive through
-outboxes and the buffer, weights leave through a weight transport. With several trainer processes
-the first one draws every batch, and all of them follow its StepPlan.
+minimises the objective. It never samples: responses arrive through outboxes and the buffer, weights
+leave through a weight transport. With several trainer processes, the first draws every batch, and
+all follow its StepPlan.
 
-It owns the step counter and the ledger check at every merge. Invariant: published weights are no
-alias of its state.
+The trainer owns the step counter and checks the ledger at every merge. Invariant: published weights
+share no memory with its state.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from tba_jax.weights.transport import Transport
 
 
 class NonFiniteError(RuntimeError):
-    """Loss or gradient was not finite for too many steps in a row; the message has the last one."""
+    """Too many consecutive steps had a non-finite loss or gradient; has the last metrics."""
 
 
 class Shown(NamedTuple):
@@ -51,13 +51,13 @@ class Shown(NamedTuple):
 
 @dataclasses.dataclass
 class Counters:
-    """What a trainer has counted over the whole run.
+    """Counts over the whole run.
 
     Attributes:
-        wait_s: seconds without anything to train on.
-        num_syncs, sync_total_s, sync_max_s: publications, and the pauses of all and of the longest.
+        wait_s: seconds without data to train on.
+        num_syncs, sync_total_s, sync_max_s: number of publications; total and longest pause.
         trained_tokens: response tokens of all steps.
-        staleness_counts: how many uses of responses there were of each age in steps.
+        staleness_counts: uses of responses by staleness in steps.
     """
 
     wait_s: float = 0.0
@@ -74,35 +74,35 @@ class Counters:
         self.sync_max_s = max(self.sync_max_s, pause_s)
 
     def state(self) -> PartState:
-        """The counts: of a size that does not grow with the steps."""
+        """Return the counts, whose size does not grow with the steps."""
         staleness = sorted(self.staleness_counts.items())
         return PartState({}, {**vars(self), "staleness_counts": staleness})
 
     def restore(self, state: PartState) -> None:
-        """Count on from there."""
+        """Continue counting from a saved state."""
         vars(self).update(state.meta)
         self.staleness_counts = {int(k): int(v) for k, v in state.meta["staleness_counts"]}
 
 
 class Trainer:
-    """One optimiser step per `step()`; also publishes and merges, which the driver schedules.
+    """Makes one optimiser step per `step()`; also publishes and merges when the driver asks.
 
     Args:
         state: initial or restored train state.
-        train_step: as `make_train_step` makes it, for a batch on the host.
+        train_step: from `make_train_step`, for a batch on the host.
         buffer: the replay buffer; this object is its only writer.
         outboxes: one per searcher.
-        transport: where weights are published.
-        batches: where plans and batches come from.
-        max_nonfinite_steps: skipped steps in a row that end the run.
+        transport: destination of published weights.
+        batches: source of plans and batches.
+        max_nonfinite_steps: consecutive skipped steps that end the run.
         log_event: schedule log.
         clock: seconds since the run began.
 
     Attributes:
         num_merged_groups: groups of the rounds merged by this process.
-        version: newest published.
-        strata: of the last step, by name as in the metrics.
-        shown: the first prompt of the last batch; None where this process did not draw it.
+        version: newest published version.
+        strata: strata of the last step, by name as in the metrics.
+        shown: the first prompt of the last batch; None in processes that did not draw it.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Trainer:
         self._log_event(event)
 
     def publish(self) -> float:
-        """Publish the current weights under the current step; returns the pause in seconds."""
+        """Publish the current weights as the version of the current step; return the pause in s."""
         start = self._clock()
         self._transport.publish(self.step_index, self.state.params)
         self.version = self.step_index
@@ -167,8 +167,9 @@ class Trainer:
         """Move finished rounds into the buffer and check the ledger.
 
         Args:
-            max_rounds: take at most this many per outbox (exact lag in turns); None: all.
-            below: those of lower numbers, in their order (exact lag beside searchers); None: all.
+            max_rounds: maximum number per outbox (exact lag in the synchronous driver); None: all.
+            below: merge only rounds below this number, in order (exact lag with concurrent
+                searchers); None: all.
 
         Returns:
             The report of each merged round, for the search metrics.
@@ -206,19 +207,19 @@ class Trainer:
         return [commit.report for commit in commits]
 
     def step(self, wants_stop: Callable[[], bool] = lambda: False) -> dict[str, Any] | None:
-        """One optimiser step, or None when the buffer has nothing to train on yet.
+        """Make one optimiser step; return None while the buffer has no data to train on.
 
-        With several trainer processes a call of all of them; `plan` is then the same everywhere.
+        With several trainer processes, all must call it; `plan` is then the same everywhere.
 
         Args:
-            wants_stop: whether this process was told to stop; `plan.stop` tells everyone.
+            wants_stop: whether this process received a stop request; `plan.stop` informs all.
 
         Returns:
-            Host metrics of the step; those of the data only in the process that draws.
+            Host metrics of the step; metrics of the data only in the process that draws.
 
         Raises:
-            NonFiniteError: loss or gradient was nan or infinite, too many times in a row.
-            PeerError: another trainer process does not come to this step.
+            NonFiniteError: loss or gradient was nan or infinite in too many consecutive steps.
+            PeerError: another trainer process does not reach this step in time.
         """
         start = self._clock()
         decision = self._batches.decide(
@@ -234,7 +235,7 @@ class Trainer:
         self.counters.wait_s += waited
         drawn_s = self._clock() - start
         self.state, metrics = self._train_step(self.state, batch)
-        # One transfer for all of it; it is also what waits for the step.
+        # One transfer for all metrics; it also waits for the step to finish.
         found = jax.device_get(metrics)
         self.strata = named_strata(found.pop(STRATA_KEY)) if STRATA_KEY in found else {}
         shown = found.pop(SHOWN_KEY, None)
@@ -245,11 +246,11 @@ class Trainer:
         if in_a_row >= self._max_nonfinite_steps:
             raise NonFiniteError(
                 f"step {self.step_index}: loss {values['train/loss']}, gradient norm "
-                f"{values['train/grad_norm']} are not both finite, for the {in_a_row}. time in a "
-                "row (config.optimizer.max_nonfinite_steps = "
-                f"{self._max_nonfinite_steps}); last metrics: {values}. Lower "
-                "config.optimizer.learning_rate or raise config.objective.beta, and begin again in "
-                "another --workdir: the policy of the newest checkpoint may be spoilt already"
+                f"{values['train/grad_norm']}: not finite in {in_a_row} consecutive steps "
+                f"(optimizer.max_nonfinite_steps={self._max_nonfinite_steps}); last metrics: "
+                f"{values}. Lower --config.optimizer.learning_rate or raise --config.objective.beta"
+                ", and start again with another --workdir: the newest checkpoint may be damaged "
+                "by the same divergence"
             )
         step = self.step_index
         self.step_index += 1
@@ -300,10 +301,10 @@ class Trainer:
 
 
 def _bucket(batch: Batch | PackedBatch) -> list[int]:
-    """Which compiled shape it took.
+    """Return the compiled shape of a batch, in tokens unless noted.
 
-    [rows, prompt, response] tokens; of rows of several responses [rows, prompt, responses,
-    response], of packed ones [rows, tokens].
+    Padded: [rows, prompt, response]. Rows of several responses: [rows, prompt, number of
+    responses, response]. Packed: [rows, tokens].
     """
     rows, length = batch.tokens.shape
     if isinstance(batch, PackedBatch):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from trainer to searchers through Orbax checkpoints in the work directory.
 
-It does not know who reads the files elsewhere. Its invariant: a version is named only when all of
-it is written, and a searcher of this process gets what the files hold.
+Invariant: a version is listed only when all of its files are written, and searchers of this process
+get the contents of the files.
 """
 
 import contextlib
@@ -19,24 +19,24 @@ from tba_jax.weights.versions import PublicationError, Versions, brief, not_publ
 
 
 class CheckpointTransport(DeliveringTransport):
-    """Weights handed over as versioned Orbax checkpoints under WORKDIR/weights.
+    """Transport through versioned Orbax checkpoints under WORKDIR/weights.
 
-    Whoever drives `poll` (a worker thread beside asynchronous searchers, the synchronous driver
-    itself) writes the newest publication to `weights/<version>`, lists the digests of its files,
-    names it in `versions.json`, the completion marker, and restores it into an in-memory mailbox
-    when its files still have these digests; trainer and searcher threads never call Orbax.
+    `poll` writes the newest publication to `weights/<version>` with the digests of its files, and
+    lists it in `versions.json`, the completion marker. It then checks the digests and restores the
+    version into an in-memory mailbox. A worker thread (asynchronous searchers) or the synchronous
+    driver calls `poll`; trainer and searcher threads never call Orbax.
 
     Args:
         workdir: the run's directory.
-        program: copy and cast of the params, in its turn on the trainer's devices; files have the
+        program: copy and cast of the params under the trainer's device lock; files have the
             trainer's layout.
-        layout: makes restored params what the readers want; None: they are.
+        layout: converts restored params to the searchers' layout; None: they have it.
         shardings, timeout_s: as in DeliveringTransport.
         keep: versions kept on disk, at least 2.
-        reads_back: whether the mailbox has what was read from the files, for searchers of this
-            process; else what was published, as searchers elsewhere read and verify for themselves.
-        confirm: raises where this process may no longer write to the work directory; called before
-            a version is written, before it becomes visible and before it is named.
+        reads_back: whether the mailbox gets the contents of the files, for searchers of this
+            process; otherwise the published weights, because remote searchers verify the files.
+        confirm: raises if this process may no longer write to the work directory; called before a
+            version is written, before it becomes visible and before it is listed.
     """
 
     def __init__(
@@ -68,22 +68,22 @@ class CheckpointTransport(DeliveringTransport):
         self._abstract: Any = None
 
     def keep_also(self, wanted: Callable[[], Collection[int]]) -> None:
-        """Keep these versions on disk beyond the newest ones; it is asked at every publication."""
+        """Keep the versions that `wanted` returns, too; it is called at every publication."""
         self._wanted = wanted
 
     def _carry(self, parcel: Parcel) -> None:
-        """Write, name, and restore for the searchers."""
+        """Write and list the version, and restore it for the searchers."""
         version = parcel.version
         self._write(version, parcel.params)
         if self._reads_back:
             if self._versions.damage(version):
-                self._write(version, parcel.params)  # once more, while it is in memory
-            parcel.params = None  # the copy that is restored is another
+                self._write(version, parcel.params)  # a second time, from memory
+            parcel.params = None  # the restored copy replaces it
             parcel.params = self._read(version)
         parcel.params = self._layout(parcel.params)
 
     def _write(self, version: int, params: Any) -> None:
-        """Save a version whole, then mark it complete and drop old ones."""
+        """Save a whole version, then mark it complete and delete old ones."""
         jax.block_until_ready(params)
         if self._abstract is None:
             self._abstract = jax.tree.map(
@@ -100,15 +100,15 @@ class CheckpointTransport(DeliveringTransport):
             self._confirm()
             self._versions.add(version, self._keep, self._wanted())
         except (OSError, ValueError, RuntimeError) as error:
-            with contextlib.suppress(OSError):  # the folder is gone, or its storage failed
+            with contextlib.suppress(OSError):  # the folder is gone, or the storage failed
                 self._files.remove_unfinished()
             raise not_published(self._versions.path(version), error) from error
 
     def _read(self, version: int) -> Any:
-        """A version that is as it was written.
+        """Return a version whose files have their digests.
 
         Raises:
-            PublicationError: it is not.
+            PublicationError: the files are damaged.
         """
         path = self._versions.path(version)
         try:
@@ -120,15 +120,15 @@ class CheckpointTransport(DeliveringTransport):
         except (OSError, ValueError, RuntimeError) as error:
             found = [f"{type(error).__name__}: {brief(error)}"]
         raise PublicationError(
-            f"published weights {path} cannot be read as they were written, twice: {found[0]}. "
-            "Mend the storage, then run the same command again"
+            f"published weights {path} are damaged after two attempts to write them: {found[0]}. "
+            "Repair the storage, then run the same command again"
         )
 
     def settle(self) -> None:
-        """Nothing: that would wait for storage."""
+        """Do nothing: delivery would wait for storage."""
 
     def close(self) -> None:
-        """Wait for the save under way and release Orbax's threads."""
+        """Wait for the current save and release Orbax's threads."""
         with self._delivering:
             self._writer.close()
             self._reader.close()

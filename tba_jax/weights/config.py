@@ -9,12 +9,12 @@ from tba_jax.settings import Section, field
 
 @dataclass(frozen=True)
 class SyncSettings(Section):
-    """How published weights reach searchers."""
+    """Transport of published weights to searchers."""
 
     transport: Literal["auto", "memory", "checkpoint"] = field(
         "auto",
-        "memory; checkpoint: versions on disk, in the work directory; auto: memory, and "
-        "checkpoint where searchers run in other processes than the trainer",
+        "memory: inside the process; checkpoint: versions on disk, in the work directory; auto: "
+        "checkpoint if searchers run in other processes than the trainer, else memory",
         on_resume=True,
     )
-    keep: int = field(2, "checkpoint: published versions that are kept", at_least=2)
+    keep: int = field(2, "checkpoint: number of published versions to keep", at_least=2)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from hosts that train to hosts that search, as Orbax checkpoints in a shared directory.
+"""Weights from training hosts to searching hosts, as Orbax checkpoints in a shared directory.
 
-`VersionWriter` is the trainer's side, on all of its hosts; a host that searches has a
-`VersionReader`. Orbax's barriers name the hosts that train, and a reader alone (`Members`), so
-nobody waits for the other side. Invariant: no version goes while somebody was asked to evaluate it.
+`VersionWriter` writes, on all training hosts; searching hosts have a `VersionReader`. Orbax's
+barriers include only the training hosts, or a single reader, so neither side waits for the other.
+Invariant: a version is not deleted while an evaluation of it is requested.
 """
 
 import threading
@@ -26,8 +26,8 @@ class Members(NamedTuple):
     """Processes that save or restore together.
 
     Attributes:
-        number: of this process in `jax.distributed`.
-        numbers: of all of them, the one that writes what exists once first.
+        number: number of this process in `jax.distributed`.
+        numbers: numbers of all members, the primary process first.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Members(NamedTuple):
 
     @property
     def options(self) -> ocp.options.MultiprocessingOptions:
-        """As Orbax wants it; a process by itself where there are no others."""
+        """Return the members as Orbax options; a single process if there are no others."""
         if jax.process_count() == 1:
             return ocp.options.MultiprocessingOptions()
         return ocp.options.MultiprocessingOptions(
@@ -46,19 +46,19 @@ class Members(NamedTuple):
 
 
 class VersionWriter:
-    """Writes versions; its readers are elsewhere.
+    """Writes versions for readers in other processes.
 
-    `publish` copies the weights to the host on the thread of the trainer, which every host that
-    trains does at the same step; `poll`, on another thread, waits for the files and names them.
+    `publish` copies the weights to the host on the trainer's thread, in all training processes at
+    the same step; `poll`, on another thread, waits for the files and lists them.
 
     Args:
         workdir: the run's directory.
         program: copy and cast of the params.
-        session: this start of the run.
-        members: the hosts that train.
+        session: identifier of this start of the run.
+        members: the training processes.
         keep: versions kept on disk, at least 2.
         timeout_s: a version that takes longer has failed.
-        kept: further versions that stay.
+        kept: returns further versions to keep.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class VersionWriter:
 
     @property
     def is_publishing(self) -> bool:
-        """Whether the version before is still being written."""
+        """Whether the last published version is still being written."""
         return self._writing is not None
 
     def publish(self, version: int, params: Any) -> None:
-        """Copy to the host and begin to write; waits for the version before."""
+        """Copy to the host and start to write; waits for the version before."""
         self.poll()
         with self._changing:
             start = time.monotonic()
@@ -111,7 +111,7 @@ class VersionWriter:
             self._writing = version, start
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Wait until what is being written is, and name it; True when there was something."""
+        """Wait for the current write and list its version; return whether there was one."""
         if self._writing is None and wait_s:
             time.sleep(min(wait_s, POLL_S))
         with self._changing:
@@ -134,14 +134,14 @@ class VersionWriter:
             raise not_published(self._versions.path(version), error) from error
 
     def latest(self, reader: int) -> Published | None:
-        """The newest version that was named, without weights: nobody reads them here."""
+        """Return the newest listed version without weights: this process has no searchers."""
         del reader
         return Published(self._newest, None) if self._newest >= 0 else None
 
     def settle(self) -> None:
-        """Nothing: that would wait for storage."""
+        """Do nothing: delivery would wait for storage."""
 
     def close(self) -> None:
-        """Wait for the version under way and release Orbax's threads."""
+        """Wait for the current version and release Orbax's threads."""
         self.poll()
         self._writer.close()

@@ -125,7 +125,7 @@ def _after_some_work(x: jax.Array) -> jax.Array:
     """
     halves = jax.lax.optimization_barrier(
         jnp.full(32, 0.5, jnp.float32)
-    )  # else computed when compiled
+    )  # otherwise XLA evaluates it at compile time
     total = halves
     for _ in range(24):
         total = total * halves + halves
@@ -299,11 +299,11 @@ class MemoryTransport(DeliveringTransport):
     """Transport inside one process."""
 
     def _carry(self, parcel: Parcel) -> None:
-        """Nothing to transfer."""
+        """Do nothing: the weights are in memory."""
 
     def settle(self) -> None:
         """Deliver the newest publication, or wait for the thread that is delivering it."""
         self.poll()
 
     def close(self) -> None:
-        """Nothing to finish."""
+        """Do nothing: there is no background work."""

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of weights that lie in a work directory: complete, listed, as they were written.
+"""Published versions of weights in a work directory: complete, listed and verified.
 
-`weights/<version>` is a folder of Orbax's with the digests of its files; `versions.json` names the
-complete ones, and where processes on other hosts read them the start of the run that wrote them. It
-does not know what weights are. Invariant: a version that is named and damaged is never given to a
-reader; an older one is, and that is said.
+`weights/<version>` is an Orbax folder with the digests of its files. `versions.json` lists the
+complete versions and, for readers in other processes, the run's start that wrote them. Invariant: a
+reader never gets a damaged version; it gets an older one, with a note.
 """
 
 import os
@@ -21,19 +20,19 @@ _READ_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError)
 
 
 class PublicationError(RuntimeError):
-    """Weights could not be written or read; the message says which and what to do."""
+    """Weights could not be written or read; the message says which, and what to do."""
 
 
 class Versions:
     """The published versions of one run.
 
     Args:
-        workdir: of the run; nothing is made in it before `add`.
-        session: the start of the run whose versions count; empty: any.
-        readers: which processes read together, as Orbax wants it; None: all of this run.
+        workdir: directory of the run; nothing is created in it before `add`.
+        session: start of the run whose versions count; empty: any.
+        readers: Orbax options with the processes that read together; None: all of this run.
 
     Attributes:
-        folder: which the versions are in.
+        folder: folder of the versions.
     """
 
     def __init__(
@@ -49,17 +48,17 @@ class Versions:
         self._readers = readers or ocp.options.MultiprocessingOptions()
 
     def path(self, version: int) -> epath.Path:
-        """Its folder."""
+        """Return the folder of a version."""
         return self.folder / str(version)
 
     def begin(self, version: int) -> None:
-        """Record that the run makes the folder of a version, before anything is written there.
+        """Record that this run creates the folder of a version, before anything is written there.
 
-        Only recorded folders are ever deleted. The unfinished folder of another writer, which this
-        process may have replaced, is not in the way.
+        Only recorded folders are ever deleted. An unfinished folder of another writer, which this
+        process may have replaced, is no error.
 
         Raises:
-            PublicationError: another program's folder has that name. OSError: storage refuses.
+            PublicationError: another program's folder has that name. OSError: storage fails.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
@@ -67,22 +66,22 @@ class Versions:
             final = path.name if saves.has_writer(path.name) else _final(path.name)
             if final == str(version):
                 raise PublicationError(
-                    f"{path} exists and is not of this run, which is about to publish version "
-                    f"{version} there. Move it away, then run the same command again"
+                    f"{path} exists and was not written by this run, which needs the name for "
+                    f"version {version}. Move it away, then run the same command again"
                 )
         self._record(self.named(), {*made, version})
 
     def add(self, version: int, keep: int, wanted: Collection[int] = ()) -> None:
-        """Name a version that is written; drop all but `keep`, and what killed processes left.
+        """List a written version; delete old versions and remains of killed processes.
 
         Args:
-            version: its files are complete, and no other version is being written.
-            keep: number of versions that stay; later ones than this are of steps that are made
-                again.
-            wanted: older versions that stay, too.
+            version: all of its files are written, and no other version is being written.
+            keep: number of versions to keep; versions after this one are of steps that will be
+                repeated.
+            wanted: older versions to keep, too.
 
         Raises:
-            OSError: storage refuses.
+            OSError: storage fails.
         """
         digests.write(self.path(version))
         older = [v for v in self.named() if v < version]
@@ -94,7 +93,7 @@ class Versions:
         self._record(kept, {*kept})
 
     def clear(self) -> None:
-        """Drop what an earlier start of the run has left."""
+        """Delete the versions of an earlier start of the run."""
         self.folder.mkdir(parents=True, exist_ok=True)
         made = self._made()
         self._record((), made)
@@ -102,7 +101,7 @@ class Versions:
         self._record((), ())
 
     def _delete(self, versions: Collection[int]) -> None:
-        """Delete the folders of these versions, unfinished ones too; no symbolic links."""
+        """Delete the folders of these versions, also unfinished ones; symbolic links stay."""
         for path in list(self.folder.iterdir()):
             name = _final(path.name)
             if name.isdigit() and int(name) in versions and not os.path.islink(path):
@@ -118,7 +117,7 @@ class Versions:
         sealed.write(self._marker, content)
 
     def _made(self) -> set[int]:
-        """Versions whose folders this run made; those with digests where the record is lost."""
+        """Return versions with folders of this run; without a record, those with digests."""
         try:
             content = sealed.read(self._marker)
             return {int(version) for version in content.get("made", content["versions"])}
@@ -126,7 +125,7 @@ class Versions:
             return set(self._with_digests())
 
     def _with_digests(self) -> list[int]:
-        """Versions whose folders have a list of digests, which only a run of tba_jax writes."""
+        """Return versions whose folders have a digest list, which only tba_jax writes."""
         found = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(
             int(path.name)
@@ -135,7 +134,7 @@ class Versions:
         )
 
     def named(self) -> list[int]:
-        """Versions in `versions.json`; those that have digests where it is lost or damaged."""
+        """Return the listed versions; without a valid `versions.json`, those with digests."""
         try:
             content = sealed.read(self._marker)
             if self._session and content["session"] != self._session:
@@ -143,22 +142,22 @@ class Versions:
             return sorted(int(version) for version in content["versions"])
         except (OSError, ValueError, KeyError, TypeError):
             if self._session:
-                return []  # files do not say whose they are
+                return []  # files do not record their session
             return self._with_digests()
 
     def damage(self, version: int) -> list[str]:
-        """What of a version is not as it was written, a clause for each file."""
+        """Return one clause per damaged file of a version."""
         return digests.damage(self.path(version))
 
     def read(self, version: int, abstract: Any) -> Any:
-        """The arrays of a version; whether they are as they were written, `damage` says.
+        """Return the arrays of a version without checking digests; `damage` checks them.
 
         Args:
-            version: which.
+            version: version to read.
             abstract: tree of jax.ShapeDtypeStruct with shardings.
 
         Raises:
-            PublicationError: they cannot be read.
+            PublicationError: the arrays cannot be read.
         """
         try:
             handler = ocp.StandardCheckpointHandler(multiprocessing_options=self._readers)
@@ -178,21 +177,21 @@ class Versions:
             ) from error
 
     def newest_intact(self, note: Callable[[str], None], wanted: int | None = None) -> int:
-        """The newest version to read; or the one that is wanted.
+        """Return the newest intact version, or the wanted one.
 
         Args:
-            note: told which are damaged.
-            wanted: a version that alone will do.
+            note: receives a line for each damaged version.
+            wanted: the only acceptable version, or None.
 
         Raises:
-            PublicationError: none is intact, or the wanted one is not there or not intact.
+            PublicationError: no version is intact, or the wanted one is missing or damaged.
         """
         named = self.named()
         if wanted is not None and wanted not in named:
             raise PublicationError(
-                f"{self.folder} has no published version {wanted}; got {named or 'none'}. Give "
-                "one of them (config.sync.transport=checkpoint writes them, config.sync.keep of "
-                "them are kept)"
+                f"{self.folder} has no published version {wanted}; it has {named or 'none'}. Give "
+                "one of these (runs with --config.sync.transport=checkpoint write versions, and "
+                "keep --config.sync.keep of them)"
             )
         for version in [wanted] if wanted is not None else reversed(named):
             found = self.damage(version)
@@ -205,8 +204,8 @@ class Versions:
                     f"another version: {[v for v in named if v != version] or 'there is none'}"
                 )
         raise PublicationError(
-            f"{self.folder} has no intact published version; named are {named or 'none'}. A run "
-            "with config.sync.transport=checkpoint writes one at every sync"
+            f"{self.folder} has no intact published version; listed: {named or 'none'}. Run with "
+            "--config.sync.transport=checkpoint to write one at every sync"
         )
 
 
@@ -215,15 +214,15 @@ def _final(name: str) -> str:
 
 
 def not_published(path: object, error: BaseException) -> PublicationError:
-    """Of a version that could not be written there."""
+    """Return the error of a version that could not be written."""
     return PublicationError(
-        f"publishing weights {path} failed: {type(error).__name__}: {brief(error)}. Make room or "
-        "fix the storage, then run the same command again"
+        f"publishing weights {path} failed: {type(error).__name__}: {brief(error)}. Free space or "
+        "repair the storage, then run the same command again"
     )
 
 
 def brief(error: BaseException) -> str:
-    """First line of an error's text; the middle of a long one is left out, as the end has why."""
+    """Return the first line of an error's text, shortened in the middle, before the cause."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
-    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the reason
+    line = line.split(" [tensorstore_spec=")[0]  # a long dump, after the cause
     return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"

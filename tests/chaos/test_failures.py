@@ -140,7 +140,7 @@ def test_user_mistakes_are_one_line_and_leave_the_directory_usable(cache, folder
     ("row", "message"),
     [
         ("{'question': 1}", "not JSON"),
-        ('{"question": "What is 1 + 1?"}', "want text under 'answer'; got keys ['question']"),
+        ('{"question": "What is 1 + 1?"}', "keys ['question']; wanted text in column 'answer'"),
     ],
 )
 def test_bad_data_row_is_named(row, message, cache, tmp_path):
@@ -203,8 +203,8 @@ def test_loss_that_is_not_finite_stops_the_run_and_keeps_the_checkpoint(cache, t
         done,
         1,
         "step 3: loss nan, gradient norm nan",
-        "for the 3. time in a row",
-        "Lower config.optimizer.learning_rate",
+        "not finite in 3 consecutive steps",
+        "Lower --config.optimizer.learning_rate",
     )
     step, host_state = load_host_state(str(workdir))
     assert step == 3 and "buffer" in host_state.parts

@@ -139,14 +139,14 @@ def test_every_file_arrives_in_a_repository_that_is_private_unless_asked(
 @pytest.mark.parametrize(
     ("environment", "repo", "message"),
     [
-        ({}, "me/solver", "there is no Hugging Face token; run `hf auth login`, or set HF_TOKEN"),
-        ({"HF_TOKEN": "hf_x"}, "a/b/c", "--push=a/b/c: want OWNER/NAME of the hub"),
-        ({"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}, "me/m", "HF_HUB_OFFLINE is set; unset it"),
-        ({"HF_TOKEN": "hf_wrong"}, "me/m", "the hub refused (403: you may not write to me); the"),
+        ({}, "me/solver", "there is no Hugging Face token. Run `hf auth login`, or set HF_TOKEN"),
+        ({"HF_TOKEN": "hf_x"}, "a/b/c", "--push=a/b/c: must be OWNER/NAME of the hub"),
+        ({"HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "1"}, "me/m", "HF_HUB_OFFLINE is set. Unset it"),
+        ({"HF_TOKEN": "hf_wrong"}, "me/m", "the hub refused (403: you may not write to me)"),
         (
             {"HF_TOKEN": "hf_right", "HF_ENDPOINT": "http://127.0.0.1:9"},
             "me/m",
-            "no way to http://127.0.0.1:9",
+            "http://127.0.0.1:9 is unreachable",
         ),
     ],
 )

@@ -91,8 +91,8 @@ def test_evaluate_takes_overrides(capsys):
     [
         ([MATH, "--config.num_steps=0"], "config.num_steps = 0: must be at least 1"),
         ([MATH, "--config.steps=1"], "config has no field 'steps'; did you mean num_steps"),
-        ([MATH, "--workdir=here"], "leave out --config and --model, or --workdir"),
-        (["--config.num_steps=1"], "give --workdir, or --config"),
+        ([MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
+        (["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
     ],
 )
 def test_evaluate_refuses_in_one_line(arguments, message, capsys):
@@ -103,7 +103,7 @@ def test_evaluate_refuses_in_one_line(arguments, message, capsys):
 
 
 ADDRESS = "gs://bucket/run"
-MOUNT = "is an address, and a path is wanted: mount the bucket (gcsfuse) or a share"
+MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) or a share"
 
 
 NO_STORE = "ftp://host/run"

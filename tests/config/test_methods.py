@@ -84,7 +84,10 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
         ({"anchor": "none", "shape": "cosh", "kl_clamp": 1.0}, "shape = 'cosh': without an anchor"),
         ({"anchor": "none", "kl_clamp": 1.0}, "kl_clamp = 1.0: without an anchor"),
         ({"shape": "linex"}, "shape = 'linex': grows exponentially"),
-        ({"kl_center": "none", "log_z": "softmean"}, "kl_center = 'none': only log_z=vargrad"),
+        (
+            {"kl_center": "none", "log_z": "softmean"},
+            "kl_center = 'none': a log-ratio is centred",
+        ),
         ({"log_z": "cached", "anchor": "behavior"}, "anchor = 'behavior': objective.log_z=cached"),
         (
             {"log_z": "cached", "beta": "linear(1, 2, 5)"},
@@ -94,7 +97,7 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
         ({"name": "dapo", "minibatches": 4}, "minibatches = 4: .*it has clip_low, clip_high"),
         ({"name": "ppo", "epochs": 3, "minibatches": 4}, None),
         ({"name": "ppo", "minibatches": 512}, "minibatches = 512: a batch has at most 256 rows"),
-        ({"value_temperature": 1.0}, "value_temperature = 1.0: log_z=vargrad is no soft value"),
+        ({"value_temperature": 1.0}, "value_temperature = 1.0: log_z=vargrad has no temperature"),
     ],
 )
 def test_switches_that_mean_nothing_together_are_refused(fields, message):
@@ -116,10 +119,10 @@ def test_values_of_states_are_drawn_for_who_reads_them_and_by_the_trainers_own_p
     fields = {"objective.name": "vineppo", "search.vine_tokens": 4}
     validate(make_config(fields))
     for changed, message in (
-        ({"search.vine_tokens": 0}, "vine_tokens = 0: objective.name=vineppo needs values"),
-        ({"objective.name": "ppo"}, "vine_tokens = 4: objective.name=ppo has no use"),
+        ({"search.vine_tokens": 0}, "vine_tokens = 0: objective.name=vineppo needs sampled state"),
+        ({"objective.name": "ppo"}, "vine_tokens = 4: objective.name=ppo does not use"),
         ({"search.stop_strings": ("\n",)}, "stop_strings = .*a text that began before"),
-        ({"placement": "whole_hosts"}, "placement = 'whole_hosts': values of states"),
+        ({"placement": "whole_hosts"}, "placement = 'whole_hosts': state values"),
     ):
         with pytest.raises(ConfigError, match=message):
             validate(make_config(fields | changed))
@@ -129,9 +132,9 @@ def test_a_cached_log_z_wants_the_start_model_to_be_the_reference_and_to_draw_fi
     fields = {"objective.log_z": "cached", "search.initial_fill": 64}
     validate(make_config(fields))
     for changed, message in (
-        ({"search.initial_fill": 0}, "search.initial_fill = 0: .* draws before training"),
+        ({"search.initial_fill": 0}, "search.initial_fill = 0: .* must precede training"),
         ({"reference.placement": "trainer", "reference.reset_period": 5}, "reset_period = 5: "),
-        ({"search.top_p": 0.9}, "search.top_p = 0.9: .* some of its tokens"),
+        ({"search.top_p": 0.9}, "search.top_p = 0.9: .* top-p excludes some tokens"),
     ):
         with pytest.raises(ConfigError, match=message):
             validate(make_config(fields | changed))

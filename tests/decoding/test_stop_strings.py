@@ -162,7 +162,7 @@ def test_stop_ids_count_as_ends_where_responses_are_scored():
         ({"search.stop_strings": ("a", "")}, "an empty text would end every response"),
         (
             {"search.stop_strings": ("a",), "search.min_new_tokens": 2},
-            "nothing can keep a text from appearing before search.min_new_tokens = 2",
+            "a stop string may appear before search.min_new_tokens = 2",
         ),
         ({"search.stop_ids": (3, -1)}, "token ids are not negative"),
     ],

@@ -38,8 +38,8 @@ def test_address_comes_from_flags_then_from_the_environment():
         (("a:1", 2, None), {}, r"missing: --process_id \(or JAX_PROCESS_ID\)"),
         ((None, 2, 0), {}, "missing: --coordinator"),
         (("a:1", 2, 2), {}, "count from 0"),
-        (("a", 2, 0), {}, "wanted HOST:PORT"),
-        (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, "wanted a number"),
+        (("a", 2, 0), {}, "must read HOST:PORT"),
+        (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, "must be a whole number"),
     ],
 )
 def test_a_part_of_an_address_is_refused(flags, environment, message):
@@ -77,12 +77,12 @@ def test_only_the_failure_of_a_collective_is_a_lost_peer():
         raise ValueError("a mistake of ours")
 
 
-@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 9)", "words.unsay()"])
+@pytest.mark.parametrize("end", ["os.abort()", "os.kill(os.getpid(), 9)", "words.withdraw()"])
 def test_last_words_of_a_process_that_cannot_speak(end):
     code = (
-        "import os\nfrom tba_jax.devices.cluster import Cluster, LastWords\n"
-        f"words = LastWords(Cluster(1, 2))\n{end}"
+        "import os\nfrom tba_jax.devices.cluster import Cluster, FailureNotice\n"
+        f"words = FailureNotice(Cluster(1, 2))\n{end}"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     spoke = "run the same command again on every host" in done.stderr
-    assert spoke == (done.returncode != 0) == ("unsay" not in end)
+    assert spoke == (done.returncode != 0) == ("withdraw" not in end)

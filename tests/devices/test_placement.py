@@ -72,9 +72,9 @@ def test_auto_placement_shares_where_devices_are_short():
 @pytest.mark.parametrize(
     ("placement", "devices", "trainer", "each", "message"),
     [
-        ("shared", 4, 8, 1, "mesh wants 8 devices and there are 4"),
-        ("split", 8, 2, 3, "leaves 6 devices for searchers, and 3 searchers of 3 want 9"),
-        ("shared", 2, 2, 4, "leaves 2 devices for searchers, and 3 searchers of 4 want 12"),
+        ("shared", 4, 8, 1, "mesh needs 8 devices, got 4"),
+        ("split", 8, 2, 3, "3 searchers of 3 devices need 9, and the trainer leaves 6"),
+        ("shared", 2, 2, 4, "3 searchers of 4 devices need 12, and the trainer leaves 2"),
     ],
 )
 def test_devices_that_do_not_suffice_are_refused(placement, devices, trainer, each, message):
@@ -86,7 +86,7 @@ def test_every_layout_without_turns_wants_devices_for_all_searchers(monkeypatch)
     last = placements.SPLIT._replace(name="last", trainer=lambda devices, n: devices[-n:])
     mode = MODES["split"]._replace(choose=lambda devices, asked: last)
     monkeypatch.setitem(MODES, "last", mode)
-    with pytest.raises(PlacementError, match="placement=last leaves 1 devices for searchers"):
+    with pytest.raises(PlacementError, match="placement=last: 2 searchers of 1 devices need 2"):
         arrange("last", chips("cpu", 1, 2), Asked(MeshShape(), num_searchers=2))
 
 
@@ -152,7 +152,10 @@ def test_whole_hosts_refuses_what_leaves_nobody_to_search():
     devices = chips("TPU v6 lite", 4, 4)
     with pytest.raises(PlacementError, match=r"whole_hosts|one of \[4, 8, 12\]"):
         arrange("whole_hosts", devices, Asked(MeshShape(16), 4))
-    with pytest.raises(PlacementError, match="equal numbers of searchers; give a multiple of 2"):
+    with pytest.raises(
+        PlacementError,
+        match="num_searchers to a multiple of 2",
+    ):
         arrange("whole_hosts", devices, Asked(MeshShape(8), 3))
     with pytest.raises(ConfigError, match="all 4 devices of some of the 4 hosts"):
         MODES["whole_hosts"].check(Asked(MeshShape(6), 4), 4, 4)
@@ -200,7 +203,7 @@ def test_every_value_of_the_field_has_a_record():
     ],
 )
 def test_what_libtpu_refuses_is_refused_with_sizes_that_work(kind, hosts, trainer, sizes):
-    with pytest.raises(PlacementError, match=f"of {trainer} devices cannot .* one of {sizes}"):
+    with pytest.raises(PlacementError, match=f"model={trainer}: no layout .* one of {sizes}"):
         pod_layout(chips(kind, hosts, 4), trainer)
 
 

@@ -32,7 +32,7 @@ def test_a_device_has_a_platform(given, wanted):
 
 
 def test_an_unknown_platform_is_refused():
-    with pytest.raises(ValueError, match="platform 'METAL'; programs are made for cpu, cuda"):
+    with pytest.raises(ValueError, match="platform 'METAL' is not supported; wanted cpu, cuda"):
         platform_of(device("METAL"))
 
 

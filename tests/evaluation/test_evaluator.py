@@ -129,14 +129,14 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
     common = {"task.num_eval_prompts": 7, **changes}
     n = changes.get("eval.num_samples", 1)
     whole = evaluator(model, None, [sums], (length_of_first,), **common)
-    assert whole.num_parts == 1
+    assert whole.num_shards == 1
     wanted = whole.run(model[1])
-    assert wanted == whole.merge([whole.part(model[1], 0)])
+    assert wanted == whole.merge([whole.shard(model[1], 0)])
     parted = evaluator(
         model, None, [sums], (length_of_first,), **common, **{"eval.num_slots": 3 * n}
     )
-    assert parted.num_parts == 3
-    parts = [parted.part(model[1], number) for number in (2, 0, 1)]
+    assert parted.num_shards == 3
+    parts = [parted.shard(model[1], number) for number in (2, 0, 1)]
     assert [len(part.tokens) for part in parts] == [1, 3, 3]
     assert parted.merge(parts) == wanted
     # As they travel from host to host.
@@ -144,7 +144,7 @@ def test_an_evaluation_in_parts_has_the_figures_of_the_whole(model, changes):
         parted.merge([EvaluationShard(**json.loads(json.dumps(p._asdict()))) for p in parts])
         == wanted
     )
-    with pytest.raises(ValueError, match=r"begin at prompts \[0, 3\] and hold 6; wanted all 7"):
+    with pytest.raises(ValueError, match=r"start at prompts \[0, 3\] and hold 6 .*each of the 7"):
         parted.merge(parts[1:])
 
 
@@ -159,7 +159,7 @@ def test_searchers_that_share_an_evaluation_give_its_figures(model, num_searcher
     while service.step(next(turns)):
         pass
     for lease in leases:
-        assert service.complete(lease, parted.part(model[1], lease.shard))
+        assert service.complete(lease, parted.shard(model[1], lease.shard))
     service.merge()
     (finished,) = service.poll()
     assert finished.version == 4 and finished.evaluation == parted.run(model[1])
@@ -169,5 +169,5 @@ def test_a_headline_nobody_measures_is_refused(model):
     class Missing(Arithmetic):
         metric = "win_rate"
 
-    with pytest.raises(ValueError, match="'win_rate' is not among those that evaluation reports"):
+    with pytest.raises(ValueError, match="'win_rate' is not among the metrics of"):
         evaluator(model, Missing()).run(model[1])

@@ -12,12 +12,12 @@ from tba_jax.flow.evaluation_shard import EvaluationShard
 class Notes:
     """Three parts; notes who does which with which weights."""
 
-    num_parts = 3
+    num_shards = 3
 
     def __init__(self):
         self.done = []
 
-    def part(self, params, number, station=0):
+    def shard(self, params, number, station=0):
         self.done.append((params, number, station))
         return EvaluationShard(number, [[[number]]], [], [[params]], [], {}, [], {})
 

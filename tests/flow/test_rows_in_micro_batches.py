@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.flow.placing import most_rows, place
+from tba_jax.flow.bin_packing import most_rows, place
 
 
 def test_first_fit_takes_the_largest_first():

@@ -154,8 +154,8 @@ def test_a_checkpoint_is_not_restored_onto_another_base(reference, model, cache,
     hf_weights.save(model, config, changed, hf_config)
     assert evaluate.main([f"--workdir={reference}"]) == 1
     error = capsys.readouterr().err
-    assert "were trained on weights with the fingerprint" in error and str(model) in error
+    assert "has weights with the fingerprint" in error and str(model) in error
     (reference / "report.json").unlink()  # as if it had been stopped before its end
     done = run(reference, *SYNC, *LORA, f"model.path={model}", cache=cache)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "were trained on weights with the fingerprint" in done.stderr
+    assert "has weights with the fingerprint" in done.stderr

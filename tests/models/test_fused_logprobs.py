@@ -226,7 +226,7 @@ def test_rows_and_vocabulary_divided_at_once(wanted):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"vocab_shards": 5}, "a table of 48 rows cannot be divided into vocab_shards = 5"),
+        ({"vocab_shards": 5}, "vocab_shards=5 does not divide the 48 rows"),
         ({"chunk_tokens": 0}, "chunk_tokens = 0; wanted a positive number"),
         ({"vocab_block": -1}, "vocab_block = -1; wanted"),
         ({"temperature": 0.0}, "temperature = 0.0; wanted"),

@@ -45,7 +45,7 @@ from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.weights import transport as weight_sync
 from tba_jax.weights.checkpoints import CheckpointTransport
-from tba_jax.weights.merging import MergingTransport
+from tba_jax.weights.merged_adapters import MergingTransport
 from tba_jax.weights.transport import MemoryTransport, make_publish_program
 
 ALL = ("q", "k", "v", "o", "gate", "up", "down")
@@ -133,7 +133,7 @@ def test_what_is_merged_is_rounded_to_eight_bits_and_the_rest_once(num_devices):
 
 def test_matrices_that_a_model_lacks_are_refused():
     with pytest.raises(
-        ValueError, match=r"names gate, .*\(gpt2\) have the matrices q, k, v, o, up"
+        ValueError, match=r"lora.modules has gate, .*\(gpt2\) have only the matrices q, k, v, o, up"
     ):
         lora.with_adapters(tiny_config(family="gpt2"), 4, 16.0, ("q", "gate"))
 
@@ -388,5 +388,5 @@ def test_another_base_is_refused(tmp_path):
     changed = params["layers"]["down"].at[1, 0, 0].add(1.0)
     params = {**params, "layers": {**params["layers"], "down": changed}}
     hf_weights.save(tmp_path, CONFIG, params, hf_config(CONFIG))
-    with pytest.raises(ValueError, match=f"fingerprint {found}, and those of {tmp_path} have"):
+    with pytest.raises(ValueError, match=f"{tmp_path} has weights with the fingerprint"):
         lora.check_base(tmp_path, found)

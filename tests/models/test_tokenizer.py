@@ -213,7 +213,7 @@ def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path, messages, m
 
 
 def test_missing_chat_template_is_one_clear_error(tmp_path):
-    with pytest.raises(ValueError, match="no chat template; use plain prompts"):
+    with pytest.raises(ValueError, match="no chat template. Use plain prompts"):
         make_folder(tmp_path).format_chat([{"role": "user", "content": "a"}])
 
 
@@ -227,7 +227,7 @@ def test_complete_texts_are_cut_inside_their_special_tokens(tmp_path):
     np.testing.assert_array_equal(tokenizer.encode_complete(text, len(body) + 2)[1:-1], body)
     np.testing.assert_array_equal(tokenizer.encode_complete(text, 4), [BOS, *body[:2], EOS])
     np.testing.assert_array_equal(tokenizer.encode_complete(text, 2), [BOS, EOS])
-    with pytest.raises(ValueError, match="max_tokens = 1 is less than the 2 special tokens"):
+    with pytest.raises(ValueError, match="max_tokens=1 is less than the 2 special tokens"):
         tokenizer.encode_complete(text, 1)
 
 

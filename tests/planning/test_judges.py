@@ -156,7 +156,7 @@ def test_reward_models_are_divided_over_a_searcher_and_have_dtypes_of_their_own(
     config = replace(config, {"eval.gold_dtype": "float32"})
     whole = judges.judge_residents(config, models, mesh_of(1))["searcher"]
     assert whole["gold reward model"] == 4 * size
-    with pytest.raises(ValueError, match="make that axis one of"):
+    with pytest.raises(ValueError, match="Set that axis to one of"):
         judges.judge_residents(config, models, mesh_of(3))
 
 

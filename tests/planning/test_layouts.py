@@ -76,7 +76,7 @@ def test_every_slice_gets_a_placement_that_it_accepts(
     assert choice.placement.trainer_mesh.devices.size == trainer
     assert choice.num_groups == groups
     assert choice.placement.searcher_meshes[0].devices.size == group
-    assert choice.takes_turns == (name in ("shared", "interleaved"))
+    assert choice.shares_devices == (name in ("shared", "interleaved"))
     # The fields say it: a config with them is placed alike.
     validate(config)
     devices = chips.parse_topology(text).devices()
@@ -184,7 +184,8 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
     assert choice.placement.trainer_mesh.shape["fsdp"] == 4
     # On v5e four of eight chips are one whole host, and the other would search alone.
     with pytest.raises(
-        PlacementError, match="cannot lie on 2 hosts of 4 .*config.placement=whole_hosts"
+        PlacementError,
+        match="no layout .* 2 hosts with 4 .*config.placement=whole_hosts",
     ):
         layouts.place(config, chips.parse_topology("v5e:2x4").devices())
 
@@ -203,7 +204,7 @@ def test_whole_hosts_that_are_asked_for_are_half_of_the_slice(text, model, mesh,
     devices = topology.devices()
     config = replace(freeze(PRESETS["get_config"]("math")), {"placement": "whole_hosts"})
     config, choice = layouts.choose(config, shape, devices, topology.chip.hbm_bytes)
-    assert choice.name == config.placement == "whole_hosts" and not choice.takes_turns
+    assert choice.name == config.placement == "whole_hosts" and not choice.shares_devices
     assert tuple(choice.placement.trainer_mesh.shape.values()) == mesh
     assert choice.num_groups == groups and config.search.num_devices == 4
     assert any("are idle" in note for note in choice.notes) == (text == "v5e:8x8")
@@ -235,7 +236,7 @@ def test_the_slice_of_a_fleet_is_its_trainers(text, mesh, group, searchers):
     assert tuple(placed.trainer_mesh.shape.values()) == mesh
     assert placed.trainer_mesh.size == len(devices)
     assert placed.searcher_meshes[0].size == group == config.search.num_devices
-    assert choice.takes_turns == (hosts == 1)
+    assert choice.shares_devices == (hosts == 1)
     # Slots for processes of a whole host each.
     assert config.fleet.trainer == config.fleet.searcher == "TPU=4"
     assert config.num_searchers == 4 and choice.num_groups == searchers

@@ -296,7 +296,7 @@ FACTS = {
     "changed_fields": {"mesh.fsdp": 8},
     "notes": [],
     "groups": {},
-    "takes_turns": False,
+    "shares_devices": False,
 }
 
 

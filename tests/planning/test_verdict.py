@@ -34,7 +34,7 @@ def facts(**changes):
     return {
         "chip": {"hbm_bytes": 16 * GIB, "overheads": {}},
         "num_devices": 8,
-        "takes_turns": False,
+        "shares_devices": False,
         "searches_elsewhere": False,
         "trainer_options": [2, 4, 6],
         "sizes": SIZES,
@@ -82,10 +82,10 @@ def test_memory_is_residents_and_the_hungriest_program():
 
 
 def test_parts_that_take_turns_share_a_device():
-    (both,) = occupancies(facts(takes_turns=True), programs())
+    (both,) = occupancies(facts(shares_devices=True), programs())
     # The trainer publishes (3 GiB) between two chunks of a round, so the cache is there.
     assert both.peak_bytes == (2 + 4 + 3 + 5 + 3 + 4 * 0.25) * GIB
-    alone = facts(takes_turns=True, config=CONFIG | {"driver": "sync"})
+    alone = facts(shares_devices=True, config=CONFIG | {"driver": "sync"})
     (both,) = occupancies(alone, programs())
     # Searching is at its fullest with the trainer's state beside it, or publishing without a cache.
     assert both.peak_bytes == (2 + 4 + 3 + 5 + 1 + 4 * 0.25) * GIB
@@ -93,7 +93,7 @@ def test_parts_that_take_turns_share_a_device():
 
 def test_a_victims_slots_are_there_while_the_trainer_has_its_turn():
     victim = Program("victim_chunk", "searcher", {"inputs": 6 * GIB, "temporaries": GIB})
-    (both,) = occupancies(facts(takes_turns=True), [*programs(temporaries=4.0), victim])
+    (both,) = occupancies(facts(shares_devices=True), [*programs(temporaries=4.0), victim])
     assert dict(both.parts)["the victim's slots"] == 6 * GIB
     assert both.peak_bytes == (2 + 4 + 3 + 6 + 4 + 4 * 0.25) * GIB
 
@@ -225,7 +225,7 @@ def test_no_balance_without_all_programs():
 
 def test_a_fleet_is_told_how_many_searchers_keep_its_trainer_busy():
     """A trainer without peers has what it evaluates with on its devices, and trains alone."""
-    given = facts(takes_turns=True, searches_elsewhere=True)
+    given = facts(shares_devices=True, searches_elsewhere=True)
     (both,) = occupancies(given, programs(temporaries=7.0))
     # Beside the step there is no cache: it evaluates when training is over.
     assert both.peak_bytes == (2 + 4 + 3 + 4 * 0.25 + 7) * GIB

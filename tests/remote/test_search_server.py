@@ -54,9 +54,9 @@ def ticket(slot, number, version=0):
 class Figures:
     """An evaluator of five parts, whose figures are their numbers and who did them."""
 
-    num_parts = 5
+    num_shards = 5
 
-    def part(self, params, number, station=0):
+    def shard(self, params, number, station=0):
         return part_of(number, params)
 
     def merge(self, parts):

@@ -120,7 +120,7 @@ def test_warnings_say_what_to_change_after_twenty_batches():
     assert run_short(19).warnings() == []
     (waste,) = run_short(20).warnings()
     # 40 of the 59 whose turn is over.
-    assert waste.startswith("only 68% of the groups") and "replay.max_staleness" in waste
+    assert waste.startswith("only 68% of the searchers' groups") and "replay.max_staleness" in waste
     assert run_short(20, max_staleness=100).warnings() == []
 
 

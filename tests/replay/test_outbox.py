@@ -39,7 +39,7 @@ def test_groups_prompt_state_and_round_number_commit_together():
     bad = dataclasses.replace(bad, generated=7)
     with pytest.raises(ValueError, match="generated 7 responses, but its groups hold 1"):
         outbox.put(bad)
-    with pytest.raises(ValueError, match="committed round 0 again, wanted round 1"):
+    with pytest.raises(ValueError, match="committed round 0 again; wanted round 1"):
         outbox.put(make_commit({1: [[5]]}, round=0))
     assert outbox.committed == (1, {"position": 1})
     assert outbox.counts.pending == 1
@@ -58,7 +58,7 @@ def test_rounds_that_end_out_of_order_are_each_committed_once():
     outbox = Outbox(10**6)
     outbox.restore(PartState(arrays, json.loads(json.dumps(meta))))
     assert [c.round for c in outbox.take()] == [3, 4] and outbox.counts.generated == 3
-    with pytest.raises(ValueError, match="committed round 3 again, wanted round 0 or"):
+    with pytest.raises(ValueError, match="committed round 3 again; wanted round 0 or"):
         outbox.put(make_commit({3: [[5]]}, round=3))
     outbox.put(make_commit({0: [[5]]}, round=0))
     assert outbox.committed == (2, {"position": 2})

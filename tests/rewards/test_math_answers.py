@@ -67,7 +67,7 @@ def test_last_box_of_the_gold_solution_counts():
 
 
 def test_gold_answer_that_cannot_be_read_is_refused():
-    with pytest.raises(ValueError, match="nothing that math-verify can read"):
+    with pytest.raises(ValueError, match="math-verify cannot parse the gold answer"):
         rewards_of([r"\boxed{1}"], "")
 
 

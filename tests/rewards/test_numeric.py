@@ -184,7 +184,7 @@ def test_chat_messages_are_graded_as_their_text():
 
 
 def test_gsm8k_gold_without_a_number_is_refused():
-    with pytest.raises(ValueError, match="gold solution 'none' holds no number"):
+    with pytest.raises(ValueError, match="gold solution 'none' has no number"):
         gsm8k_reward(prompts=[""], completions=["4"], answer=["none"])
 
 

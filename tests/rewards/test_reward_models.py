@@ -11,8 +11,8 @@ import pytest
 from fake_models import load_folder, write_word_tokenizer
 from jax.sharding import Mesh
 
+from tba_jax.devices.device_lock import DeviceLock
 from tba_jax.devices.site import Site
-from tba_jax.devices.turns import DeviceTurns
 from tba_jax.models.hf import folders
 from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
@@ -132,8 +132,8 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
     want = score(model, rows).rewards
     launched = []
 
-    class Turns(DeviceTurns):
-        def in_turn(self, program, devices):
+    class Turns(DeviceLock):
+        def locked(self, program, devices):
             return lambda *args: launched.append(list(devices)) or program(*args)
 
     site = Site(pair, Turns(1.0))
@@ -152,7 +152,7 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
 
 def test_a_model_that_the_searchers_devices_do_not_divide_is_refused(folder):
     trio = Mesh(jax.devices()[:3], ("model",))
-    with pytest.raises(ValueError, match=r"search.num_devices = 3 .* make that axis one of"):
+    with pytest.raises(ValueError, match=r"search.num_devices=3: .* Set that axis to one of"):
         load(folder, site=Site(trio))
 
 
@@ -182,12 +182,12 @@ def test_what_is_no_reward_model_or_too_long_is_refused(folder, tmp_path):
     shutil.copytree(GOLDEN / "gpt2_classifier", tmp_path / "two")
     size = folders.load_config(tmp_path / "two")["vocab_size"]
     write_word_tokenizer(tmp_path / "two", size, eos=1, pad=0)
-    with pytest.raises(ValueError, match="labels; a reward model is a .* with one label"):
+    with pytest.raises(ValueError, match="labels; wanted a .* with one label"):
         load(tmp_path / "two")
     shutil.copytree(GOLDEN / "gpt_neox", tmp_path / "lm")
     write_word_tokenizer(tmp_path / "lm", size, eos=1, pad=0)
-    with pytest.raises(ValueError, match="has a language model's head; a reward model is"):
+    with pytest.raises(ValueError, match="has a language model's head; wanted a"):
         load(tmp_path / "lm")
     limit = load_folder(folder)[0].max_positions
-    with pytest.raises(ValueError, match=f"was made for {limit} tokens; a prompt and response"):
+    with pytest.raises(ValueError, match=f"has {limit} positions; a prompt with its response"):
         score(load(folder), [np.full(limit + 1, 3, np.int32)])

@@ -97,7 +97,7 @@ def test_templates(tmp_path):
     assert victim.format("hi") == "ask: hi!"
     with pytest.raises(ValueError, match="no chat template"):
         Victim(gpt2, chat, devices=DEVICES[:1])
-    with pytest.raises(ValueError, match="was made for 128; lower them"):
+    with pytest.raises(ValueError, match="has 128 positions. Lower one"):
         Victim(gpt2, dataclasses.replace(wrapped, max_prompt_tokens=120), devices=DEVICES[:1])
 
 

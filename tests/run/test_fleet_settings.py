@@ -25,9 +25,12 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
         ({"sync.transport": "memory"}, "read weights from the work directory"),
-        ({"search.ownership": "by_prompt"}, "a slot that no machine fills"),
-        ({"num_searchers": 3}, "config.fleet.max_searchers = 4: a process has num_searchers = 3"),
-        ({"fleet.searcher": "GPU"}, "config.fleet.searcher = 'GPU': wanted NAME=NUMBER"),
+        ({"search.ownership": "by_prompt"}, "prompts of a missing searcher"),
+        (
+            {"num_searchers": 3},
+            "config.fleet.max_searchers = 4: must be a multiple of num_searchers=3",
+        ),
+        ({"fleet.searcher": "GPU"}, "config.fleet.searcher = 'GPU': must read NAME=NUMBER"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(change, words):
@@ -69,7 +72,7 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
     [
         (
             {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "trainer"},
-            "leave out a publication while the one before is written",
+            "skip a publication while the one before is",
         ),
     ],
 )

@@ -260,14 +260,14 @@ def test_only_versions_that_the_run_made_are_deleted(tmp_path):
     (tmp_path / "weights" / "10.orbax-checkpoint-tmp").mkdir()  # killed while it was written
     unfinished = tmp_path / "weights" / "12.orbax-checkpoint-tmp"
     unfinished.mkdir()
-    with pytest.raises(PublicationError, match="12.orbax-checkpoint-tmp exists and is not of this"):
+    with pytest.raises(PublicationError, match="orbax-checkpoint-tmp exists and was not written"):
         versions.begin(12)
     unfinished.rmdir()
     Versions(tmp_path).clear()
     left = tree(tmp_path)
     left.pop("versions.json")
     assert left == foreign
-    with pytest.raises(PublicationError, match="weights/7 exists and is not of this run"):
+    with pytest.raises(PublicationError, match="weights/7 exists and was not written by this run"):
         versions.begin(7)
 
 

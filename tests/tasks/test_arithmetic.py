@@ -86,7 +86,7 @@ def test_answers_are_spread():
 
 
 def test_problem_refuses_a_negative_index_and_an_unknown_split():
-    with pytest.raises(ValueError, match="want an index >= 0 of 'train' or 'eval'"):
+    with pytest.raises(ValueError, match="wanted an index >= 0, of 'train' or 'eval'"):
         arithmetic.problem(-1, "train")
     with pytest.raises(ValueError, match="'test'"):
         arithmetic.problem(0, "test")  # pyright: ignore[reportArgumentType]: the mistake tested

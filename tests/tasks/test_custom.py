@@ -46,8 +46,8 @@ def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
 @pytest.mark.parametrize(
     ("num_held_out", "message"),
     [
-        (0, "has no test split, and task.num_eval_prompts = 0 asks for all of it"),
-        (3, "has 3 rows and no test split; holding out task.num_eval_prompts = 3 of them leaves"),
+        (0, "task.num_eval_prompts=0: .* has no test split"),
+        (3, "task.num_eval_prompts=3: .* has 3 rows and no test split, so no row is left"),
     ],
 )
 def test_a_split_that_cannot_be_made(tmp_path, num_held_out, message):
@@ -120,20 +120,29 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
         ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, title"),
         ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has; write null"),
         ({"prompt": "q", "gold": "1", "x": 1}, "line 1: no column 'x', which .*line 2 has"),
-        ({"prompt": "", "gold": "1"}, "line 2: want text or a list of chat messages .* got ''"),
-        ({"prompt": 7, "gold": "1"}, "line 2: want text or a list of chat messages .* got 7"),
+        (
+            {"prompt": "", "gold": "1"},
+            "line 2: 'prompt' is ''; wanted text or a list",
+        ),
+        (
+            {"prompt": 7, "gold": "1"},
+            "line 2: 'prompt' is 7; wanted text or a list",
+        ),
         (
             {"prompt": CHAT, "gold": "1"},
-            "line 2: prompts are chat messages here, in .*line 1 they are texts",
+            "line 2: the prompt is of kind 'chat messages', in .*line 1 it is 'texts'",
         ),
-        ({"prompt": [], "gold": "1"}, "line 2: chat messages .* want 'role' and 'content'"),
-        ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat messages .* got {'role': 'us"),
+        (
+            {"prompt": [], "gold": "1"},
+            "line 2: chat message None; wanted .*'role'",
+        ),
+        ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat message {'role': 'us"),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image"}]}], "gold": "1"},
-            "line 2: chat messages .* both text",
+            "line 2: chat message .* both text",
         ),
-        ({"prompt": "q", "gold": float("nan")}, "line 2: column 'gold' holds nan, a float; want"),
-        ({"prompt": "q", "gold": "1", "prompts": 1}, "line 2: a column 'prompts' would hide"),
+        ({"prompt": "q", "gold": float("nan")}, "line 2: column 'gold' holds nan, a float; wanted"),
+        ({"prompt": "q", "gold": "1", "prompts": 1}, "line 2: column 'prompts' has the name of"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, message):
@@ -153,7 +162,7 @@ def test_splits_of_different_form_are_refused(tmp_path):
 
 
 def test_no_source_is_an_error():
-    with pytest.raises(ValueError, match="task custom needs task.data_path"):
+    with pytest.raises(ValueError, match="task.data_path is empty, and task custom needs"):
         get_task("custom", "")
 
 

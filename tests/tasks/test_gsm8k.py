@@ -22,9 +22,11 @@ def test_registry_is_what_the_config_allows():
     sources = {"custom": "rows.jsonl"}
     names = [get_task(name, sources.get(name, "")).name for name in TASKS]
     assert names == list(TASKS)
-    with pytest.raises(ValueError, match="'gsm9k'; want one of arithmetic, custom, gsm8k"):
+    with pytest.raises(
+        ValueError, match="'gsm9k' is unknown. Choose one of arithmetic, custom, gsm8k"
+    ):
         get_task("gsm9k", "")
-    with pytest.raises(ValueError, match="task arithmetic makes its own problems"):
+    with pytest.raises(ValueError, match="task arithmetic generates its own problems"):
         get_task("arithmetic", "/data")
 
 
@@ -107,9 +109,9 @@ GOOD = '{"question": "q", "answer": "#### 1"}'
     ("line", "message"),
     [
         ("not json", r"train\.jsonl, line 3: not JSON \(.*\); got 'not json'"),
-        ('["q", "a"]', r"line 3: want an object with named columns; got \['q', 'a'\]"),
-        ('{"question": "q"}', r"line 3: want text under 'answer'; got keys \['question'\]"),
-        ('{"question": "q", "answer": 1}', "line 3: want text under 'answer'; got answer = 1"),
+        ('["q", "a"]', r"line 3: \['q', 'a'\] is not an object with named columns"),
+        ('{"question": "q"}', r"line 3: keys \['question'\]; wanted text in column 'answer'"),
+        ('{"question": "q", "answer": 1}', "line 3: answer = 1; wanted text in column 'answer'"),
     ],
 )
 def test_bad_row_is_named(tmp_path, line, message):
@@ -124,7 +126,7 @@ def test_missing_or_empty_file_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"train\.jsonl cannot be read \(No such file"):
         task.train_size()
     write(tmp_path, "test", "")
-    with pytest.raises(ValueError, match=r"test\.jsonl holds no rows"):
+    with pytest.raises(ValueError, match=r"test\.jsonl has no rows"):
         task.eval_size()
 
 

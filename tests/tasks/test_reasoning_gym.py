@@ -52,7 +52,7 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     # Another question than the one asked is never graded.
     result = pool.score(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
     assert result.reasons == ["reward_error"]
-    assert "makes another question of seed" in result.first_traceback
+    assert "generates another question" in result.first_traceback
     pool.close()
 
 
@@ -72,9 +72,12 @@ def test_questions_as_a_users_messages_are_scored_alike(chain_sum):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        ("no_such", "reasoning-gym has no data set 'no_such'; it has .*chain_sum"),
-        ("composite", "cannot make 1,000 problems of 'composite' .Must specify at least one"),
-        ("list_functions", "makes other problems each time, whatever the seed"),
+        ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
+        (
+            "composite",
+            "composite: reasoning-gym failed to generate 1,000 problems .Must specify at least one",
+        ),
+        ("list_functions", "generates different problems for the same seed"),
     ],
 )
 def test_data_sets_that_cannot_be_used(chain_sum, dataset, message):
@@ -83,5 +86,5 @@ def test_data_sets_that_cannot_be_used(chain_sum, dataset, message):
 
 
 def test_it_has_no_data_path():
-    with pytest.raises(ValueError, match="makes its own problems; leave it empty"):
+    with pytest.raises(ValueError, match="generates its own problems. Leave it empty"):
         get_task("reasoning_gym:chain_sum", "/data")

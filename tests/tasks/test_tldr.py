@@ -38,7 +38,9 @@ def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     ]
     assert columns == {"answer": " short", "prompt": messages}
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(ValueError, match="train.jsonl, line 1: want text under 'completion'"):
+    with pytest.raises(
+        ValueError, match="train.jsonl, line 1: .*; wanted text in column 'completion'"
+    ):
         get_task("tldr", str(tmp_path)).train_size()
 
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from tba_jax.train.off_policy import (
     Measured,
+    low_ess_warnings,
     named_strata,
     off_policy_stats,
-    spent_strata,
     stratified,
 )
 
@@ -69,7 +69,9 @@ def test_strata_are_the_statistics_of_the_repeated_rows_of_each_age():
 
 def test_ratios_that_no_longer_weigh_anything_are_told_once_they_are_part_of_a_batch():
     strata = {"stale_0/share": 0.6, "stale_0/ess_fraction": 0.9, "stale_8/share": 0.4}
-    assert spent_strata({**strata, "stale_8/ess_fraction": 0.11}) == []
-    (line,) = spent_strata({**strata, "stale_8/ess_fraction": 0.02})
-    assert line.startswith("responses from 8 steps old on, 40% of a batch, have an effective sampl")
-    assert spent_strata({**strata, "stale_8/share": 0.01, "stale_8/ess_fraction": 0.02}) == []
+    assert low_ess_warnings({**strata, "stale_8/ess_fraction": 0.11}) == []
+    (line,) = low_ess_warnings({**strata, "stale_8/ess_fraction": 0.02})
+    assert line.startswith(
+        "responses that are at least 8 steps stale (40% of a batch) have an effec"
+    )
+    assert low_ess_warnings({**strata, "stale_8/share": 0.01, "stale_8/ess_fraction": 0.02}) == []

@@ -12,7 +12,7 @@ from tba_jax.bench.decode_engine import SHAPES
 from tba_jax.models.transformer import abstract_params
 from tba_jax.settings import Schedule, parse_schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.optimizers import begun_anew, learning_rate_schedule, make_optimizer
+from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer, reset_moments
 from tba_jax.train.schedules import value_at
 
 CONFIG = tiny_config()
@@ -133,9 +133,9 @@ def test_moments_begin_anew_and_the_schedule_goes_on(name):
     first = state = optimizer.init(params)
     for i in range(3):
         _, state = optimizer.update({"w": jnp.full((40, 40), 1.0 + i)}, state, params)
-    same = begun_anew(state, first, jnp.bool_(False))
+    same = reset_moments(state, first, jnp.bool_(False))
     jax.tree.map(np.testing.assert_array_equal, same, state)
-    anew = begun_anew(state, first, jnp.bool_(True))
+    anew = reset_moments(state, first, jnp.bool_(True))
     gradient = {"w": jnp.full((40, 40), 0.5)}
     got, _ = optimizer.update(gradient, anew, params)
     # As a first step, at the rate of the fourth.

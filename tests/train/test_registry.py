@@ -60,7 +60,7 @@ def test_settings_reach_the_objective():
 
 
 def test_an_objective_says_whether_any_sampler_will_do():
-    with pytest.raises(TypeError, match="objective Silent does not say needs_behavior"):
+    with pytest.raises(TypeError, match="objective Silent lacks needs_behavior"):
         type("Silent", (Objective,), {})
 
 
@@ -177,8 +177,8 @@ def test_a_class_in_a_file_is_an_objective_and_a_changed_file_is_loaded_again(tm
 @pytest.mark.parametrize(
     "own, source, why",
     [
-        ("Theirs", OWN_FILE, "there is no Theirs, wanted a class derived"),
-        ("number", OWN_FILE, "number is 3, wanted a class derived"),
+        ("Theirs", OWN_FILE, "there is no Theirs; wanted a class derived"),
+        ("number", OWN_FILE, "number is 3; wanted a class derived"),
         ("Unfinished", OWN_FILE, "Unfinished lacks __call__"),
         ("Mutable", OWN_FILE, r"Mutable can be changed.*dataclass\(frozen=True\)"),
         ("Ours", "x = 1\ny = undefined\n", r"raised NameError(.|\n)*mine.py\", line 2"),

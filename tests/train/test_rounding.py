@@ -213,9 +213,9 @@ def test_the_config_says_how_and_refuses_what_has_nothing_to_round():
     validate(make_config(bfloat16))
     assert make_step_settings(make_config(bfloat16), (2,)).rounding_seed == 11
     assert make_step_settings(make_config({"seed": 11}), (2,)).rounding_seed is None
-    with pytest.raises(ConfigError, match="rounded, and model.param_dtype is float32"):
+    with pytest.raises(ConfigError, match="in bfloat16, and model.param_dtype is float32"):
         validate(make_config(fields))
-    with pytest.raises(ConfigError, match="rounded, and adapters are float32"):
+    with pytest.raises(ConfigError, match="in bfloat16, and adapters are float32"):
         validate(make_config({**bfloat16, "lora.rank": 4}))
 
 

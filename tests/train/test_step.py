@@ -35,7 +35,7 @@ from tba_jax.train.state import init_state, make_init_state, step_shardings
 from tba_jax.train.step import make_train_step
 from tba_jax.train.step_metrics import SHOWN_KEY
 from tba_jax.train.target import Target
-from tba_jax.train.updating import moved_reference
+from tba_jax.train.updates import next_reference
 
 
 @functools.cache
@@ -112,7 +112,7 @@ def test_accumulated_step_of_a_reference_at_the_trainer(micro_batch_rows):
 
 
 def test_rows_that_micro_batches_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="16 rows cannot be cut into micro-batches of 3"):
+    with pytest.raises(ValueError, match="micro_batch_rows=3 does not divide the 16 rows"):
         run_step(make_batch(), replace(SETTINGS, micro_batch_rows=3))
 
 
@@ -186,11 +186,11 @@ def test_a_reference_that_follows_is_an_average_of_the_policies():
     settings = replace(SETTINGS, reference_ema_decay=0.75)
     policies, reference = [1.0, 3.0, -2.0], jnp.float32(1.0)
     for step, policy in enumerate(policies[1:], start=1):
-        reference = moved_reference(reference, jnp.float32(policy), jnp.int32(step), settings)
+        reference = next_reference(reference, jnp.float32(policy), jnp.int32(step), settings)
     # 0.75 (0.75 * 1 + 0.25 * 3) + 0.25 * -2
     assert float(reference) == 0.625
-    assert moved_reference(None, jnp.float32(0), jnp.int32(1), settings) is None
-    assert float(moved_reference(reference, jnp.float32(9), jnp.int32(1), SETTINGS)) == 0.625
+    assert next_reference(None, jnp.float32(0), jnp.int32(1), settings) is None
+    assert float(next_reference(reference, jnp.float32(9), jnp.int32(1), SETTINGS)) == 0.625
 
 
 def test_rloo_step_is_the_tb_step_times_the_leave_one_out_factor():

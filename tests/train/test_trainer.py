@@ -75,7 +75,7 @@ def test_nonfinite_steps_are_fatal_only_in_a_row():
         trainer.step()
     assert trainer.step_index == 3
     with pytest.raises(
-        NonFiniteError, match=r"step 3: loss nan.*max_nonfinite_steps = 2.*learning_rate"
+        NonFiniteError, match=r"step 3: loss nan.*max_nonfinite_steps=2.*learning_rate"
     ):
         trainer.step()
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.weights.reading import VersionReader
 from tba_jax.weights.remote import Members, VersionWriter
+from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError, Versions
 
 
@@ -79,11 +79,11 @@ def test_every_reader_gets_the_newest_whole_version_in_its_layout(tmp_path):
     old = at.at(0)
     np.testing.assert_array_equal(old[1]["kernel"], np.asarray(weights(0)["w"]).T)
     assert at.latest(1).version == 3
-    with pytest.raises(PublicationError, match="weights/1 are gone, or not"):
+    with pytest.raises(PublicationError, match="weights/1 are deleted or damaged"):
         at.at(1)
     (damaged,) = (tmp_path / "weights" / "2").glob("_METADATA")
     damaged.write_text(damaged.read_text() + " ")
-    with pytest.raises(PublicationError, match="weights/2 are gone, or not as they were written"):
+    with pytest.raises(PublicationError, match="weights/2 are deleted or damaged"):
         at.at(2)
     to.close()
 

@@ -211,7 +211,7 @@ def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(t
         assert transport.poll() and transport.latest(0).version == 2
         np.testing.assert_array_equal(transport.latest(0).params["b"]["c"], np.arange(5.0) + 2)
     else:
-        with pytest.raises(PublicationError, match="weights/2 cannot be read as they were written"):
+        with pytest.raises(PublicationError, match="weights/2 are damaged after two"):
             transport.poll()
         assert transport.latest(0).version == 1
     transport.close()
@@ -229,7 +229,7 @@ def test_a_reader_elsewhere_is_told_of_damage_and_gets_the_version_before(tmp_pa
     assert len(notes) == 1 and "weights/5 are damaged: " in notes[0]
     with pytest.raises(PublicationError, match=r"weights/5 are damaged: .*another version: \[3\]"):
         versions.newest_intact(notes.append, 5)
-    with pytest.raises(PublicationError, match=r"no published version 4; got \[3, 5\]"):
+    with pytest.raises(PublicationError, match=r"no published version 4; it has \[3, 5\]"):
         versions.newest_intact(notes.append, 4)
     (tmp_path / "versions.json").write_text("{")  # then what has digests counts
     assert versions.named() == [3, 5]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face `config.json` <-> TransformerConfig, for every family of `families`.
+"""Conversion between Hugging Face `config.json` and TransformerConfig, for all `families`.
 
-A setting this model does not implement is refused by name; a setting that transformers itself does
-not use at inference (dropout, initialiser range) is passed over. It does not read files. The
-invariant it owns: transformer_config(hf_config(config)) == config, or hf_config refuses.
+A setting that this model does not implement is refused by name; a setting that transformers does
+not use at inference (dropout, initialiser range) is ignored. Invariant:
+transformer_config(hf_config(config)) == config, or hf_config refuses.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tba_jax.models.hf import config_values
 from tba_jax.models.hf.families import FAMILIES, Family, Rotary
 from tba_jax.models.transformer import TransformerConfig
 
-# Fields that are yes or no: a config.json without the setting says no.
+# Boolean fields; a config.json without the setting means False.
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
@@ -28,13 +28,13 @@ _ACTIVATIONS: Mapping[Any, Literal["silu", "gelu", "gelu_tanh"]] = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_python": "gelu",
-    # Four spellings of one polynomial inside tanh.
+    # Four names of one polynomial inside tanh.
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_python_tanh": "gelu_tanh",
 }
-# Settings that transformers acts upon and this model does not: only these values are covered.
+# Settings that transformers supports and this model does not, with the only accepted values.
 _COVERED = {
     "add_cross_attention": False,
     "is_encoder_decoder": False,
@@ -45,10 +45,10 @@ _COVERED = {
 
 
 def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
-    """Our architecture for the contents of a Hugging Face config.json.
+    """Return the architecture for the contents of a Hugging Face config.json.
 
     Raises:
-        ValueError: naming the setting, the value it has and the values that are covered.
+        ValueError: an unsupported setting; names its value and the supported values.
     """
     config_values.check_kinds(hf_config)
     name = hf_config.get("model_type")
@@ -97,10 +97,10 @@ def hf_config(
     pad_token_id: int | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """A config.json that transformers loads as the same architecture.
+    """Return a config.json that transformers loads as the same architecture.
 
     Raises:
-        ValueError: naming what the family of `config` cannot express.
+        ValueError: the family of `config` cannot express it; names the fields.
     """
     family = FAMILIES[config.family]
     values = {
@@ -146,7 +146,7 @@ def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
 
 
 def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
-    """An equal share of the model's width, where config.json does not say it."""
+    """Return an equal share of the model's width, the default if config.json has no head_dim."""
     size, num_heads = ours["hidden_size"], ours["num_heads"]
     if size % num_heads:
         raise ValueError(
@@ -157,13 +157,13 @@ def _head_dim(ours: Mapping[str, Any], family: Family) -> int:
 
 
 def _num_labels(values: Mapping[str, Any]) -> int:
-    """transformers writes no id2label for its default of two labels."""
+    """Return the number of labels; transformers omits id2label for its default of two."""
     labels = values.get("id2label")
     return int(values.get("num_labels", 2)) if labels is None else len(labels)
 
 
 def _refuse(values: Mapping[str, Any], family: Family) -> None:
-    """Raise for the first setting that would change the numbers and is not implemented."""
+    """Refuse the first setting that would change the results and is not implemented."""
     for table, whose in ((_COVERED, ""), (family.covered, f" for {family.name}")):
         for setting, covered in table.items():
             if values.get(setting, covered) != covered:
@@ -179,11 +179,11 @@ def _refuse(values: Mapping[str, Any], family: Family) -> None:
 
 
 def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Fields of TransformerConfig for the positions; rotary settings in either spelling.
+    """Return the fields of TransformerConfig for positions; rotary settings in either format.
 
-    `rope_parameters` is that of transformers 5; before, the base, `rope_scaling` and the share of a
-    head stood apart, under names of the family's. Where a file has both scalings, transformers
-    takes the old one.
+    `rope_parameters` is the format of transformers 5. Before, base, `rope_scaling` and rotated
+    share were separate settings, with names that depend on the family. If a file has both scalings,
+    transformers uses the old one.
     """
     rotary = family.rotary
     if rotary is None:
@@ -244,7 +244,7 @@ def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> 
 
 
 def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -> float:
-    """1 + 0.1 ln(factor), the paper's, unless the file says otherwise."""
+    """Return 1 + 0.1 ln(factor), as in the paper, unless the file has another value."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 1.0 + 0.1 * weight * math.log(factor)
@@ -261,7 +261,7 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -
 
 
 def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:
-    """Both spellings: transformers reads the old fields up to 4.x, rope_parameters from 5."""
+    """Return both formats: transformers reads the old fields up to 4.x, rope_parameters from 5."""
     scaling: dict[str, Any] = {"rope_type": "default"}
     match config.rope_scaling:
         case rope.LinearScaling(factor):

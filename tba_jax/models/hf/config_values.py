@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values of a config.json: refused by name where they are no size, number or kind that they can be.
+"""Checks of values in a config.json: sizes, numbers and kinds, refused by name.
 
-It does not know what the settings mean. Invariant: what passes here can be computed with; nothing
-was allocated for it yet.
+Invariant: accepted values can be computed with; no memory was allocated for them yet.
 """
 
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Above any model there is, and below what could not even be listed: mistakes end here.
+# Upper bounds far above any model, so that mistakes are refused before memory is allocated.
 LARGEST = {"num_layers": 10_000, "num_positions": 2**31 - 1, "max_positions": 2**31 - 1}
 _LARGEST_SIZE = 2**24
 
@@ -27,10 +26,10 @@ _KINDS: Mapping[str, tuple[type, str]] = {
 
 
 def check_kinds(hf_config: Mapping[str, Any]) -> None:
-    """Settings that are texts, lists or objects are that, or null.
+    """Check that texts, lists and objects have their type, or are null.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: names the setting and its value.
     """
     for name, (kind, words) in _KINDS.items():
         value = hf_config.get(name)
@@ -41,14 +40,14 @@ def check_kinds(hf_config: Mapping[str, Any]) -> None:
 
 
 def check_sizes(values: Mapping[str, Any], settings: Mapping[str, str]) -> None:
-    """Sizes are whole numbers above 0.
+    """Check that sizes are whole numbers above 0.
 
     Args:
         values: contents of config.json.
-        settings: what a size is for us -> the setting that has it; those that are absent pass.
+        settings: our size -> the setting that has it; missing settings pass.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: names the setting and its value.
     """
     for ours, name in settings.items():
         if name not in values:
@@ -59,10 +58,10 @@ def check_sizes(values: Mapping[str, Any], settings: Mapping[str, str]) -> None:
 
 
 def check_numbers(values: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Numbers are finite and above 0, those that are there.
+    """Check that the numbers that are present are finite and above 0.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: names the setting and its value.
     """
     for name in names:
         if name in values:
@@ -70,10 +69,10 @@ def check_numbers(values: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def number(name: str, value: Any, *, least: float = 0.0) -> float:
-    """A finite number above `least`.
+    """Return a finite number above `least`.
 
     Raises:
-        ValueError: it is not; naming the setting and its value.
+        ValueError: it is none; names the setting and its value.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value <= least:
@@ -82,10 +81,10 @@ def number(name: str, value: Any, *, least: float = 0.0) -> float:
 
 
 def check_flags(values: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Settings that are yes or no are true or false.
+    """Check that booleans are true or false.
 
     Raises:
-        ValueError: naming the setting and its value.
+        ValueError: names the setting and its value.
     """
     for name in names:
         if name in values and not isinstance(values[name], bool):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Families of Hugging Face models: one record each, all in `FAMILIES`.
 
-A record says how a family's config.json and its tensors are named, which settings it has and what
-all its models share. To add a family, write its record here; nothing else asks which family a
-model is of. It reads no file and holds no array. The invariant it owns: every element of every leaf
-of `transformer.init_params` belongs to exactly one tensor.
+A record has the names of a family's settings in config.json and of its tensors, and the properties
+that all its models share. To add a family, write its record here; no other code depends on the
+family. Invariant: every element of every leaf of `transformer.init_params` belongs to exactly one
+tensor.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from tba_jax.models.hf.tensors import HFTensor, conv1d, linear, plain, split_vec
 from tba_jax.models.transformer import TransformerConfig
 
 Table = Callable[[TransformerConfig, int | None], dict[str, HFTensor]]
-"""Name -> tensor of one layer, or (layer None) of what lies outside the layers."""
+"""Name -> tensor of one layer, or (layer None) of the parts outside the layers."""
 
 
 class Rotary(NamedTuple):
-    """How a family's config.json names its rotary settings, beside `rope_parameters`.
+    """Names of a family's rotary settings in config.json, besides `rope_parameters`.
 
     Attributes:
         theta: setting of the base of the frequencies.
-        fraction: setting of the share of a head that is rotated.
-        default_fraction: that share where nothing says it.
+        fraction: setting of the rotated share of a head.
+        default_fraction: that share if the setting is missing.
         may_be_partial: whether it may be less than 1.
     """
 
@@ -37,22 +37,21 @@ class Rotary(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """A family of models as transformers has it.
+    """A family of models in transformers.
 
     Attributes:
         name: `model_type` in config.json.
         classes: architectures of a language model, and of a classifier or reward model.
-        keys: field of TransformerConfig -> the setting of config.json that holds it. Two fields
-            may share a setting; then the family has both or neither.
-        traits: fields of TransformerConfig that all models of the family have in common.
+        keys: field of TransformerConfig -> its setting in config.json. Two fields may share a
+            setting; then the family has both or neither.
+        traits: fields of TransformerConfig with a fixed value in the family.
         tensors: names and layouts of its tensors, below `prefix`.
-        defaults: transformers' own values of settings that config.json leaves out.
-        covered: settings of which only these values are implemented; None: only where it is
-            absent or null.
+        defaults: defaults of transformers for missing settings.
+        covered: settings with their only supported value; None: must be missing or null.
         rotary: names of the rotary settings; None: positions are a learned table.
-        mlp_ratio: width of the MLP over that of the model, where config.json may leave it out.
-        prefix: of the trunk's tensors.
-        layers: what stands before the number of a layer.
+        mlp_ratio: default width of the MLP relative to the model's.
+        prefix: prefix of the trunk's tensors.
+        layers: name before the number of a layer.
         heads: names of the output matrix; the first is written, all are read.
     """
 
@@ -70,14 +69,14 @@ class Family:
     heads: tuple[str, ...] = ("lm_head.weight",)
 
 
-# Constants that old checkpoints carry: rotary frequencies and causal masks.
+# Constants in old checkpoints: rotary frequencies and causal masks.
 _BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attention|attn)\.(bias|masked_bias))$")
 _QKV = ("q", "k", "v")
 _QKV_BIAS = ("q_bias", "k_bias", "v_bias")
 
 
 def tensors(config: TransformerConfig) -> dict[str, HFTensor]:
-    """Every tensor that a checkpoint of this architecture must have, by its usual name."""
+    """Return every tensor of a checkpoint of this architecture, by its usual name."""
     family = FAMILIES[config.family]
     out = {family.prefix + name: tensor for name, tensor in family.tensors(config, None).items()}
     d, v = config.hidden_size, config.vocab_size
@@ -92,7 +91,7 @@ def tensors(config: TransformerConfig) -> dict[str, HFTensor]:
 
 
 def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
-    """Other names under which checkpoints hold the tensor that `tensors` calls `name`.
+    """Return other names of a tensor in checkpoints.
 
     Files saved from the bare trunk lack its prefix; so does GPT-2 itself on the hub.
     """
@@ -103,9 +102,9 @@ def aliases(name: str, config: TransformerConfig) -> tuple[str, ...]:
 
 
 def is_spare(name: str, config: TransformerConfig) -> bool:
-    """Whether a tensor that `tensors` does not list may be there, because it is no parameter.
+    """Return whether a tensor that `tensors` does not list may be present, as it is no parameter.
 
-    Such are buffers of old checkpoints and the copy of a tied embedding.
+    Such tensors are buffers of old checkpoints and the copy of a tied embedding.
     """
     has_copy = config.tie_embeddings and not config.num_labels
     is_copy = has_copy and name in FAMILIES[config.family].heads
@@ -160,7 +159,7 @@ def _gpt_neox(config: TransformerConfig, layer: int | None) -> dict[str, HFTenso
     out = {
         "input_layernorm.weight": plain("attn_norm", i, (d,)),
         "input_layernorm.bias": plain("attn_norm_bias", i, (d,)),
-        # Query, key and value lie side by side within each head.
+        # Query, key and value are adjacent within each head.
         "attention.query_key_value.weight": HFTensor(
             (3 * h * e, d), i, _QKV, (h, 3, e, d), (1, 3, 0, 2)
         ),

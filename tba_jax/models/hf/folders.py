@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Model folders: where one is, and the contents of its config.json.
+"""Model folders: their location, and the contents of config.json.
 
-It knows paths, the hub and the models that come with the package; it reads no weights, and imports
-neither jax nor transformers.
+Covers paths, the hub and the models that come with the package; reads no weights.
 """
 
 import json
@@ -10,12 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-EMBEDDED = "embedded:"  # before the name of a model that comes with the package
+EMBEDDED = "embedded:"  # prefix of the name of a model that comes with the package
 _ASSETS = Path(__file__).parents[2] / "assets"
 
 
 def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Contents of config.json of a model folder."""
+    """Return the contents of config.json of a model folder."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -26,16 +25,16 @@ def load_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Path:
-    """The folder of a model: the path itself, or a snapshot of the hub repository.
+    """Return the folder of a model: the path itself, or a snapshot of the hub repository.
 
     `embedded:NAME` is the model of that name that comes with the package.
 
     Args:
-        path_or_hub_id: which.
-        with_weights: a snapshot has weights, too.
+        path_or_hub_id: folder, hub ID or embedded:NAME.
+        with_weights: also download the weights of a snapshot.
 
     Raises:
-        ValueError: neither a folder nor a repository that can be fetched or is cached.
+        ValueError: neither a folder nor a repository that can be downloaded or is cached.
     """
     if str(path_or_hub_id).startswith(EMBEDDED):
         return _embedded(str(path_or_hub_id).removeprefix(EMBEDDED))
@@ -49,7 +48,7 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True
             f"model path {name!r} is not a folder. Give a folder with config.json and "
             "*.safetensors, or a Hugging Face hub id such as Qwen/Qwen2.5-0.5B"
         )
-    # Imported here: a run on a local folder needs neither the package nor its import time.
+    # Imported here, because a run on a local folder does not need the package.
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
@@ -82,14 +81,14 @@ def _embedded(name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object of a file of a model folder.
+    """Return the JSON object of a file of a model folder.
 
     Raises:
-        ValueError: damaged, or no object.
+        ValueError: the file is damaged, or has no object.
     """
     try:
         contents = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"{path}: not valid JSON: {error}. Download the file again") from error
     if not isinstance(contents, dict):
         raise ValueError(f"{path}: holds no JSON object. Download the file again")

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of Hugging Face model folders in and out: safetensors, single or sharded.
+"""Reading and writing of weights in Hugging Face model folders: safetensors, single or sharded.
 
-Tensors stream in the order of the files, each to the devices that hold a part of it, and out
-again one at a time, so that beside the parameters themselves hardly any memory is needed. It does
-not know architectures (`families` names their tensors), reads no pickle and runs no code of a
-checkpoint. The invariant it owns: what is read and saved again is the same, bit for bit.
+Tensors stream from the files to the devices that hold a part of them, and back one at a time, so
+that little memory is needed besides the parameters. It reads no pickle and runs no code of a
+checkpoint. Invariant: weights that are read and saved again are unchanged, bit for bit.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from tba_jax.models.hf import families, folders, safetensors_file
 from tba_jax.models.hf.folders import read_json
 from tba_jax.models.hf.safetensors_file import Entry
 from tba_jax.models.hf.tensors import HFTensor
-from tba_jax.models.placing import Filling, NonFiniteWeights
+from tba_jax.models.shard_writer import NonFiniteWeights, ShardWriter
 from tba_jax.models.transformer import Params, TransformerConfig
 
 TOKENIZER_FILES = (
@@ -42,9 +41,9 @@ TOKENIZER_FILES = (
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _UNFINISHED = ".unfinished"
-_SHOWN_NAMES = 20  # of tensors that do not fit, of each kind
-_SAMPLED_VALUES = 1024  # of a tensor's start and middle, for the fingerprint
-_MAX_FILE_BYTES = 5 * 10**9  # more is written as several files, as the hub wants it
+_SHOWN_NAMES = 20  # maximum number of listed tensors per kind of problem
+_SAMPLED_VALUES = 1024  # values of a tensor's start and middle in the fingerprint
+_MAX_FILE_BYTES = 5 * 10**9  # larger weights are split into several files, as the hub requires
 
 
 def read(
@@ -57,29 +56,29 @@ def read(
     aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
     is_spare: Callable[[str], bool] = lambda name: False,
 ) -> Params:
-    """The parameters of a folder, whatever their architecture.
+    """Return the parameters in a folder, for any architecture.
 
-    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks
-    of `placing.BLOCK_BYTES` for each of them, whatever the size of the model and its tensors.
+    Each process reads what its own devices hold. Host memory beyond the parameters is two blocks of
+    `shard_writer.BLOCK_BYTES` per device, whatever the size of the model and its tensors.
 
     Args:
-        folder: holds safetensors.
-        tensors: what must be there, by name.
-        abstract: the tree to fill, with the leaves of layers under "layers"; their dtypes are those
-            of storage, to which the checkpoint's are converted.
-        shardings: tree of shardings, one per leaf, to place the parameters; None: default device.
-        family: how errors call the architecture.
+        folder: folder with safetensors.
+        tensors: required tensors, by name.
+        abstract: the tree to fill, with the leaves of layers under "layers"; its dtypes are storage
+            dtypes, to which the checkpoint is converted.
+        shardings: tree of shardings, one per leaf; None: default device.
+        family: name of the architecture in errors.
         aliases: other names of a tensor.
-        is_spare: whether a tensor that is not in `tensors` may be there.
+        is_spare: whether a tensor that is not in `tensors` may be present.
 
     Raises:
-        ValueError: pickled weights, a file that is damaged, tensors that are missing, unexpected or
-            misshaped (all named in one message), or values that are not finite.
+        ValueError: pickled weights, a damaged file, missing, unexpected or misshaped tensors (all
+            named in one message), or values that are not finite.
     """
     sources = _sources(folder, tensors, family, aliases, is_spare)
 
-    def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Filling:
-        return Filling(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
+    def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> ShardWriter:
+        return ShardWriter(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
 
     leaves = jax.tree_util.tree_map_with_path(
         filling, abstract, *([] if shardings is None else [shardings])
@@ -96,8 +95,8 @@ def read(
                 tree[leaf].put(array, layer)
             except NonFiniteWeights as error:
                 raise ValueError(
-                    f"{entry.path}: {error}. Download the file again, or take weights from before "
-                    "they were spoilt"
+                    f"{entry.path}: {error}. Download the file again, or use an earlier checkpoint "
+                    "of these weights"
                 ) from error
     return jax.tree.map(lambda leaf: leaf.finish(), leaves)
 
@@ -109,13 +108,13 @@ def save(
     hf_config: Mapping[str, Any],
     tokenizer_files_from: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write config.json and safetensors, which transformers loads as they are.
+    """Write config.json and safetensors that transformers can load.
 
-    A reader sees the old weights, the new ones, or (while several files are replaced) none. Under
-    several processes all of them call it and process 0 writes.
+    Readers see the old weights, the new ones, or (while several files are replaced) none. With
+    several processes, all must call it, and process 0 writes.
 
     Args:
-        folder: made when absent; weights in it are replaced.
+        folder: created if missing; its weights are replaced.
         config: the architecture.
         params: parameters in our layout, on any devices; gathered one tensor at a time.
         hf_config: contents for config.json (a source's, or `config_json.hf_config`); its dtype is
@@ -128,7 +127,7 @@ def save(
     if jax.process_index() != 0:
         for header in headers.values():
             for _ in _arrays(header, tensors, params):
-                pass  # gathering takes every process
+                pass  # gathering needs every process
         return
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -150,13 +149,13 @@ def save(
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """A name for the weights of a folder, whatever files they are divided into.
+    """Return an identifier of the weights in a folder, whatever files they are divided into.
 
-    Made of names, dtypes and shapes of all tensors, and of some of the values of each: weights
-    that were trained further have another one, and reading it takes moments for any model.
+    A hash of names, dtypes and shapes of all tensors, and of some values of each: weights that were
+    trained further have another fingerprint, and computing it is fast for any model.
 
     Raises:
-        ValueError: no weights there, or a file that is damaged.
+        ValueError: no weights, or a damaged file.
     """
     digest = hashlib.sha256()
     entries, _ = _entries(Path(folder))
@@ -164,7 +163,7 @@ def fingerprint(folder: str | os.PathLike[str]) -> str:
         mapped = safetensors_file.map_file(entry.path)
         if entry.dtype in safetensors_file.DTYPES:
             values = safetensors_file.view(mapped, entry).reshape(-1)
-        else:  # a mask, say, which loading passes over or refuses
+        else:  # for example a mask, which loading ignores or refuses
             values = mapped[entry.start : entry.start + entry.num_bytes]
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode())
         middle = values.size // 2
@@ -180,10 +179,10 @@ def _sources(
     aliases: Callable[[str], tuple[str, ...]],
     is_spare: Callable[[str], bool],
 ) -> list[tuple[Entry, HFTensor]]:
-    """Where each tensor of the architecture lies.
+    """Return the file entry of each tensor of the architecture.
 
     Raises:
-        ValueError: naming every disagreement between the files and the architecture.
+        ValueError: names every disagreement between the files and the architecture.
     """
     found, lost = _entries(folder)
     missing, misshaped, unreadable, out = [], [], [], []
@@ -222,13 +221,13 @@ def _sources(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """The first of them, and how many there are beside."""
+    """Return the first names, and the number of the others."""
     more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
     return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
-    """(tensors of the folder by name, those its index names in vain with their file)."""
+    """Return (tensors of the folder by name, {missing tensor that the index lists: its file})."""
     if not (folder / _INDEX).is_file():
         if (folder / _SINGLE).is_file():
             return safetensors_file.entries(folder / _SINGLE), {}
@@ -243,10 +242,10 @@ def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     absent = sorted({f for f in files.values() if not (folder / f).is_file()})
     if absent:
         raise ValueError(
-            f"{folder}: {_INDEX} names {', '.join(absent)}, absent. Download the missing shards"
+            f"{folder}: {_INDEX} lists missing files: {', '.join(absent)}. Download them"
         )
     in_file = {f: safetensors_file.entries(folder / f) for f in sorted(set(files.values()))}
-    # What the index leaves out is there all the same, and so reported or used.
+    # Tensors that the index omits are also found, and so reported or used.
     found = {name: entry for tensors in in_file.values() for name, entry in tensors.items()}
     found |= {name: in_file[f][name] for name, f in files.items() if name in in_file[f]}
     lost = {name: f"{name} ({f})" for name, f in files.items() if name not in in_file[f]}
@@ -254,7 +253,7 @@ def _entries(folder: Path) -> tuple[dict[str, Entry], dict[str, str]]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, from an index."""
+    """Return the file of each tensor, from an index."""
     files = read_json(path).get("weight_map")
     is_map = isinstance(files, dict) and all(
         isinstance(f, str) and f == Path(f).name for f in files.values()
@@ -270,7 +269,7 @@ def _read_index(path: Path) -> dict[str, str]:
 def _headers(
     tensors: Mapping[str, HFTensor], params: Params
 ) -> dict[str, dict[str, tuple[np.dtype, tuple[int, ...]]]]:
-    """File name -> dtype and shape of each tensor to write into it, in the order of writing."""
+    """Return file name -> dtype and shape of each tensor to write into it, in writing order."""
     files: list[dict[str, tuple[np.dtype, tuple[int, ...]]]] = [{}]
     file_bytes = 0
     for name, tensor in tensors.items():
@@ -282,7 +281,7 @@ def _headers(
             file_bytes = 0
         files[-1][name] = (dtype, tensor.shape)
         file_bytes += num_bytes
-    # Wide dtypes first, so that every tensor is aligned.
+    # Wide dtypes first, for alignment of every tensor.
     files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
     if len(files) == 1:
         return {_SINGLE: files[0]}
@@ -292,7 +291,7 @@ def _headers(
 def _arrays(
     names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
 ) -> Iterator[np.ndarray]:
-    """The tensors of these names on the host, one at a time."""
+    """Yield the tensors of these names on the host, one at a time."""
     for tensor in (tensors[name] for name in names):
         arrays = []
         for name in tensor.leaves:
@@ -316,10 +315,10 @@ def _on_host(x: Array | np.ndarray) -> np.ndarray:
 
 
 def _publish(folder: Path, headers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give complete files their names and remove those of an earlier save."""
+    """Rename complete files to their final names and remove those of an earlier save."""
     index = folder / _INDEX
     old = set(_read_index(index).values()) if index.is_file() else set()
-    # Without an index, several files are no model: a reader never mixes old and new ones.
+    # Without an index, several files are no model, so readers never mix old and new files.
     index.unlink(missing_ok=True)
     if len(headers) > 1:
         (folder / _SINGLE).unlink(missing_ok=True)

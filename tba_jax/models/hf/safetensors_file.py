@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One safetensors file: its header checked, its tensors mapped, or a new one written as a stream.
+"""One safetensors file: check of its header, memory-mapped tensors, and streamed writing.
 
-The library checks a file but copies every tensor it reads and wants all of them at once to write;
-here tensors are views of the mapped file, whose pages the system can drop, and are written one
-after the other. The invariant it owns: a header that was accepted describes bytes that are there.
+The library copies every tensor that it reads, and needs all of them at once for writing. Here
+tensors are views of the mapped file, whose pages the system can drop, and are written one by one.
+Invariant: an accepted header describes bytes that exist.
 """
 
 import json
@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-# What a parameter may be stored in. Integers and eight-bit floats come with scales in other
-# tensors, so that reading them as values would be wrong.
+# Storage dtypes of parameters. Integers and 8-bit floats have scales in other tensors, so their
+# values alone would be wrong.
 DTYPES: Mapping[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -30,11 +30,11 @@ _LENGTH_BYTES = 8
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a file.
+    """Location of a tensor in a file.
 
     Attributes:
         path: the file.
-        dtype: its code in the file; `DTYPES` has those that can be read.
+        dtype: its code in the file; `DTYPES` has the readable ones.
         shape: its shape.
         start: first byte, counted from the start of the file.
         num_bytes: length.
@@ -48,14 +48,14 @@ class Entry(NamedTuple):
 
 
 def entries(path: Path) -> dict[str, Entry]:
-    """The tensors of a file, by name.
+    """Return the tensors of a file, by name.
 
     Raises:
         ValueError: the file is truncated or is not in the format.
     """
     try:
         with safe_open(path, framework="np"):
-            pass  # opening compares the header with itself and with the size of the file
+            pass  # opening checks the header against itself and the file's size
     except SafetensorError as error:
         raise ValueError(
             f"{path}: not a complete safetensors file ({error}). Download it again"
@@ -73,12 +73,12 @@ def entries(path: Path) -> dict[str, Entry]:
 
 
 def map_file(path: Path) -> np.ndarray:
-    """The bytes of a file, read when they are touched."""
+    """Return the bytes of a file, read from disk on access."""
     return np.asarray(np.memmap(path, np.uint8, mode="r"))
 
 
 def view(mapped: np.ndarray, entry: Entry) -> np.ndarray:
-    """A tensor of a mapped file; nothing is copied."""
+    """Return a tensor of a mapped file, without a copy."""
     data = mapped[entry.start : entry.start + entry.num_bytes]
     return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
 
@@ -88,13 +88,13 @@ def write(
     header: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
     arrays: Iterable[np.ndarray],
 ) -> None:
-    """Write a file; no more than one array is held at a time.
+    """Write a file; at most one array is in memory at a time.
 
     Args:
         path: file to write, overwritten.
-        header: dtype and shape by name. Dtypes should not grow in size along the file, or tensors
-            lie at odd addresses.
-        arrays: one for each name, in the same order.
+        header: dtype and shape by name. Dtype sizes should not grow along the file, so that
+            tensors are aligned.
+        arrays: one per name, in the same order.
 
     Raises:
         ValueError: a dtype that `DTYPES` lacks.
@@ -104,13 +104,13 @@ def write(
     for name, (dtype, shape) in header.items():
         if dtype not in _CODES:
             raise ValueError(
-                f"{name} is {dtype}, which is not written to safetensors files here. Convert the "
-                f"parameters to one of {', '.join(str(x) for x in _CODES)}"
+                f"{name} has dtype {dtype}, which is not supported in safetensors files here. "
+                f"Convert the parameters to one of {', '.join(str(x) for x in _CODES)}"
             )
         start, end = end, end + math.prod(shape) * dtype.itemsize
         fields[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _LENGTH_BYTES)  # the data begin at a multiple of eight bytes
+    text += b" " * (-len(text) % _LENGTH_BYTES)  # align the data to eight bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little"))
         file.write(text)

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an objective is: a value that makes a loss of groups of responses.
+"""Interface of an objective: a frozen value that computes a loss from groups of responses.
 
-Arrays in, a scalar and metrics out. An objective does not know where log-probs come from, how rows
-are padded or packed, or that a batch is worked on in parts. Three invariants stand here: nothing is
-averaged across prompts before log Z is taken, every mean is over the whole batch, and a response
-with a weight counts as so many responses.
+Arrays in, a scalar and metrics out. Invariants: nothing is averaged across prompts before log Z is
+computed, every mean is over the whole batch, and a response of weight w counts as w responses.
 """
 
 import abc
@@ -15,17 +13,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-# What `balance_metrics` says, of whole groups.
+# Names of the metrics of `balance_metrics`, which need whole groups.
 BALANCE = ("tb_loss", "log_z", "residual_std")
 
 
 class Totals(NamedTuple):
-    """What a whole batch holds; all scalars, float32.
+    """Totals of a whole batch; float32 scalars.
 
     Attributes:
         prompts: p.
         responses: sum of the weights.
-        tokens: those that count, each with the weight of its response.
+        tokens: counted tokens, each with the weight of its response.
     """
 
     prompts: Float[Array, ""]
@@ -34,35 +32,33 @@ class Totals(NamedTuple):
 
 
 class GroupData(NamedTuple):
-    """Up to K distinct responses to each of p prompts: a batch, or whole groups, a part of it.
+    """Up to K distinct responses to each of p prompts: a batch, or some whole groups of it.
 
-    A response counts `weight` times, K in all for a prompt: a loss is what it would be of K rows
-    with repeats. Places of no response, and all of prompts in other parts, are 0 and have no
-    weight; a prompt without weights must give a loss of 0 and finite gradients, which the means
-    here see to. Token arrays are 0 at padding. Gradients flow through both forms of the policy's
-    log-probs.
+    A response counts `weight` times, K in all for a prompt: the loss equals that of K rows with
+    repeats. Empty slots, and prompts in other parts of the batch, are 0 with weight 0. A prompt
+    without weights must give a loss of 0 and finite gradients; the means below ensure that. Token
+    arrays are 0 at padding. Gradients flow through both forms of the policy's log-probs.
 
     Attributes:
-        policy_logprob: [p k], log pi(y|x), summed over the tokens that count.
+        policy_logprob: [p k], log pi(y|x), sum over the counted tokens.
         policy_token_logprobs: [p k t].
-        behavior_token_logprobs: [p k t], of the distribution actually sampled from.
-        reference_logprob: [p k], log pi_ref(y|x), summed.
+        behavior_token_logprobs: [p k t], log-probs of the distribution that was sampled from.
+        reference_logprob: [p k], log pi_ref(y|x), sum.
         reference_token_logprobs: [p k t]; None unless the trainer scores the reference.
-        mask: [p k t], the tokens that count.
+        mask: [p k t], the counted tokens.
         reward: [p k], raw, not divided by beta.
-        weight: [p k], how often each response was drawn; 0: there is none.
+        weight: [p k], number of draws of each response; 0: empty slot.
         length: [p k], tokens of each response.
         staleness: [p k], optimiser steps between the version that drew it and the trained one; 0
-            where no version did.
+            for responses of no version.
         log_z: [p], learned; None without that head.
-        totals: of the whole batch.
-        token_values: [p k t], learned, of the state before each token; None without that head.
-        start_values: [p k t], the same of the policy that the step began with; None where a step
-            is one update, so that these are `token_values`.
-        token_advantages: [p k t], that came with the responses; None unless the objective reads
-            them.
-        soft_value: [p k], of the prompt, by what the policy at the start drew for it, in units of
-            the reward; nan where it drew nothing. None unless the objective reads it.
+        totals: totals of the whole batch.
+        token_values: [p k t], learned value of the state before each token; None without a head.
+        start_values: [p k t], `token_values` under the policy at the start of the step; None if a
+            step makes one update, because both are then equal.
+        token_advantages: [p k t], computed by the searcher; None unless the objective reads them.
+        soft_value: [p k], soft value of the prompt from responses of the start policy, in units of
+            the reward; nan without such responses. None unless the objective reads it.
     """
 
     policy_logprob: Float[Array, "p k"]
@@ -84,28 +80,28 @@ class GroupData(NamedTuple):
 
     @property
     def num_drawn(self) -> Float[Array, " p"]:
-        """K of each prompt, the sum of its weights; 0 for one of another part."""
+        """K of each prompt, the sum of its weights; 0 for prompts in other parts."""
         return jnp.sum(self.weight, axis=1)
 
     def mean_over_group(self, x: Float[Array, "p k"]) -> Float[Array, " p"]:
-        """The mean of each group, each response with its weight; 0 for one of another part."""
+        """Return the weighted mean of each group; 0 for prompts in other parts."""
         return jnp.sum(x * self.weight, axis=1) / jnp.maximum(self.num_drawn, 1)
 
     def mean_over_prompts(self, x: Float[Array, " p"]) -> Float[Array, ""]:
-        """The part of the whole batch's mean that is of these prompts; parts add up."""
+        """Return these prompts' contribution to the mean over the batch; contributions add up."""
         return jnp.sum(jnp.where(self.num_drawn > 0, x, 0)) / self.totals.prompts
 
     def mean_over_responses(self, x: Float[Array, "p k"]) -> Float[Array, ""]:
-        """The same over responses, each with its weight."""
+        """Return the contribution to the weighted mean over the batch's responses."""
         return jnp.sum(x * self.weight) / self.totals.responses
 
     def mean_over_tokens(self, x: Float[Array, "p k t"]) -> Float[Array, ""]:
-        """The same over the tokens that count, each with the weight of its response."""
+        """Return the contribution to the mean over the batch's counted tokens, weighted."""
         return jnp.sum(jnp.where(self.mask, x, 0) * self.weight[..., None]) / self.totals.tokens
 
 
 class Loss(NamedTuple):
-    """A scalar to minimise and what is worth logging about it.
+    """A scalar to minimise, and metrics to log.
 
     Attributes:
         loss: float32 scalar; gradients flow through the policy's log-probs and a learned log Z.
@@ -117,22 +113,22 @@ class Loss(NamedTuple):
 
 
 class Objective(abc.ABC):
-    """A frozen, hashable value. Means are `GroupData`'s, so that losses of parts add up.
+    """A frozen, hashable value. Means use `GroupData`'s methods, so that partial losses add up.
 
     Attributes:
-        needs_behavior: it assumes something of the sampler (that it is the current policy, or that
-            its log-probs are those of one policy), so responses that several versions or none of
-            the run's policies drew are refused.
-        needs_token_reference: it reads the reference token by token; only a reference that the
-            trainer scores is known so.
-        beta_is: positive: it divides by beta; any: 0 leaves the reference out; unused.
-        needs_soft_value: it reads what the buffer keeps of each prompt.
-        needs_advantages: it reads those that come with responses.
-        epochs, minibatches: passes over a batch, and updates of a pass. Only an objective that
-            bounds ratios to the sampler, and whose loss is a mean of tokens that needs no whole
-            group, declares them as settings.
-        log_z_layers, log_z_rate: of a learned log Z or of learned values.
-        value_temperature: of the soft value that it reads, in units of the reward; 0: beta.
+        needs_behavior: the objective assumes that the sampler is the current policy, or that its
+            log-probs come from one policy. Responses of several versions, or of no version of the
+            run's policy, are then refused.
+        needs_token_reference: the objective reads the reference token by token, which requires
+            that the trainer scores the reference.
+        beta_is: positive: the objective divides by beta; any: 0 drops the reference; unused.
+        needs_soft_value: the objective reads the soft value of each prompt from the buffer.
+        needs_advantages: the objective reads advantages that the searcher computed.
+        epochs, minibatches: passes over a batch, and updates per pass. Only objectives that bound
+            ratios to the sampler, and whose loss is a mean over tokens without need of whole
+            groups, declare them as settings.
+        log_z_layers, log_z_rate: layers and relative learning rate of the head.
+        value_temperature: temperature of the soft value, in units of the reward; 0: beta.
     """
 
     needs_behavior: ClassVar[Any]
@@ -149,22 +145,22 @@ class Objective(abc.ABC):
     def __init_subclass__(cls) -> None:
         if not hasattr(cls, "needs_behavior"):
             raise TypeError(
-                f"objective {cls.__name__} does not say needs_behavior: True if it assumes "
-                "something of the sampler, False if any sampler will do"
+                f"objective {cls.__name__} lacks needs_behavior. Set it to True if the objective "
+                "assumes something of the sampler, to False if it accepts any sampler"
             )
 
     @property
     def heads(self) -> tuple[Literal["log_z", "value"], ...]:
-        """What is learned beside the policy; one of them at most."""
+        """Learned heads of the objective; at most one."""
         return ()
 
     @property
     def num_updates(self) -> int:
-        """Optimiser updates of one batch."""
+        """Optimiser updates per batch."""
         return self.epochs * self.minibatches
 
-    def check(self, shared: Any) -> None:  # noqa: B027  (most objectives have no such rule)
-        """Refuse settings of this objective that make no sense together.
+    def check(self, shared: Any) -> None:  # noqa: B027  (most objectives have no rule)
+        """Refuse contradictory settings of this objective.
 
         Args:
             shared: settings that every objective has, `ObjectiveSettings`.
@@ -175,11 +171,11 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        """The loss.
+        """Return the loss.
 
         Args:
             data: the groups.
-            beta: KL coefficient, > 0, or at least 0 where `beta_is` says so; the target is
+            beta: KL coefficient; > 0, or >= 0 if `beta_is` permits 0. The target is
                 pi_ref exp(r / beta).
         """
 
@@ -191,11 +187,11 @@ def summed(
     log_z: Float[Array, " p"] | None = None,
     weight: Float[Array, "p k"] | None = None,
 ) -> GroupData:
-    """A batch of which only sums are known: responses of one token, drawn by the policy itself.
+    """Return groups of which only sums are known: one-token responses drawn by the policy itself.
 
     Args:
         policy_logprob, reference_logprob, reward, log_z: as in `GroupData`.
-        weight: the same; None: each was drawn once.
+        weight: as in `GroupData`; None: each response was drawn once.
     """
     p, k = reward.shape
     weight = jnp.ones((p, k), policy_logprob.dtype) if weight is None else weight
@@ -223,7 +219,7 @@ def tb_residual(
     *,
     beta: Float[Array, ""] | float,
 ) -> Float[Array, "p k"]:
-    """Trajectory-balance residual of each response, up to log Z(x).
+    """Return the trajectory-balance residual of each response, up to log Z(x).
 
     residual = log pi(y|x) - log pi_ref(y|x) - r(x, y) / beta
 
@@ -246,10 +242,10 @@ def tb_residual(
 
 
 def vargrad_log_z(data: GroupData, residual: Float[Array, "p k"]) -> Float[Array, " p"]:
-    """VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
+    """Return the VarGrad estimate of log Z(x): minus the mean residual of the prompt's own group.
 
     log_z(x) = -(1/K) sum_j weight_j residual(x, y_j), gradient stopped. Stopping the gradient
-    changes nothing as the centred residuals of a group sum to zero; it states the intent.
+    does not change it, because centred residuals of a group sum to zero; it states the intent.
 
     References:
         TBA, arXiv:2503.18929, eq. 4; log-partition-variance form, arXiv:2302.05446.
@@ -260,7 +256,7 @@ def vargrad_log_z(data: GroupData, residual: Float[Array, "p k"]) -> Float[Array
 def balance_metrics(
     data: GroupData, residual: Float[Array, "p k"], log_z: Float[Array, " p"]
 ) -> dict[str, Float[Array, ""]]:
-    """How far from balance the policy is, whatever is minimised; gradient stopped.
+    """Return metrics of the distance from balance, for any objective; gradient stopped.
 
     tb_loss is the mean of (residual + log_z)^2, residual_std its root, log_z the mean estimate.
     """

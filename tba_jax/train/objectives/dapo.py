@@ -19,11 +19,11 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Dapo(Objective):
-    """GRPO whose clip is wider above, whose mean is over all tokens of the batch, without a KL.
+    """GRPO with a wider upper clip and a mean over all tokens of the batch, without a KL.
 
     loss = -(1 / sum |y_j|) sum_j w_j sum_t min(rho A_j, clip(rho, 1 - low, 1 + high) A_j)
 
-    Its dynamic sampling is the buffer's: `replay.equal_rewards=redraw`.
+    DAPO's dynamic sampling is a setting of the buffer: `replay.equal_rewards=redraw`.
 
     References:
         DAPO, arXiv:2503.14476, eq. 8.

@@ -20,13 +20,13 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class DrGrpo(Objective):
-    """Clipped ratios of tokens and centred rewards; neither deviation nor length divides.
+    """Clipped token ratios and centred rewards, without division by deviation or length.
 
     A_j = r_j - mean
     loss = -(1 / (p K)) sum_j w_j sum_t min(rho A_j, clip(rho) A_j),  rho = pi / mu of a token
 
-    The paper divides by a constant, the longest length that may be generated; here it is 1, so that
-    gradients are in units of the reward as RLOO's. There is no KL.
+    The paper divides by a constant, the maximum response length; here it is 1, so that gradients
+    are in units of the reward, as in RLOO. There is no KL.
 
     References:
         Understanding R1-Zero-like training, arXiv:2503.20783.

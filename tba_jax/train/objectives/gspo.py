@@ -20,13 +20,13 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Gspo(Objective):
-    """GRPO with one ratio a response, the geometric mean of its tokens'.
+    """GRPO with one ratio per response, the geometric mean of its token ratios.
 
     s_j = (pi(y_j) / mu(y_j))^(1 / |y_j|)
     loss = -(1 / (p K)) sum_j w_j min(s_j A_j, clip(s_j, 1 - low, 1 + high) A_j)
 
     References:
-        GSPO, arXiv:2507.18071, eq. 5 to 7; its clips are those of section 5.1.
+        GSPO, arXiv:2507.18071, eq. 5 to 7; clips of section 5.1.
     """
 
     clip_low: float = field(3e-4, "how far a ratio may fall below 1 before it is clipped", above=0)

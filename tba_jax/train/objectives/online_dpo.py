@@ -19,13 +19,13 @@ from tba_jax.train.objectives.base import (
 
 @dataclasses.dataclass(frozen=True)
 class OnlineDpo(Objective):
-    """Online DPO: the group's best response by reward is preferred to its worst.
+    """Online DPO: prefers the group's best response by reward to its worst.
 
     loss = -(1 / p) sum_i log sigmoid(beta (h_best - h_worst)),  h = log pi - log pi_ref
 
-    A group whose rewards are all equal prefers nothing and contributes 0. Only the order of the
-    rewards matters; responses between the best and the worst are not used. Beta is the strength of
-    the pull to the reference.
+    A group with equal rewards has no preference and contributes 0. Only the order of the rewards
+    matters; responses between the best and the worst are not used. Beta is the strength of the
+    regularisation towards the reference.
 
     References:
         Direct alignment from online feedback, Guo et al., arXiv:2402.04792; a baseline in TBA,

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What several objectives are made of: advantages, ratios to the sampler, clipped gains.
+"""Functions that several objectives share: advantages, ratios to the sampler, clipped gains.
 
-Functions of `GroupData` alone; which objective uses them is not known here. The invariant they own
-is that of `base`: a response with a weight counts as so many responses, of which K are a group.
+Invariant: a response of weight w counts as w responses; K responses form a group.
 """
 
 import jax
@@ -17,14 +16,14 @@ from tba_jax.train.objectives.base import (
     vargrad_log_z,
 )
 
-# Of TRL, added to the deviation of a group's rewards.
+# Added to the deviation of a group's rewards, as in TRL.
 STD_EPS = 1e-4
 
 
 def baseline(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, " p"]:
-    """Mean of each group, which no rounding moves out of the range of x.
+    """Return the mean of each group, clamped to the range of x against rounding.
 
-    Invariant: where all x of a group are equal the mean is exactly that number.
+    Invariant: if all x of a group are equal, the mean is exactly that number.
 
     Args:
         data: the groups.
@@ -34,14 +33,14 @@ def baseline(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, " p"]:
 
 
 def centred(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """x minus the mean of its group; exactly 0 in a group of equal x."""
+    """Return x minus the mean of its group; exactly 0 in a group of equal x."""
     return x - baseline(data, x)[:, None]
 
 
 def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """The mean of x over the other K - 1 responses, repeats of the same one among them.
+    """Return the mean of x over the other K - 1 responses, which may repeat the same response.
 
-    It is exactly x in a group of equal x, and 0 where K is 1.
+    In a group of equal x it is exactly x; for K = 1 it is 0.
     """
     k = data.num_drawn[:, None]
     total = jnp.sum(x * data.weight, axis=1, keepdims=True)
@@ -52,7 +51,7 @@ def leave_one_out(data: GroupData, x: Float[Array, "p k"]) -> Float[Array, "p k"
 def _within(
     data: GroupData, x: Float[Array, "p k"], mean: Float[Array, "p n"]
 ) -> Float[Array, "p n"]:
-    """A mean of x, bounded by the least and greatest x of its group; as it is without any x."""
+    """Return a mean of x, clamped to the minimum and maximum of its group; unclamped if empty."""
     is_drawn = data.weight > 0
     least = jnp.min(jnp.where(is_drawn, x, jnp.inf), axis=1, keepdims=True)
     greatest = jnp.max(jnp.where(is_drawn, x, -jnp.inf), axis=1, keepdims=True)
@@ -60,47 +59,47 @@ def _within(
 
 
 def group_normalised(data: GroupData, reward: Float[Array, "p k"]) -> Float[Array, "p k"]:
-    """(r - mean) / (std + 1e-4) of each group, std with K - 1 as TRL and verl take it.
+    """Return (r - mean) / (std + 1e-4) of each group, std with K - 1 as in TRL and verl.
 
-    A group whose rewards are all equal becomes exactly 0.
+    A group with equal rewards becomes exactly 0.
     """
     gap = centred(data, reward)
     k = data.num_drawn
     variance = data.mean_over_group(jnp.square(gap)) * k / jnp.maximum(k - 1, 1)
-    # The root of 0 has no gradient, and rewards need none.
+    # The square root has no gradient at 0; rewards need no gradient.
     std = jnp.sqrt(jax.lax.stop_gradient(variance))[:, None]
     return gap / (std + STD_EPS)
 
 
 def log_ratio(data: GroupData) -> Float[Array, "p k t"]:
-    """log pi - log behaviour of each token that counts, 0 elsewhere."""
+    """Return log pi - log behaviour of each counted token, 0 elsewhere."""
     return jnp.where(data.mask, data.policy_token_logprobs - data.behavior_token_logprobs, 0)
 
 
 def summed_behavior(data: GroupData) -> Float[Array, "p k"]:
-    """log behaviour(y|x) over the tokens that count."""
+    """Return log behaviour(y|x) over the counted tokens."""
     return jnp.sum(jnp.where(data.mask, data.behavior_token_logprobs, 0), axis=-1)
 
 
 def num_counted(data: GroupData) -> Float[Array, "p k"]:
-    """Tokens of each response that count; 1 where there are none, as it divides."""
+    """Return the counted tokens of each response; at least 1, because means divide by it."""
     return jnp.maximum(jnp.sum(data.mask, axis=-1), 1)
 
 
 def sum_over_tokens(data: GroupData, x: Float[Array, "p k t"]) -> Float[Array, "p k"]:
-    """Sum of the tokens that count, of each response."""
+    """Return the sum over the counted tokens of each response."""
     return jnp.sum(jnp.where(data.mask, x, 0), axis=-1)
 
 
 def mean_of_each(data: GroupData, x: Float[Array, "p k t"]) -> Float[Array, "p k"]:
-    """Mean of the tokens that count, of each response."""
+    """Return the mean over the counted tokens of each response."""
     return sum_over_tokens(data, x) / num_counted(data)
 
 
 def clipped_gain(
     ratio: Float[Array, "..."], advantage: Float[Array, "..."], low: float, high: float
 ) -> Float[Array, "..."]:
-    """min(ratio A, clip(ratio, 1 - low, 1 + high) A): what PPO maximises."""
+    """Return min(ratio A, clip(ratio, 1 - low, 1 + high) A), which PPO maximises."""
     clipped = jnp.clip(ratio, 1 - low, 1 + high)
     return jnp.minimum(ratio * advantage, clipped * advantage)
 
@@ -108,14 +107,14 @@ def clipped_gain(
 def is_clipped(
     ratio: Float[Array, "..."], advantage: Float[Array, "..."], low: float, high: float
 ) -> Float[Array, "..."]:
-    """1 where `clipped_gain` has no gradient."""
+    """Return 1 where `clipped_gain` has no gradient, else 0."""
     above = (ratio > 1 + high) & (advantage > 0)
     below = (ratio < 1 - low) & (advantage < 0)
     return (above | below).astype(ratio.dtype)
 
 
-def is_past(data: GroupData, low: float, high: float, is_of_tokens: bool) -> Float[Array, ""]:
-    """The share of tokens, or of responses, whose ratio to the sampler lies outside."""
+def share_outside(data: GroupData, low: float, high: float, is_of_tokens: bool) -> Float[Array, ""]:
+    """Return the share of tokens, or of responses, with a ratio outside [1 - low, 1 + high]."""
     ratio = log_ratio(data)
     ratio = jnp.exp(ratio if is_of_tokens else jnp.sum(ratio, axis=-1))
     past = ((ratio < low) | (ratio > high)).astype(ratio.dtype)
@@ -128,10 +127,10 @@ def generalised_advantages(
     reward: Float[Array, "p k"],
     trace: float,
 ) -> Float[Array, "p k t"]:
-    """A_t = sum over l of trace^l delta_(t+l), 0 at tokens that do not count; without gradient.
+    """Return A_t = sum over l of trace^l delta_(t+l), 0 at uncounted tokens; without gradient.
 
-    delta = V(next state) - V(state), at the last token R - V(state): there is no discount, and the
-    reward comes at the end. Tokens that do not count are no steps.
+    delta = V(next state) - V(state), at the last token R - V(state): no discount, and the reward
+    comes at the end. Uncounted tokens are not steps.
 
     References:
         Generalised advantages, arXiv:1506.02438, eq. 16.
@@ -153,9 +152,9 @@ def generalised_advantages(
 
 
 def k3(data: GroupData) -> Float[Array, "p k t"]:
-    """Schulman's estimate of KL(pi || pi_ref) per token: exp(g) - g - 1, g = log pi_ref - log pi.
+    """Return Schulman's estimate of KL(pi || pi_ref) per token: exp(g) - g - 1.
 
-    Needs the reference token by token.
+    g = log pi_ref - log pi; needs the reference token by token.
     """
     assert data.reference_token_logprobs is not None
     reference = jax.lax.stop_gradient(data.reference_token_logprobs)
@@ -166,7 +165,7 @@ def k3(data: GroupData) -> Float[Array, "p k t"]:
 def regularised(
     data: GroupData, logprob: Float[Array, "p k"], beta: Float[Array, ""] | float
 ) -> Float[Array, "p k"]:
-    """r - beta (logprob - log pi_ref), gradient stopped; the raw reward at beta = 0."""
+    """Return r - beta (logprob - log pi_ref), gradient stopped; the raw reward at beta = 0."""
     kl = jnp.where(beta > 0, logprob - data.reference_logprob, 0)
     return jax.lax.stop_gradient(data.reward - beta * kl)
 
@@ -177,8 +176,10 @@ def with_balance(
     loss: Float[Array, ""],
     **metrics: Float[Array, ""],
 ) -> Loss:
-    """A loss with the metrics of Trajectory Balance beside its own; nan at beta = 0, where the
-    target is no distribution."""
+    """Return a loss with its own metrics and those of Trajectory Balance.
+
+    The latter are nan at beta = 0, because the target is then no distribution.
+    """
     divisor = jnp.where(beta > 0, beta, jnp.nan)
     residual = tb_residual(data.policy_logprob, data.reference_logprob, data.reward, beta=divisor)
     known = balance_metrics(data, residual, vargrad_log_z(data, residual))

@@ -23,20 +23,20 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class Ppo(Objective):
-    """Clipped ratios of tokens, generalised advantages over a learned value of every state.
+    """Clipped token ratios with generalised advantages over learned state values.
 
-    R = r - beta (log mu - log pi_ref), at the last token     mu: the sampler, as when it was drawn
+    R = r - beta (log mu - log pi_ref), at the last token     mu: the sampler
     A_t = sum over l of gae_lambda^l (V(s_(t+l+1)) - V(s_(t+l))), R for the value after the last
     loss = -mean over tokens of min(rho A, clip(rho) A) + value_weight mean over tokens of
            (V(s_t) - stop(A_t + V(s_t)))^2 / 2
 
-    A state is a prompt with the tokens before t. V is a head on the policy's last hidden state
-    there, and its gradient flows into the policy. With a trace of 1, the default, the value is
-    fitted to R. Where a step makes several updates (`epochs`, `minibatches`), A and the target of V
-    are computed with the policy that the step began with.
+    A state is a prompt with the tokens before t. V is a head on the policy's last hidden state; its
+    gradient flows into the policy. With a trace of 1, the default, V is fitted to R. If a step
+    makes several updates (`epochs`, `minibatches`), A and the target of V come from the policy at
+    the start of the step.
 
     Attributes:
-        value_weight: weight of the value's loss.
+        value_weight: weight of the value loss.
 
     References:
         PPO, arXiv:1707.06347, eq. 7; generalised advantages, arXiv:1506.02438.
@@ -66,12 +66,12 @@ class Ppo(Objective):
 
     @property
     def heads(self) -> tuple[Literal["value"], ...]:
-        """The value of every state."""
+        """Learned heads: the value of every state."""
         return ("value",)
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         values = data.token_values
-        assert values is not None, "the values are the head's"
+        assert values is not None, "PPO needs the value head"
         reward = regularised(data, summed_behavior(data), beta)
         begun = values if data.start_values is None else data.start_values
         advantage = generalised_advantages(data, begun, reward, self.gae_lambda)

@@ -21,14 +21,14 @@ from tba_jax.train.objectives.pieces import (
 
 @dataclasses.dataclass(frozen=True)
 class ProximalRloo(Objective):
-    """Leave-one-out advantages, gained through PPO's clip of the ratio of whole responses.
+    """Leave-one-out advantages with PPO's clip of the ratio of whole responses.
 
-    R_j = r_j - beta (log mu - log pi_ref)       mu: the sampler, as when the response was drawn
+    R_j = r_j - beta (log mu - log pi_ref)       mu: the sampler
     A_j = R_j - mean of the other K - 1
     loss = -(1 / (p K)) sum w_j min(rho_j A_j, clip(rho_j, 1 - low, 1 + high) A_j),  rho = pi / mu
 
     References:
-        TBA, arXiv:2503.18929, eq. 6 (its baseline); TRL 0.9 `RLOOTrainer`; arXiv:2410.18252.
+        TBA, arXiv:2503.18929, eq. 6 (a baseline); TRL 0.9 `RLOOTrainer`; arXiv:2410.18252.
     """
 
     clip_low: float = field(0.2, "how far a ratio may fall below 1 before it is clipped", above=0)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives by name: every other file of this folder is one, and its `OBJECTIVE` the class.
+"""Registry of objectives: every other file of this folder defines one, its `OBJECTIVE` class.
 
-Names come from the folder, so that a config can list them without loading jax; a file is loaded
-when something about its objective is asked. An objective may also be a class in a file of the user,
+Names come from the folder, so that a config can list them without loading JAX; a file is loaded
+when its objective is used. An objective may also be a class in a user's file,
 "path/to/file.py:CLASS".
 """
 
@@ -26,12 +26,12 @@ _SHARED = {"base", "pieces", "registry", "switches"}
 
 
 def objective_names() -> tuple[str, ...]:
-    """All objectives, in alphabetical order."""
+    """Return the names of all objectives, in alphabetical order."""
     return tuple(sorted({m.name for m in pkgutil.iter_modules(objectives.__path__)} - _SHARED))
 
 
 def is_objective(name: str) -> bool:
-    """Whether an objective has this name, or a file of the user may have it."""
+    """Return whether the name is an objective or has the form path/to/file.py:CLASS."""
     return name in objective_names() or is_in_a_file(name)
 
 
@@ -39,7 +39,7 @@ def objective_class(name: str) -> "type[Objective]":
     """Return the objective's class. Loads JAX.
 
     Raises:
-        ConfigError: the name is path/to/file.py:CLASS, and there is no objective.
+        ConfigError: the name is path/to/file.py:CLASS, and that file has no such objective.
     """
     if name in GIVEN:
         return _checked(name, GIVEN[name])
@@ -58,12 +58,12 @@ def objective_class(name: str) -> "type[Objective]":
 
 @functools.lru_cache(maxsize=32)
 def _class_of_file(name: str, changed: int) -> "type[Objective]":
-    """The class in a file; a file that was changed meanwhile is loaded again."""
+    """Return the class in a file; a change of the file's time stamp reloads it."""
     del changed
     path, _, own = name.rpartition(":")
     try:
         found = getattr(import_file(path), own, None)
-    except Exception as error:  # the file is the user's: its own traceback says where
+    except Exception as error:  # a user's file may raise anything; the traceback shows the line
         where = "".join(traceback.format_exception(error)).rstrip()
         raise ConfigError(
             f"objective.name={name}: loading {path} raised {type(error).__name__}: {error}. "
@@ -80,16 +80,16 @@ def _checked(name: str, found: Any) -> "type[Objective]":
     if not (isinstance(found, type) and issubclass(found, Objective)):
         kind = f"there is no {own}" if found is None else f"{own} is {found!r:.60}"
         raise ConfigError(
-            f"objective.name={name}: {kind}, wanted a class derived from "
+            f"objective.name={name}: {kind}; wanted a class derived from "
             "tba_jax.train.objectives.base.Objective. docs/objectives.md has an example"
         )
     missing = sorted(found.__abstractmethods__)
-    # Of dataclasses those that are frozen alone have a hash of their values.
+    # Only frozen dataclasses have a hash of their values.
     is_frozen = "__dataclass_params__" in vars(found) and found.__hash__ is not None
     if missing or not is_frozen:
         kind = f"{own} lacks {', '.join(missing)}" if missing else f"{own} can be changed"
         raise ConfigError(
-            f"objective.name={name}: {kind}, wanted a frozen dataclass with every method. Put "
+            f"objective.name={name}: {kind}; wanted a frozen dataclass with every method. Put "
             "@dataclasses.dataclass(frozen=True) above it. docs/objectives.md has an example"
         )
     return found
@@ -98,8 +98,8 @@ def _checked(name: str, found: Any) -> "type[Objective]":
 def own_settings(name: str) -> tuple[Setting, ...]:
     """Return the settings that an objective declares in its file. Loads JAX.
 
-    They are the fields of its dataclass that are declared by `settings.field`; their names are
-    "objective.NAME", as on the command line.
+    They are the dataclass fields declared by `settings.field`; their names are "objective.NAME",
+    as on the command line.
     """
     return tuple(declared(objective_class(name), "objective."))
 
@@ -121,13 +121,13 @@ def make_objective(
     """Return an objective with these settings.
 
     Args:
-        name: of the objective.
-        own: its own settings by name; the others keep their defaults.
-        shared: settings that every objective has. A field of the objective's dataclass that is no
-            setting takes the value of the shared setting of the same name.
+        name: name of the objective.
+        own: the objective's own settings by name; others keep their defaults.
+        shared: settings that every objective has. A dataclass field that is not a setting takes
+            the value of the shared setting of the same name.
 
     Raises:
-        ConfigError: the objective does not have one of the settings, or a value has another type.
+        ConfigError: the objective lacks one of the settings, or a value has another type.
     """
     made: Any = objective_class(name)
     known = {s.name.removeprefix("objective."): s for s in own_settings(name)}
@@ -139,8 +139,8 @@ def make_objective(
 
 
 def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
-    """The value of one own setting, with whole numbers as floats where a float is declared."""
-    has = f"it has {', '.join(known)}" if known else "it has none of its own"
+    """Return the value of one own setting; whole numbers become floats if a float is declared."""
+    has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
     need(
         name in known,
         f"objective.{name}",

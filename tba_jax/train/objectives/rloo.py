@@ -14,13 +14,13 @@ class Rloo(Objective):
     """REINFORCE with a leave-one-out baseline and the KL penalty inside the reward.
 
     R_j = r_j - beta (log pi - log pi_ref), gradient stopped
-    A_j = R_j - mean of the other K - 1, repeats of y_j among them
+    A_j = R_j - mean of the other K - 1, which may repeat y_j
     loss = -(1 / (p K)) sum w_j A_j log pi(y_j|x)
 
-    Here pi is the live policy and there is no ratio to the sampler, so for beta > 0 the gradient is
-    that of Trajectory Balance (`advantage` scale) times K / (K - 1) on any data, stale ones too:
-    nothing sets the two apart but the factor. What is biased on stale data, and what a comparison
-    wants, is `proximal_rloo`, whose KL is the sampler's, or beta = 0.
+    Pi is the current policy, and there is no ratio to the sampler. So for beta > 0 the gradient
+    equals that of Trajectory Balance (`advantage` scale) times K / (K - 1) on any data, including
+    stale data. For a baseline that is biased on stale data, use `proximal_rloo`, whose KL is the
+    sampler's, or beta = 0.
 
     References:
         RLOO, arXiv:2402.14740; TBA, arXiv:2503.18929, section 3.3 and appendix A.

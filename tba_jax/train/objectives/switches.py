@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a Trajectory Balance loss that may be exchanged, one function for each switch.
+"""Optional parts of the Trajectory Balance loss, one function per switch of `tb`.
 
-Of `tb` alone, which says what each switch means. The invariant: with the defaults nothing here is
-called, so exact Trajectory Balance is exact whatever is added.
+Invariant: with the default switches nothing here is called, so Trajectory Balance stays exact.
 """
 
 from typing import Any
@@ -26,11 +25,11 @@ from tba_jax.train.objectives.pieces import (
 def anchored(
     data: GroupData, anchor: str, ema_decay: float, kl_clamp: float
 ) -> Float[Array, "p k"]:
-    """log pi - log anchor of each response; gradients flow as through log pi.
+    """Return log pi - log anchor of each response; gradients flow as through log pi.
 
-    ema_surrogate: c (log pi - log mu), c = d / (s (1 - d)) for a decay d per step and data of s
-    steps ago, which an average of the policy's weights would be apart by without its forward pass.
-    A clamp bounds the value of each token, not its gradient.
+    ema_surrogate: c (log pi - log mu), c = d / (s (1 - d)) for a decay d per step and data that is
+    s steps stale: an estimate of the log-ratio to an average of the policy's weights, without its
+    forward pass. `kl_clamp` bounds the value of each token, not its gradient.
     """
     flow = data.policy_logprob - jax.lax.stop_gradient(data.policy_logprob)
     if anchor == "reference":
@@ -49,7 +48,7 @@ def anchored(
 
 
 def sampled_anchored(data: GroupData, anchor: str) -> Float[Array, "p k"]:
-    """The same with the sampler in the place of the policy: log mu - log anchor."""
+    """Return log mu - log anchor: `anchored` with the sampler in place of the policy."""
     if anchor == "reference":
         return summed_behavior(data) - data.reference_logprob
     return jnp.zeros_like(data.reward)
@@ -62,14 +61,14 @@ def estimated_log_z(
     scaled_reward: Float[Array, "p k"],
     sharpness: Float[Array, ""] | float = 1.0,
 ) -> Float[Array, "p k"]:
-    """log Z of each response's prompt, gradient stopped.
+    """Return log Z of each response's prompt, gradient stopped.
 
     Args:
         data: the groups.
-        log_z: vargrad: mean of r / beta - gap; leave_one_out: the same of the others; mean_reward:
-            mean of r / beta; softmean: (1 / s) log mean exp(s r / beta), at s = 1 unbiased for Z
-            where the anchor is the sampler, for s to 0 the mean.
-        gap: log pi - log anchor, or what is centred in its place.
+        log_z: vargrad: mean of r / beta - gap; leave_one_out: that mean over the other responses;
+            mean_reward: mean of r / beta; softmean: (1 / s) log mean exp(s r / beta), which for
+            s = 1 is unbiased for Z if the anchor is the sampler, and tends to the mean for s -> 0.
+        gap: log pi - log anchor, or the log-ratio that is centred instead.
         scaled_reward: r / beta.
         sharpness: s, beta over the temperature of the soft value.
     """
@@ -90,7 +89,7 @@ def estimated_log_z(
 
 
 def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
-    """A convex function of the residual whose curvature at its minimum, 0, is 1."""
+    """Return a convex function of the residual with minimum 0 at 0 and curvature 1 there."""
     if shape == "linex":
         return jnp.exp(t) - t - 1
     if shape == "cosh":
@@ -101,7 +100,7 @@ def shaped(t: Float[Array, "p k"], shape: str) -> Float[Array, "p k"]:
 def response_weight(
     data: GroupData, importance: str, cap: float, is_good: Float[Array, "p k"]
 ) -> Float[Array, "p k"]:
-    """What the loss of each response is multiplied by, gradient stopped."""
+    """Return the factor of each response's loss, gradient stopped."""
     if importance not in ("sequence_clip", "topr"):
         return jnp.ones_like(data.reward)
     log_weight = jax.lax.stop_gradient(jnp.sum(log_ratio(data), axis=-1))
@@ -111,7 +110,7 @@ def response_weight(
 
 
 def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Float[Array, "p k"]:
-    """A number that is 0 and whose gradient turns that by log pi into one with token weights."""
+    """Return 0 with the gradient that converts d/d log pi into one with token weights."""
     if importance not in ("token_clip", "truncated", "masked"):
         return jnp.zeros_like(data.reward)
     ratio = jnp.exp(jax.lax.stop_gradient(log_ratio(data)))
@@ -125,7 +124,7 @@ def token_flow(data: GroupData, importance: str, floor: float, cap: float) -> Fl
 
 
 def per_token(data: GroupData) -> Float[Array, "p k"]:
-    """1 / |y| of each response."""
+    """Return 1 / |y| of each response."""
     return 1 / num_counted(data)
 
 
@@ -146,14 +145,14 @@ def check(o: Any, shared: Any) -> None:
         has_anchor or (o.log_z in ("vargrad", "leave_one_out", "mean_reward")),
         "objective.log_z",
         o.log_z,
-        "without an anchor there is a baseline and no log Z",
+        "without an anchor the loss has a baseline and no log Z",
         "Set --config.objective.log_z=vargrad.",
     )
     need(
         not o.value_temperature or o.log_z in ("softmean", "cached"),
         "objective.value_temperature",
         o.value_temperature,
-        f"log_z={o.log_z} is no soft value",
+        f"log_z={o.log_z} has no temperature",
         "Set --config.objective.value_temperature=0 or --config.objective.log_z=softmean.",
     )
     need(
@@ -175,19 +174,19 @@ def check(o: Any, shared: Any) -> None:
         "objective.shape",
         o.shape,
         "grows exponentially, and a log-ratio of a whole response would overflow",
-        "Set --config.objective.length_normalise=True or give objective.kl_clamp.",
+        "Set --config.objective.length_normalise=True, or --config.objective.kl_clamp=10.",
     )
     need(
         o.kl_center == "live" or (has_anchor and o.log_z in ("vargrad", "leave_one_out")),
         "objective.kl_center",
         o.kl_center,
-        "only log_z=vargrad or leave_one_out, with an anchor, centres a log-ratio",
+        "a log-ratio is centred only with an anchor and log_z=vargrad or leave_one_out",
         "Set --config.objective.kl_center=live.",
     )
 
 
 def _check_cached(o: Any, shared: Any) -> None:
-    """Refuse what the cached values of prompts do not hold for."""
+    """Refuse settings for which the cached soft values of prompts are not valid."""
     moves = shared.beta.shape != "constant" and not o.value_temperature
     is_plain = all(
         getattr(shared, f"{name}_temperature").is_always(1.0) for name in ("reference", "reward")

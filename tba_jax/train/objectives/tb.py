@@ -18,31 +18,31 @@ from tba_jax.train.objectives.base import (
     tb_residual,
     vargrad_log_z,
 )
-from tba_jax.train.objectives.pieces import centred, group_normalised, is_past
+from tba_jax.train.objectives.pieces import centred, group_normalised, share_outside
 
 
 @dataclasses.dataclass(frozen=True)
 class TrajectoryBalance(Objective):
-    """Trajectory-balance loss, in VarGrad form unless log Z is learned; responses of any sampler.
+    """Trajectory-balance loss, in VarGrad form unless log Z is learned; accepts any sampler.
 
     paper:      (1 / (p K)) sum_ij w_ij (log_z_i + residual_ij)^2     (no factor 1/2)
     advantage:  beta / 2 times that, whose gradient is exactly
                 -(1 / (p K)) sum_ij w_ij A_ij grad log pi(y_ij|x_i) with
                 A = (r - mean r) - beta (kl - mean kl), kl = log pi - log pi_ref
 
-    for weights w_ij, how often each response was drawn, K in all for a prompt; means are with them.
+    Weights w_ij are numbers of draws, K in all per prompt; means use them.
 
-    `advantage` keeps the gradient in units of the reward, so that gradient clipping means the same
-    at every beta and a moving beta is not a hidden learning-rate schedule.
+    `advantage` keeps the gradient in units of the reward, so that gradient clipping has the same
+    meaning at every beta, and a schedule of beta does not change the effective learning rate.
 
-    Every other setting is a switch of its own, and their defaults are exact Trajectory Balance:
-    residual = (log pi - log anchor) - r / beta, log_z from the group, the residual plus log_z is t
-    and goes through a convex shape. Without an anchor there is no residual: the loss is -A log pi,
-    A without gradient, and beta is not read. docs/objectives.md lists the methods that these
-    settings make. The second form of the gradient above holds for VarGrad alone.
+    Every other setting is an independent switch; the defaults are exact Trajectory Balance:
+    residual = (log pi - log anchor) - r / beta, with log_z from the group. t = residual + log_z is
+    the argument of a convex shape. Without an anchor the loss is -A log pi, A without gradient, and
+    beta is not read. docs/objectives.md lists the methods that these settings express. The second
+    form of the gradient above holds for VarGrad alone.
 
     References:
-        TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3. TBA' : section 6.
+        TBA, arXiv:2503.18929, eq. 3, 5 and 7; learned log Z: appendix B.3; TBA': section 6.
     """
 
     scale: Literal["advantage", "paper"] = field(
@@ -54,8 +54,7 @@ class TrajectoryBalance(Objective):
             "estimate of log Z: vargrad: group mean of r / beta minus the log-ratio; leave_one_out:"
             " the same mean over the other responses; mean_reward: group mean of r / beta; "
             "softmean: log mean exp r / beta; learned: a head on the prompt; cached: softmean of "
-            "what the start model drew for the prompt, or vargrad for a prompt without such "
-            "responses",
+            "the start model's responses to the prompt, or vargrad for a prompt without them",
         )
     )
     value_temperature: float = field(
@@ -80,7 +79,7 @@ class TrajectoryBalance(Objective):
     )
     shape: Literal["squared", "linex", "cosh"] = field(
         "squared",
-        "convex function of the residual t: squared: t^2 / 2; linex: e^t - t - 1, which punishes "
+        "convex function of the residual t: squared: t^2 / 2; linex: e^t - t - 1, which penalises "
         "too much probability more; cosh: cosh t - 1",
     )
     kl_center: Literal["live", "behavior", "none"] = field(
@@ -89,7 +88,7 @@ class TrajectoryBalance(Objective):
         "the policy that drew the responses; none: no log-ratio",
     )
     baseline_shift: float = field(
-        0.0, "distance of the baseline below the group's, in units of the reward", at_least=0
+        0.0, "amount subtracted from the group's baseline, in units of the reward", at_least=0
     )
     length_normalise: bool = field(False, "divide log-ratios by the number of tokens")
     reward_transform: Literal["raw", "group_normalised"] = field(
@@ -98,8 +97,8 @@ class TrajectoryBalance(Objective):
     importance: Literal["none", "token_clip", "sequence_clip", "topr", "truncated", "masked"] = (
         field(
             "none",
-            "weight by the ratio to the sampler, without gradient; of tokens: token_clip: 0 above "
-            "the cap; truncated: at most the cap; masked: 0 outside floor and cap; of responses: "
+            "weight by the ratio to the sampler, without gradient. Per token: token_clip: 0 above "
+            "the cap; truncated: at most the cap; masked: 0 outside floor and cap. Per response: "
             "sequence_clip: at most the cap; topr: at most 1 for responses below the group's mean",
         )
     )
@@ -114,28 +113,28 @@ class TrajectoryBalance(Objective):
 
     @property
     def needs_behavior(self) -> bool:
-        """Whether a switch reads the sampler."""
+        """Whether a switch reads the sampler's log-probs."""
         reads = self.anchor in ("behavior", "ema_surrogate") or self.kl_center == "behavior"
         return reads or self.importance != "none" or self.anchor == "none"
 
     @property
     def needs_token_reference(self) -> bool:
-        """To clamp token by token."""
+        """Whether log-ratios are clamped token by token."""
         return self.anchor == "reference" and self.kl_clamp > 0
 
     @property
     def needs_soft_value(self) -> bool:
-        """Where log Z is cached."""
+        """Whether log Z is cached."""
         return self.log_z == "cached"
 
     @property
     def beta_is(self) -> str:
-        """Positive, as it divides; unused without an anchor."""
+        """Positive, because the loss divides by beta; unused without an anchor."""
         return "unused" if self.anchor == "none" else "positive"
 
     @property
     def heads(self) -> tuple[Literal["log_z"], ...]:
-        """The learned log Z, where it is asked for."""
+        """Learned heads: log Z, with log_z=learned."""
         return ("log_z",) if self.log_z == "learned" else ()
 
     def check(self, shared: Any) -> None:
@@ -172,7 +171,7 @@ class TrajectoryBalance(Objective):
         return Loss(loss, {**known, **self._cache_metrics(data), **self._ratio_metrics(data)})
 
     def _exact(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
-        """Trajectory Balance as it is."""
+        """Return the loss of exact Trajectory Balance."""
         reference_logprob = jax.lax.stop_gradient(data.reference_logprob)
         residual = tb_residual(data.policy_logprob, reference_logprob, data.reward, beta=beta)
         log_z = vargrad_log_z(data, residual) if data.log_z is None else data.log_z
@@ -181,7 +180,7 @@ class TrajectoryBalance(Objective):
         return Loss(loss, balance_metrics(data, residual, log_z))
 
     def _without_anchor(self, data: GroupData) -> Loss:
-        """A policy gradient: the score of each response times its advantage."""
+        """Return a policy-gradient loss: the score of each response times its advantage."""
         reward = self._reward(data)
         baseline = switches.estimated_log_z(data, self.log_z, jnp.zeros_like(reward), reward)
         advantage = reward - baseline + self.baseline_shift
@@ -211,7 +210,7 @@ class TrajectoryBalance(Objective):
         if data.log_z is not None:
             return jnp.broadcast_to(data.log_z[:, None], gap.shape)
         if self.log_z == "cached":
-            assert data.soft_value is not None, "the soft values are the buffer's"
+            assert data.soft_value is not None, "log_z=cached needs the buffer's soft values"
             own = switches.estimated_log_z(data, "vargrad", gap, scaled_reward)
             return jnp.where(jnp.isnan(data.soft_value), own, data.soft_value / beta)
         if self.kl_center == "behavior":
@@ -223,20 +222,22 @@ class TrajectoryBalance(Objective):
         return switches.estimated_log_z(data, self.log_z, gap, scaled_reward, sharpness)
 
     def _cache_metrics(self, data: GroupData) -> dict[str, Float[Array, ""]]:
-        """The share of responses whose prompt has a value."""
+        """Return the share of responses whose prompt has a cached soft value."""
         if data.soft_value is None:
             return {}
         is_known = (~jnp.isnan(data.soft_value)).astype(jnp.float32)
         return {"cached_share": data.mean_over_responses(is_known)}
 
     def _ratio_metrics(self, data: GroupData) -> dict[str, Float[Array, ""]]:
-        """The share of what a bound of the ratio to the sampler takes hold of."""
+        """Return the share of tokens or responses whose ratio to the sampler is bounded."""
         if self.importance == "none":
             return {}
         floor = self.importance_floor if self.importance == "masked" else 0.0
         cap = 1.0 if self.importance == "topr" else self.importance_cap
         is_of_tokens = self.importance in ("token_clip", "truncated", "masked")
-        return {"clip_fraction": jax.lax.stop_gradient(is_past(data, floor, cap, is_of_tokens))}
+        return {
+            "clip_fraction": jax.lax.stop_gradient(share_outside(data, floor, cap, is_of_tokens))
+        }
 
 
 OBJECTIVE = TrajectoryBalance

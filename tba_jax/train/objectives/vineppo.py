@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO-clip whose values of states are means over responses that were drawn on from them."""
+"""PPO-clip with state values estimated by sampling continuations from intermediate states."""
 
 import dataclasses
 
@@ -13,12 +13,13 @@ from tba_jax.train.objectives.pieces import clipped_gain, is_clipped, log_ratio,
 
 @dataclasses.dataclass(frozen=True)
 class VinePpo(Objective):
-    """Clipped ratios of tokens; advantages are differences of values that the searcher estimated.
+    """Clipped token ratios; advantages are differences of values that the searcher estimated.
 
     loss = -mean over tokens of min(rho A_t, clip(rho) A_t),   rho = pi / mu of a token
 
-    A_t is `search.vine`'s: the value of the next state less that of the one before, each the mean
-    reward of what the policy that drew the response made of it. No KL, and no learned value.
+    A_t comes from `search.vine`: the value of the next state minus that of the state before. Each
+    value is the mean reward of continuations by the policy that drew the response. There is no KL
+    and no learned value.
 
     References:
         VinePPO, arXiv:2410.01679.
@@ -37,7 +38,7 @@ class VinePpo(Objective):
 
     def __call__(self, data: GroupData, beta: Float[Array, ""] | float) -> Loss:
         advantage = data.token_advantages
-        assert advantage is not None, "the advantages are the searcher's"
+        assert advantage is not None, "VinePPO needs the searcher's advantages"
         ratio = jnp.exp(log_ratio(data))
         clip = self.clip_low, self.clip_high
         loss = -data.mean_over_tokens(clipped_gain(ratio, advantage, *clip))

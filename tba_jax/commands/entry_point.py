@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The edge of every command: whatever happens is one line on standard error and an exit code.
-
-Imports nothing heavy. It does not know which errors there are; `run.errors` does.
-"""
+"""Entry point of every command: failures become one line on standard error and an exit code."""
 
 import ctypes
 import os
@@ -22,21 +19,21 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def guarded(main: Callable[[], int]) -> int:
-    """Return the exit code of a command. A failure is printed as one line.
+def run_command(main: Callable[[], int]) -> int:
+    """Run a command and return its exit code; print a failure as one line.
 
-    A command whose output nobody reads any more, as in `COMMAND | head`, ends without a line and
-    with the exit code of SIGPIPE.
+    A command whose output pipe is closed, as in `COMMAND | head`, prints nothing and returns the
+    exit code of SIGPIPE.
     """
     try:
         try:
             code = main()
-        except SystemExit:  # of argparse, after --help
+        except SystemExit:  # from argparse, after --help
             sys.stdout.flush()
             raise
-        sys.stdout.flush()  # a full disk is found here, and not at the interpreter's exit
+        sys.stdout.flush()  # detects a full disk here instead of at the interpreter's exit
         return code
-    except Exception as error:  # printed, with its traceback in a file
+    except Exception as error:  # reported, with its traceback in a file
         is_unread = isinstance(error, BrokenPipeError) and _has_no_reader()
         if isinstance(error, OSError):
             _drop_output()
@@ -51,7 +48,7 @@ def _has_no_reader() -> bool:
 
 
 def _drop_output() -> None:
-    """Keep the interpreter from failing again, at exit, on output that cannot be written."""
+    """Prevent a second failure, at the interpreter's exit, on output that cannot be written."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fill one large array under a sharding from pieces on the host, a bounded block at a time.
+"""ShardWriter of a large sharded array from pieces on the host, a bounded block at a time.
 
-Each device receives its own part of a piece and writes it into its shard in place; no process needs
-another one. A shard of at most a block is put together on the host instead: to compile what writes
-it would take longer than to load a small model. The invariant it owns: beyond the array and two
-blocks in flight, or its shards where they are that small, nothing is held, on the host or on a
-device.
+Each device receives its own part of a piece and writes it into its shard in place, without other
+processes. A shard of at most one block is assembled on the host instead, because compiling the
+write program would take longer than loading a small model. Invariant: memory on host and device is
+bounded by the array and two blocks, or by such small shards.
 """
 
 import functools
@@ -18,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int32
 
-# Of a block on each device: long beside the start of a transfer, small beside any model and beside
-# the caches of a CPU, which transposes blocks of 2 MiB 2.4 times as fast as blocks of 32 MiB.
+# Bytes of a block per device: large compared to the start of a transfer, small compared to any
+# model and to CPU caches (blocks of 2 MiB transpose 2.4 times as fast as blocks of 32 MiB).
 BLOCK_BYTES = 2 * 2**20
 
 _EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], Any]] = {
@@ -30,23 +29,23 @@ _EXPONENTS: dict[np.dtype, tuple[type[np.unsignedinteger], Any]] = {
 
 
 class NonFiniteWeights(ValueError):
-    """A tensor holds nan or an infinity; the message says which."""
+    """A tensor has nan or infinite values; the message names it."""
 
 
-class Filling:
-    """An array being filled.
+class ShardWriter:
+    """An array that is being filled.
 
-    The shards of this process lie side by side along the first axis of one array over its devices,
-    so that one program per shape serves all of them and none runs across processes.
+    The shards of this process are adjacent along the first axis of one array over its devices, so
+    that one program per shape serves all of them and none spans processes.
     """
 
     def __init__(self, name: str, spec: jax.ShapeDtypeStruct, sharding: Any | None):
-        """Make it, full of zeros.
+        """Allocate the array with zeros.
 
         Args:
-            name: how errors call it.
+            name: name in errors.
             spec: shape and dtype; at least one axis.
-            sharding: where it goes; None: the default device.
+            sharding: sharding of the array; None: the default device.
 
         Raises:
             ValueError: the sharding does not divide the shape.
@@ -56,7 +55,7 @@ class Filling:
         self.dtype = np.dtype(spec.dtype)
         self._local: NamedSharding | None = None
         self._array: Array | None = None
-        self._on_host: dict[tuple[int, ...], np.ndarray] = {}  # small shards, by their origins
+        self._on_host: dict[tuple[int, ...], np.ndarray] = {}  # small shards, by origin
         if sharding is None:
             self._shard_shape = self.shape
             self._origins = [(0,) * len(self.shape)]
@@ -79,7 +78,7 @@ class Filling:
             self._array = _zeros(self._side_by_side(self._shard_shape), self.dtype, self._local)
 
     def _put_together(self) -> bool:
-        """Make room on the host for shards that are small; whether they are."""
+        """Allocate small shards on the host; return whether they are small."""
         if math.prod(self._shard_shape) * self.dtype.itemsize > BLOCK_BYTES:
             return False
         self._on_host = {o: np.zeros(self._shard_shape, self.dtype) for o in self._origins}
@@ -89,15 +88,15 @@ class Filling:
         """Write one piece: a layer, which is an index into the first axis, or the whole array.
 
         Args:
-            piece: its values, in any float dtype. It may be a view of a mapped file, of which only
-                what devices of this process need is read.
-            layer: which layer.
+            piece: values, in any float dtype. If it is a view of a mapped file, only the parts that
+                this process needs are read.
+            layer: index of the layer.
 
         Raises:
             ValueError: the sharding divides the axis of layers.
-            NonFiniteWeights: nan or infinite, among the values that this process needs.
+            NonFiniteWeights: nan or infinite among the values that this process needs.
         """
-        if not self._origins:  # all of it belongs to other processes
+        if not self._origins:  # other processes have all of it
             return
         starts = np.zeros(len(self.shape), int)
         view = piece
@@ -115,20 +114,20 @@ class Filling:
             shard[tuple(slice(a, a + n) for a, n in zip(starts, size, strict=True))] = part
         if self._on_host:
             return
-        # Blocks are cut along the axis that is slowest in the file and keep the file's order of
-        # axes: the host reads and copies long runs, the device transposes.
+        # Blocks divide the slowest axis of the file and keep the file's order of axes, so that the
+        # host reads and copies long runs; the device transposes.
         order = tuple(sorted(range(view.ndim), key=lambda axis: -view.strides[axis]))
         cut = next((axis for axis in order if size[axis] > 1), order[0])
         row_bytes = math.prod(size) // size[cut] * self.dtype.itemsize
         num_blocks = math.ceil(size[cut] / max(1, BLOCK_BYTES // row_bytes))
-        # Equal blocks, the last one overlapping the one before: one shape, one compilation.
+        # Equal blocks, of which the last two may overlap: one shape, one compilation.
         rows = math.ceil(size[cut] / num_blocks)
         size[cut], length = rows, size[cut]
         for i in range(num_blocks):
             shift = np.zeros_like(size)
             shift[cut] = min(i * rows, length - rows)
             block = self._block(view, shift, size, order, layer)
-            # Two blocks in flight: this one was converted while the last one was written.
+            # Two blocks in flight: one is converted while the one before is written.
             jax.block_until_ready(self._array)
             self._array = _write(
                 self._array,
@@ -139,7 +138,7 @@ class Filling:
             )
 
     def finish(self) -> Array:
-        """The array, whose memory nothing else refers to; ends the use of this object."""
+        """Return the array, with no other reference to its memory; do not use this object again."""
         array, self._array = self._array, None
         on_host, self._on_host = self._on_host, {}
         if self.sharding is None:
@@ -163,11 +162,11 @@ class Filling:
         order: tuple[int, ...],
         layer: int | None,
     ) -> Array | np.ndarray:
-        """The part of a piece that each device needs, in the order of axes given."""
-        parts: dict[tuple[int, ...], np.ndarray] = {}  # devices that replicate share one
+        """Return the part of a piece that each device needs, in the given order of axes."""
+        parts: dict[tuple[int, ...], np.ndarray] = {}  # shared by devices that replicate
 
         def part_of(origin: tuple[int, ...]) -> np.ndarray:
-            # A divided axis is filled whole, so the shard's origin is its place in the piece.
+            # Axes that are divided are never offset, so a shard's origin is its position.
             first = tuple(int(x) for x in shift + origin)
             if first not in parts:
                 part = view[tuple(slice(a, a + n) for a, n in zip(first, size, strict=True))]
@@ -196,10 +195,10 @@ class Filling:
 
 
 def _is_finite(values: np.ndarray) -> bool:
-    """Whether none of them is nan or infinite, by the bits of their exponents."""
+    """Return whether no value is nan or infinite, by the bits of the exponents."""
     if values.dtype not in _EXPONENTS:
         return bool(np.isfinite(values).all())
-    # numpy knows bfloat16 through a function for each value; integers of this width are fast.
+    # numpy handles bfloat16 by a slow function per value; integers of this width are fast.
     integer, exponent = _EXPONENTS[values.dtype]
     return not ((values.view(integer) & exponent) == exponent).any()
 
@@ -218,7 +217,7 @@ def _write(
     order: tuple[int, ...],
     local: NamedSharding | None,
 ) -> Array:
-    """The array with a block at `starts`, in each shard alike; in place, since it is donated."""
+    """Return the array with a block at `starts` in each shard; in place, because it is donated."""
 
     def write(shard: Array, block: Array, starts: Array) -> Array:
         block = block.transpose(tuple(order.index(axis) for axis in range(block.ndim)))

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from tba_jax.weights.checkpoints import CheckpointTransport
-from tba_jax.weights.reading import VersionReader
 from tba_jax.weights.transport import make_publish_program
+from tba_jax.weights.version_reader import VersionReader
 from tba_jax.weights.versions import PublicationError, Versions
 
 
@@ -55,6 +55,8 @@ def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp
     reader.ring(4)
     assert not reader.poll()
     now[0] = 20.0
-    with pytest.raises(PublicationError, match="has not been readable for 19 s .*Mend the storage"):
+    with pytest.raises(
+        PublicationError, match="has not been readable for 19 s .*repair the storage"
+    ):
         reader.poll()
     writer.close()

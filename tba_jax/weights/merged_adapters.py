@@ -50,7 +50,7 @@ class MergingTransport:
         with self._locks[group]:
             merged = self._merged.get(group)
             if merged is None or merged.version < published.version:
-                # Dropped first, so that the devices never hold two merged copies.
+                # Drop the old copy first, so that the devices never hold two merged copies.
                 merged = None
                 self._merged.pop(group, None)
                 weights = self._merges[group](published.params)

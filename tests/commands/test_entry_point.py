@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.commands import export, report
-from tba_jax.commands.edge import guarded
+from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.saved import load_run_config
 from tba_jax.config.retired import RETIRED
 from tba_jax.config.schema import Config, flatten
@@ -29,7 +29,7 @@ def told(error, capsys):
     def main():
         raise error
 
-    code = guarded(main)
+    code = run_command(main)
     return code, capsys.readouterr().err.splitlines()
 
 
@@ -72,8 +72,8 @@ def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number,
 
 
 def test_a_full_standard_output_is_one_line():
-    program = "import sys; from tba_jax.commands.edge import guarded; "
-    program += "sys.exit(guarded(lambda: print('x') or 0))"
+    program = "import sys; from tba_jax.commands.entry_point import run_command; "
+    program += "sys.exit(run_command(lambda: print('x') or 0))"
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What gradients do: updates of the optimiser, and the state after the step that made them.
+"""Updates of the optimiser, and the train state after a step.
 
-It knows the train state and the optimiser, not where a gradient comes from. Invariant: an update
-that is not finite changes nothing, and a step without a finite one nothing but counters.
+Invariant: a non-finite update changes nothing, and a step without a finite update changes only
+counters.
 """
 
 from typing import Any, NamedTuple
@@ -14,21 +14,21 @@ from jaxtyping import Array
 
 from tba_jax.train.minibatches import Update
 from tba_jax.train.objectives.base import Loss
-from tba_jax.train.optimizers import begun_anew, with_schedule_count
+from tba_jax.train.optimizers import reset_moments, with_schedule_count
 from tba_jax.train.rounding import rounded_like, rounding_key, widened
 from tba_jax.train.state import TrainState
 from tba_jax.train.step_settings import StepSettings
 
 
-class Done(NamedTuple):
-    """What a step has computed and made.
+class UpdateResult(NamedTuple):
+    """Result of the update or updates of a step.
 
     Attributes:
-        policy: log-prob of every token, of the policy that the step began with.
-        loss: and its metrics.
-        trained, opt_state: now.
-        made: int32, updates that were finite.
-        grad_norm: of the gradient, or the mean over several.
+        policy: log-prob of every token under the policy at the start of the step.
+        loss: loss and its metrics.
+        trained, opt_state: after the updates.
+        made: int32, number of finite updates.
+        grad_norm: norm of the gradient, or mean over several updates.
     """
 
     policy: Array
@@ -39,13 +39,13 @@ class Done(NamedTuple):
     grad_norm: Array
 
     def metrics(self, settings: StepSettings) -> dict[str, Array]:
-        """What updates say of themselves."""
+        """Return the metrics of the updates."""
         own = {"loss": self.loss.loss, **self.loss.metrics, "grad_norm": self.grad_norm}
         return own if settings.num_updates == 1 else {**own, "updates": self.made}
 
 
 def schedule_step(state: TrainState) -> Array:
-    """Step of the learning-rate schedule, int32: steps so far that made an update."""
+    """Return the step of the learning-rate schedule, int32: steps so far that made an update."""
     return state.step - state.skipped_steps
 
 
@@ -60,7 +60,7 @@ def update(
     optimizer: optax.GradientTransformation,
     settings: StepSettings,
 ) -> Update:
-    """One update of the optimiser, the number-th of the step that `state` begins."""
+    """Make optimiser update `number` of the step that starts from `state`."""
     grad_norm = optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), grads))
     is_finite = jnp.isfinite(loss.loss) & jnp.isfinite(grad_norm)
     stored = trained, opt_state
@@ -69,13 +69,13 @@ def update(
     updates: Any
     updates, opt_state = optimizer.update(grads, old_opt_state, old)
     if state.log_z_head is not None:
-        # The update of every optimiser here is proportional to the learning rate.
+        # Scaling the update scales the learning rate: updates are proportional to it here.
         updates = updates[0], jax.tree.map(lambda u: settings.log_z_rate * u, updates[1])
     trained = optax.apply_updates(old, updates)
     if seed is not None:
         key = rounding_key(seed, state.step * settings.num_updates + number)
         trained, opt_state = rounded_like((trained, opt_state), stored, key)
-    # Chosen leaf by leaf: a branch would keep the old state from being updated in place.
+    # Select leaf by leaf: a branch would prevent in-place updates of the old state.
     trained, opt_state = jax.tree.map(
         lambda new, old: jnp.where(is_finite, new, old),
         (trained, opt_state),
@@ -84,20 +84,20 @@ def update(
     return Update(trained, opt_state, is_finite, grad_norm)
 
 
-def stepped(
+def next_state(
     state: TrainState,
-    done: Done,
+    done: UpdateResult,
     optimizer: optax.GradientTransformation,
     settings: StepSettings,
 ) -> TrainState:
-    """The state after a step, which was skipped if it made no update."""
+    """Return the state after a step; the step counts as skipped if it made no update."""
     trained, opt_state = done.trained, done.opt_state
     params, head = (trained, None) if state.log_z_head is None else trained
     step = state.step + 1
     if settings.optimizer_reset_period:
         begins = step % settings.optimizer_reset_period == 0
-        opt_state = begun_anew(opt_state, optimizer.init(trained), begins)
-    reference = moved_reference(state.reference_params, params, step, settings)
+        opt_state = reset_moments(opt_state, optimizer.init(trained), begins)
+    reference = next_reference(state.reference_params, params, step, settings)
     skipped = (done.made == 0).astype(jnp.int32)
     new_state = TrainState(
         step,
@@ -110,14 +110,14 @@ def stepped(
     )
     if settings.num_updates == 1:
         return new_state
-    # The optimiser counts finite updates only. Without this, a step of which one update was not
-    # finite would leave every later step between two learning rates.
+    # The optimiser counts finite updates only. Without this, one non-finite update among several
+    # would shift the learning rate of every later step.
     count = schedule_step(new_state) * settings.num_updates
     return new_state._replace(opt_state=with_schedule_count(opt_state, count))
 
 
-def moved_reference(reference: Any, params: Any, step: Array, settings: StepSettings) -> Any:
-    """The reference after a step that made these parameters."""
+def next_reference(reference: Any, params: Any, step: Array, settings: StepSettings) -> Any:
+    """Return the reference after a step that produced `params`."""
     if reference is None:
         return None
     if settings.reference_ema_decay:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.ahead import THREAD, Ahead
+from tba_jax.devices.precompilation import THREAD, Precompiler
 from tba_jax.devices.worker import WorkerError
 
 
@@ -42,7 +42,7 @@ def test_the_first_call_finds_the_program(compiled):
     program = jax.jit(step, donate_argnums=0, in_shardings=(where, where))
     arguments = shapes_of((state, batch))
     compiled.clear()
-    ahead = Ahead({"step": lambda: program.lower(*arguments)}).start()
+    ahead = Precompiler({"step": lambda: program.lower(*arguments)}).start()
     ahead.wait("step")
     assert compiled == [("jit(step)", THREAD)]
     out, total = program(state, batch)
@@ -58,7 +58,7 @@ def test_what_is_no_job_is_not_waited_for(compiled):
         assert begin.wait(60)
         return jax.jit(lambda x: x).lower(jnp.ones(3))
 
-    ahead = Ahead({"slow": slow}).start()
+    ahead = Precompiler({"slow": slow}).start()
     ahead.wait("other")  # while the thread is held up
     begin.set()
     ahead.wait("slow")
@@ -70,7 +70,7 @@ def test_a_program_that_cannot_be_compiled_fails_whoever_waits_for_it_or_for_a_l
         raise ValueError("these shapes do not fit")
 
     jobs = {"broken": lambda: jax.jit(broken).lower(1.0), "later": lambda: pytest.fail("begun")}
-    ahead = Ahead(jobs).start()
+    ahead = Precompiler(jobs).start()
     for name in ("broken", "later"):
         with pytest.raises(WorkerError, match="compiler failed: ValueError: these shapes do not"):
             ahead.wait(name)
@@ -84,8 +84,8 @@ def test_after_closing_nobody_waits():
         assert begin.wait(60)
         return jax.jit(lambda x: x).lower(jnp.ones(3))
 
-    ahead = Ahead({"slow": slow, "never": lambda: pytest.fail("begun")}).start()
+    ahead = Precompiler({"slow": slow, "never": lambda: pytest.fail("begun")}).start()
     ahead.close(timeout_s=0)
     ahead.wait("never")
     begin.set()
-    assert Ahead({}).start().wait("anything") is None
+    assert Precompiler({}).start().wait("anything") is None

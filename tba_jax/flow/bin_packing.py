@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which row, and where in it: sequences into rows, and whole groups into micro-batches of rows.
+"""Bin packing: sequences into rows, and whole groups into micro-batches of rows.
 
-It knows sizes alone, no tokens. First fit, the largest first: equal sizes keep their order. Two
-invariants stand here: a sequence is never cut, and nothing needs more rows than `most_rows` says.
-A step cuts its micro-batches by the same `rows_at_once`.
+First fit, the largest first; equal sizes keep their order. Invariants: a sequence is never cut, and
+nothing needs more rows than `most_rows`. A step divides its micro-batches by the same
+`rows_at_once`.
 """
 
 import math
@@ -14,14 +14,14 @@ import numpy as np
 
 
 class Places(NamedTuple):
-    """Where sequences lie, in the order they were given.
+    """Positions of sequences, in the given order.
 
     Attributes:
         rows: the row of each.
-        starts: its first position there.
-        num_rows: rows that are needed.
-        leads: where prompts are shared, whether its prompt lies before it and not before another
-            one of its group; else all True.
+        starts: its first position in the row.
+        num_rows: number of rows.
+        leads: with shared prompts, whether the prompt is directly before this sequence, and not
+            before another one of its group; otherwise all True.
     """
 
     rows: np.ndarray
@@ -31,25 +31,25 @@ class Places(NamedTuple):
 
 
 def rows_at_once(responses: int, responses_per_row: int, multiple: int) -> int:
-    """Rows of a micro-batch for so many responses, or the nearest number below; 0 for 0: all.
+    """Return the rows of a micro-batch for at most this many responses; 0 for 0: all.
 
     Args:
-        responses: of a micro-batch.
+        responses: responses of a micro-batch.
         responses_per_row: c.
-        multiple: the result is one of it (devices that divide the rows).
+        multiple: divisor of the result (devices that divide the rows).
     """
     return max(1, responses // multiple // responses_per_row) * multiple if responses else 0
 
 
 def most_rows(num_prompts: int, group_size: int, *, micro_batch_rows: int, is_whole: bool) -> int:
-    """Rows that always suffice for p groups of K sequences, each no longer than a row.
+    """Return rows that always suffice for p groups of K sequences, each no longer than a row.
 
-    Where groups stay whole, a micro-batch of m rows is left by a group only when it has more than
-    m - K rows in use, so it holds m // K groups at least.
+    If groups stay whole, a group skips a micro-batch of m rows only if more than m - K rows are in
+    use, so a micro-batch holds at least m // K groups.
 
     Args:
         num_prompts, group_size: p and K.
-        micro_batch_rows: the result is a multiple; at least K where groups stay whole.
+        micro_batch_rows: divisor of the result; at least K if groups stay whole.
         is_whole: groups stay whole in micro-batches.
     """
     if is_whole:
@@ -64,17 +64,16 @@ def place(
     micro_batch_rows: int = 0,
     prompts: Sequence[int] | None = None,
 ) -> Places:
-    """Places of all sequences, group by group, in rows of `row_length`.
+    """Return positions of all sequences, group by group, in rows of `row_length`.
 
     Args:
         lengths: of the sequences of each group; none above `row_length`.
-        row_length: what a row holds.
-        micro_batch_rows: rows of a micro-batch that must hold a group whole; 0: groups lie
-            anywhere. `num_rows` is as small as first fit finds; of several micro-batches a multiple
-            of their rows.
-        prompts: of each group, how much of the length of each of its sequences is what they all
-            begin with, which a row then holds once, before those of the group that are there; None:
-            every sequence is there with all of its length.
+        row_length: capacity of a row.
+        micro_batch_rows: rows of a micro-batch that must hold whole groups; 0: no such limit.
+            `num_rows` is as small as first fit finds; with several micro-batches a multiple of
+            their rows.
+        prompts: per group, the common prefix length of its sequences, which a row holds once,
+            before the group's sequences in it; None: no shared prefix.
     """
     shared = [0] * len(lengths) if prompts is None else prompts
     if not micro_batch_rows and prompts is None:
@@ -107,7 +106,7 @@ def place(
 
 
 class _Fit(NamedTuple):
-    """(row and start of each sequence, what the rows then hold, whether it has its prompt)."""
+    """(row and start of each sequence, new loads of the rows, whether its prompt is before it)."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -118,16 +117,16 @@ class _Fit(NamedTuple):
 def _fit(
     loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int, prompt: int
 ) -> _Fit | None:
-    """First fit into rows that hold `loads` and new ones up to `most`; None: they do not fit.
+    """Apply first fit to rows with these `loads` and new ones up to `most`; None: does not fit.
 
-    Rows that hold the prompt come first; there a sequence takes so much less.
+    Rows with the prompt come first; there a sequence takes less by the prompt's length.
     """
     loads, smallest, begin = list(loads), min(sizes), 0
     rows, starts = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)
     leads = np.ones(len(sizes), bool)
     holding: dict[int, None] = {}
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        # Rows that are full for all of them are not looked at again.
+        # Skip rows that are full for all further sequences.
         while begin < len(loads) and loads[begin] + smallest > capacity:
             begin += 1
         own = sizes[i] - prompt

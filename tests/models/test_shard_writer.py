@@ -16,7 +16,7 @@ import pytest
 from fake_models import assert_equal, load_folder, make_folder, shardings_of
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.models import placing, transformer
+from tba_jax.models import shard_writer, transformer
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def mesh():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 def test_a_sharded_load_equals_the_plain_one(tmp_path, mesh, family, rules, monkeypatch):
     # Small enough for several blocks per tensor, the last of them overlapping.
-    monkeypatch.setattr(placing, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", 200)
     config, params = make_folder(tmp_path, family=family)
     shardings = shardings_of(config, mesh, rules)
     loaded = load_folder(tmp_path, shardings=shardings)[1]
@@ -75,10 +75,10 @@ def test_shardings_that_cannot_be_filled_are_refused(tmp_path, mesh, rules, mess
 
 
 def test_blocks_are_written_in_place(monkeypatch):
-    monkeypatch.setattr(placing, "BLOCK_BYTES", 2**12)  # beyond which a shard is a large one
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", 2**12)  # beyond which a shard is a large one
     spec = jax.ShapeDtypeStruct((3, 64, 2, 48), jnp.float32)
     for sharding in (None, NamedSharding(Mesh(jax.devices(), "x"), PartitionSpec(None, "x"))):
-        filling = placing.Filling("leaf", spec, sharding)
+        filling = shard_writer.ShardWriter("leaf", spec, sharding)
 
         def pointers(filling=filling):
             return [s.data.unsafe_buffer_pointer() for s in filling._array.addressable_shards]
@@ -88,7 +88,7 @@ def test_blocks_are_written_in_place(monkeypatch):
         assert pointers() == start
         local, order = filling._local, (0, 2, 3, 1)
         block = np.ones((len(start) * 1, 2, 48, 64 // len(start)), np.float32)
-        program = placing._write.lower(
+        program = shard_writer._write.lower(
             filling._array, block, np.zeros(4, np.int32), order=order, local=local
         ).compile()
         memory = program.memory_analysis()
@@ -118,14 +118,14 @@ def test_only_its_own_slice_travels_to_a_device(tmp_path, mesh, monkeypatch):
 
 
 def test_the_host_holds_two_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "BLOCK_BYTES", 2**16)
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", 2**16)
     spec = jax.ShapeDtypeStruct((2, 1024, 1024), jnp.float32)
     np.ones((1024, 1024), np.float16).tofile(tmp_path / "file")
-    filling = placing.Filling("leaf", spec, None)
+    filling = shard_writer.ShardWriter("leaf", spec, None)
     piece = np.memmap(tmp_path / "file", np.float16, mode="r", shape=(1024, 1024)).T
     filling.put(piece, layer=0)  # compiles
     events, last = [], [None]
-    wait, write = jax.block_until_ready, placing._write
+    wait, write = jax.block_until_ready, shard_writer._write
 
     def spy_wait(x):
         events.append(("wait", x is last[0]))
@@ -137,7 +137,7 @@ def test_the_host_holds_two_blocks(tmp_path, monkeypatch):
         return last[0]
 
     monkeypatch.setattr(jax, "block_until_ready", spy_wait)
-    monkeypatch.setattr(placing, "_write", spy_write)
+    monkeypatch.setattr(shard_writer, "_write", spy_write)
     tracemalloc.start()
     filling.put(piece, layer=1)
     peak = tracemalloc.get_traced_memory()[1]
@@ -153,7 +153,7 @@ def test_a_small_model_is_put_together_on_the_host(tmp_path, mesh, monkeypatch, 
     config, params = make_folder(tmp_path)
     shardings = shardings_of(config, mesh, {"embed": "fsdp"}) if is_sharded else None
     for program in ("_zeros", "_write"):
-        monkeypatch.setattr(placing, program, lambda *args, **kwargs: pytest.fail("compiled"))
+        monkeypatch.setattr(shard_writer, program, lambda *args, **kwargs: pytest.fail("compiled"))
     loaded = load_folder(tmp_path, shardings=shardings)[1]
     assert_equal(loaded, params)
 
@@ -162,7 +162,7 @@ def test_what_was_put_together_on_the_host_can_be_donated():
     spec = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))  # two share each part
     for sharding in (None, NamedSharding(mesh, PartitionSpec("fsdp"))):
-        filling = placing.Filling("leaf", spec, sharding)
+        filling = shard_writer.ShardWriter("leaf", spec, sharding)
         filling.put(np.ones((64, 64), np.float32))
         added = jax.jit(lambda x: x + 1, donate_argnums=0)(filling.finish())
         for shard in added.addressable_shards:
@@ -170,14 +170,14 @@ def test_what_was_put_together_on_the_host_can_be_donated():
 
 
 def test_programs_do_not_multiply_with_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "BLOCK_BYTES", 32)  # no shard is a small one
-    placing._write.clear_cache()
+    monkeypatch.setattr(shard_writer, "BLOCK_BYTES", 32)  # no shard is a small one
+    shard_writer._write.clear_cache()
     counts = []
     for num_layers in (3, 6):
         config, _ = make_folder(tmp_path, num_layers=num_layers)
-        before = placing._write._cache_size()
+        before = shard_writer._write._cache_size()
         load_folder(tmp_path)
-        counts.append(placing._write._cache_size() - before)
+        counts.append(shard_writer._write._cache_size() - before)
     # In a layer: the norms, q, key and value, o, gate and up, down; outside: two whose shapes do
     # not change with the number of layers.
     assert counts == [6 + 2, 6]

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ahead: programs compiled on a thread of their own, beside whatever else takes time at the start.
+"""Compilation of programs on a background thread, while the run starts.
 
-JAX keeps what it has lowered and compiled per program and shapes, whoever asked for it: a program
-that is compiled here is found by its first call, on another thread, and nothing of that call
-changes. This module does not know which programs there are. Invariant: a program is not compiled
-twice at a time, as long as who calls it first waits for it here; and a failure is raised there.
+JAX caches lowered and compiled programs per shapes across threads, so the first call of a program
+that was compiled here finds it. Invariant: callers that wait here never compile a program a second
+time, and a compilation failure is raised in their thread.
 """
 
 import collections
@@ -21,11 +20,11 @@ POLL_S = 0.05
 THREAD = "compiler"
 
 
-class Ahead:
-    """Compiles programs in order; use `start`.
+class Precompiler:
+    """Compiles programs in order on one thread; use `start`.
 
     Args:
-        jobs: by name, what lowers a program for the shapes it will be called with.
+        jobs: by name, a function that lowers a program for the shapes of its calls.
     """
 
     def __init__(self, jobs: Mapping[Hashable, Callable[[], jax.stages.Lowered]]) -> None:
@@ -34,8 +33,8 @@ class Ahead:
         self._stop = StopFlag()
         self._worker = Worker(THREAD, self._step, self._stop)
 
-    def start(self) -> "Ahead":
-        """Begin; returns self. The thread ends when all are compiled."""
+    def start(self) -> "Precompiler":
+        """Start the thread, which ends when all programs are compiled; return self."""
         if self._jobs:
             self._worker.start()
         return self
@@ -49,7 +48,7 @@ class Ahead:
         return True
 
     def wait(self, name: Hashable) -> None:
-        """Return when this program is compiled, at once where it is not among the jobs.
+        """Wait until this program is compiled; return at once for an unknown name.
 
         Raises:
             WorkerError: this program, or one before it, cannot be compiled.
@@ -59,10 +58,10 @@ class Ahead:
         while done is not None and not done.wait(POLL_S):
             self._stop.check()
             if self._stop.is_set():
-                return  # closed: whoever calls it now compiles it
+                return  # closed: the caller's first call compiles the program
 
     def after(self, name: Hashable, program: Callable[..., Any]) -> Callable[..., Any]:
-        """The program, whose calls wait for it to be compiled."""
+        """Return `program` with calls that first wait until it is compiled."""
 
         @functools.wraps(program)
         def call(*args: Any) -> Any:
@@ -72,7 +71,7 @@ class Ahead:
         return call
 
     def close(self, timeout_s: float) -> None:
-        """Begin no other program, and wait for the one under way at most this long."""
+        """Start no further compilation; wait at most `timeout_s` for the current one."""
         self._stop.set()
         if self._worker.is_alive():
             self._worker.join(timeout_s)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.devices.device_lock import DeviceLock, DeviceLockError, device_lock_for
 from tba_jax.devices.site import ANY_DEVICE, Site, any_device
-from tba_jax.devices.turns import DeviceTurns, TurnError, turns_for
 from tba_jax.devices.worker import StopFlag, Worker
 
 
@@ -21,7 +21,7 @@ def mesh_of(*ids):
 
 
 @pytest.mark.parametrize(
-    ("meshes", "wants_turns"),
+    ("meshes", "wants_lock"),
     [
         (((0,), (0,)), False),  # one GPU
         (((0, 1), (0,), (1,)), False),  # one-device programs wait for no other device
@@ -31,24 +31,24 @@ def mesh_of(*ids):
         (((0, 1), (2, 3), (2, 3)), True),
     ],
 )
-def test_turns_exist_where_programs_of_several_devices_can_meet(meshes, wants_turns):
-    turns = turns_for([mesh_of(*ids) for ids in meshes], timeout_s=1.0)
-    assert (turns is not None) == wants_turns
+def test_a_lock_exists_where_programs_of_several_devices_can_meet(meshes, wants_lock):
+    lock = device_lock_for([mesh_of(*ids) for ids in meshes], timeout_s=1.0)
+    assert (lock is not None) == wants_lock
 
 
-def test_without_turns_and_on_one_device_a_program_is_left_alone():
+def test_without_a_lock_and_on_one_device_a_program_is_left_alone():
     program = jax.jit(lambda x: x)
-    turns = DeviceTurns(1.0)
-    for site in (Site(mesh_of(0, 1)), Site(mesh_of(0), turns), ANY_DEVICE):
-        assert site.in_turn(program) is program
-    assert Site(mesh_of(0, 1), turns).in_turn(program) is not program
+    lock = DeviceLock(1.0)
+    for site in (Site(mesh_of(0, 1)), Site(mesh_of(0), lock), ANY_DEVICE):
+        assert site.locked(program) is program
+    assert Site(mesh_of(0, 1), lock).locked(program) is not program
 
 
-def test_equal_sites_are_the_same_devices_under_the_same_turns():
-    turns = DeviceTurns(1.0)
-    pair, single = Site(mesh_of(0, 1), turns), Site(mesh_of(3), turns)
-    assert len({pair, Site(mesh_of(0, 1), turns), Site(mesh_of(0, 1)), single}) == 3
-    assert Site(mesh_of(1, 0), turns) != pair
+def test_equal_sites_are_the_same_devices_under_the_same_lock():
+    lock = DeviceLock(1.0)
+    pair, single = Site(mesh_of(0, 1), lock), Site(mesh_of(3), lock)
+    assert len({pair, Site(mesh_of(0, 1), lock), Site(mesh_of(0, 1)), single}) == 3
+    assert Site(mesh_of(1, 0), lock) != pair
     assert pair.program_site == pair and pair.is_divided
     # One compiled program serves every single device.
     assert single.program_site == Site(mesh_of(4)).program_site == any_device("cpu")
@@ -56,7 +56,7 @@ def test_equal_sites_are_the_same_devices_under_the_same_turns():
 
 
 def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
-    turns = DeviceTurns(60.0)
+    lock = DeviceLock(60.0)
     running, overlaps = [], []
 
     def summing(ids):
@@ -74,7 +74,7 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
             running.remove(ids)
             return out
 
-        launch = Site(mesh, turns).in_turn(watched)
+        launch = Site(mesh, lock).locked(watched)
         data = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
         return lambda: np.asarray(launch(data))
 
@@ -96,11 +96,11 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
         worker.close(30.0)
     # In the order they came: nobody is left behind by a thread that comes again at once.
     assert min(map(len, results)) >= 25 and {x for row in results for x in row} == {28.0}
-    assert max(overlaps) == 1 and turns.wait_s > 0
+    assert max(overlaps) == 1 and lock.wait_s > 0
 
 
 def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
-    turns = DeviceTurns(30.0)
+    lock = DeviceLock(30.0)
     order = []
     gates = {name: threading.Event() for name in ("small", "all", "late", "apart")}
     meshes = {
@@ -116,14 +116,14 @@ def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
             assert gates[name].wait(30.0)
 
         return threading.Thread(
-            target=Site(meshes[name], turns).in_turn(program), name=name, daemon=True
+            target=Site(meshes[name], lock).locked(program), name=name, daemon=True
         )
 
     def in_line(count):
         end = time.monotonic() + 10
-        while len(turns._line) < count and time.monotonic() < end:
+        while len(lock._queue) < count and time.monotonic() < end:
             time.sleep(0.001)
-        assert len(turns._line) == count
+        assert len(lock._queue) == count
 
     threads = []
     for i, name in enumerate(gates):
@@ -141,8 +141,8 @@ def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
     assert [name for name in order if name != "apart"] == ["small", "all", "late"]
 
 
-def test_a_turn_that_does_not_come_names_who_has_the_devices():
-    turns = DeviceTurns(0.05)
+def test_a_wait_that_is_too_long_names_the_thread_that_holds_the_devices():
+    lock = DeviceLock(0.05)
     has_begun, may_end = threading.Event(), threading.Event()
 
     def hang():
@@ -150,7 +150,7 @@ def test_a_turn_that_does_not_come_names_who_has_the_devices():
         may_end.wait(30.0)
 
     thread = threading.Thread(
-        target=Site(mesh_of(0, 1, 2), turns).in_turn(hang), name="searcher-0", daemon=True
+        target=Site(mesh_of(0, 1, 2), lock).locked(hang), name="searcher-0", daemon=True
     )
     thread.start()
     assert has_begun.wait(10.0)
@@ -158,24 +158,22 @@ def test_a_turn_that_does_not_come_names_who_has_the_devices():
     def train_step():
         return jnp.zeros(())
 
-    launch = Site(mesh_of(1, 2, 3), turns).in_turn(train_step)
-    with pytest.raises(TurnError) as caught:
+    launch = Site(mesh_of(1, 2, 3), lock).locked(train_step)
+    with pytest.raises(DeviceLockError) as caught:
         launch()
-    assert "'train_step' on devices 1, 2, which 'hang' of thread searcher-0 has had" in str(
-        caught.value
-    )
-    assert "Run the same command again" in str(caught.value) and turns.wait_s >= 0.05
+    assert "'train_step' on devices 1, 2. Thread searcher-0 has held them" in str(caught.value)
+    assert "Run the same command again" in str(caught.value) and lock.wait_s >= 0.05
     may_end.set()
     thread.join(10.0)
-    assert launch() == 0  # whoever gave up is no longer in line
+    assert launch() == 0  # the thread that gave up is no longer in the queue
 
 
-def test_a_program_that_raises_gives_up_its_turn():
-    turns = DeviceTurns(1.0)
+def test_a_program_that_raises_releases_the_lock():
+    lock = DeviceLock(1.0)
 
     def fail():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        Site(mesh_of(0, 1), turns).in_turn(fail)()
-    assert Site(mesh_of(0, 1), turns).in_turn(lambda: 1)() == 1
+        Site(mesh_of(0, 1), lock).locked(fail)()
+    assert Site(mesh_of(0, 1), lock).locked(lambda: 1)() == 1

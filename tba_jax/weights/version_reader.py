@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published weights as a process reads them that only searches.
+"""Reader of published weights for processes that only search.
 
-`poll` reads the newest announced version from disk. A version that is deleted or written again
-during the read is read again, or a newer one.
+`poll` reads the newest announced version from disk. If a version is deleted or rewritten during the
+read, it reads again, possibly a newer version.
 
-Invariant: searchers see a whole version or the one before.
+Invariant: searchers get a whole version or the one before it.
 """
 
 import threading
@@ -17,18 +17,18 @@ from tba_jax.weights.versions import PublicationError, Versions
 
 
 class VersionReader:
-    """A transport that publishes nothing.
+    """Transport that only reads.
 
     Args:
-        versions: where those of the run are.
-        abstract: tree of jax.ShapeDtypeStruct, as files have it, with shardings of this process.
+        versions: published versions of the run.
+        abstract: tree of jax.ShapeDtypeStruct as in the files, with shardings of this process.
         shardings: as in `MemoryTransport`.
-        timeout_s: a version that is named and cannot be read for so long is damaged.
-        layout: makes restored params what the readers want; None: they are.
+        timeout_s: a listed version that cannot be read for this long is damaged.
+        layout: converts restored params to the searchers' layout; None: they have it.
         clock: monotonic seconds.
 
     Attributes:
-        source: where versions are.
+        source: published versions of the run.
     """
 
     is_publishing = False
@@ -56,23 +56,23 @@ class VersionReader:
         self._failing_since: float | None = None
 
     def ring(self, version: int) -> None:
-        """This version is complete; older words are ignored."""
+        """Announce that this version is complete; announcements of older versions are ignored."""
         with self._changed:
             self._told = max(self._told, version)
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """Begin anew: the versions that were read are of a trainer that is gone."""
+        """Forget all versions that were read: their trainer was replaced."""
         with self._changed:
             self._told = self._read = -1
             self._mailbox = Mailbox(self._shardings)
 
     def latest(self, reader: int) -> Published | None:
-        """Newest version that was read, on that reader's devices."""
+        """Return the newest version that was read, on that reader's devices."""
         return self._mailbox.latest(reader)
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Restore the newest version, if it is not the one that is there.
+        """Read the newest version, unless it was read before.
 
         Raises:
             PublicationError: it cannot be read.
@@ -88,14 +88,14 @@ class VersionReader:
                 raise PublicationError(f"{self.source.path(version)}: {found[0]}")
             restored = self.source.read(version, self._abstract)
         except PublicationError as error:
-            # It may be gone, as newer ones are there, or be written again by a restored trainer.
+            # A newer version may have replaced it, or a restored trainer may be rewriting it.
             self._failing_since = start if self._failing_since is None else self._failing_since
             if start - self._failing_since > self._timeout_s:
                 raise PublicationError(
                     f"version {version} of the weights has not been readable for "
-                    f"{start - self._failing_since:.0f} s (config.checkpoint.timeout_s): {error}. "
-                    "Does this machine see the work directory? Mend the storage; the same command "
-                    "goes on"
+                    f"{start - self._failing_since:.0f} s (checkpoint.timeout_s): {error}. "
+                    "Check that this machine can read the work directory, repair the storage, then "
+                    "run the same command again"
                 ) from error
             return False
         mailbox.put(version, self._layout(restored))
@@ -107,15 +107,15 @@ class VersionReader:
         return True
 
     def at(self, version: int) -> list[Any]:
-        """A version that may not be the newest, for each reader.
+        """Return one version, not necessarily the newest, for each reader.
 
         Raises:
             PublicationError: it cannot be read.
         """
         if found := self.source.damage(version):
             raise PublicationError(
-                f"published weights {self.source.path(version)} are gone, or not as they were "
-                f"written ({found[0]}); the same command goes on from the newest checkpoint"
+                f"published weights {self.source.path(version)} are deleted or damaged "
+                f"({found[0]}). Run the same command again to continue from the newest checkpoint"
             )
         mailbox = Mailbox(self._shardings)
         mailbox.put(version, self._layout(self.source.read(version, self._abstract)))
@@ -123,11 +123,11 @@ class VersionReader:
         return [published.params for published in found_here if published is not None]
 
     def publish(self, version: int, params: Any) -> None:
-        """Never: this process does not train."""
-        raise AssertionError("who only reads publishes nothing")
+        """Fail: this process does not train."""
+        raise AssertionError("a reader of versions does not publish")
 
     def settle(self) -> None:
-        """Nothing: that would wait for storage."""
+        """Do nothing: delivery would wait for storage."""
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: there is no background work."""

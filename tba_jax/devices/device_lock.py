@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Device lock: serialises launches of multi-device programs by several threads.
+
+A program of several devices waits inside for all of them. If two threads launch such programs on
+common devices, devices may receive them in different orders and deadlock. Invariant: of two
+multi-device programs with a common device, one has ended before the other is launched.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+Program = Callable[..., Any]
+
+
+class DeviceLockError(RuntimeError):
+    """A thread waited too long for the device lock; the message names the holder."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Entry:
+    devices: frozenset[Any]
+    program: str
+    thread: str
+    since: float
+
+
+class DeviceLock:
+    """Lock per set of devices; threads are served in order of arrival.
+
+    Threads with disjoint devices do not wait for one another. The lock is held until the program's
+    results are ready: launch order alone does not order a runtime's own threads, and on CPU
+    programs without that wait do deadlock. The first call also compiles under the lock.
+
+    Args:
+        timeout_s: maximum wait in seconds.
+
+    Attributes:
+        wait_s: seconds that all threads together have waited.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.wait_s = 0.0
+        self._timeout_s = timeout_s
+        self._queue: list[_Entry] = []  # in order of arrival; includes holders
+        self._changed = threading.Condition()
+
+    def locked(self, program: Program, devices: Iterable[Any]) -> Program:
+        """Return a program of these devices with launches under the lock.
+
+        Arguments and results are unchanged, but results are ready on return. An exception releases
+        the lock.
+
+        Raises (when the program is called):
+            DeviceLockError: other threads held the devices for longer than `timeout_s`.
+        """
+        needed = frozenset(devices)
+        name = getattr(program, "__name__", "unnamed")
+
+        @functools.wraps(program)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            with self._turn(needed, name):
+                return jax.block_until_ready(program(*args, **kwargs))
+
+        return launch
+
+    @contextlib.contextmanager
+    def _turn(self, devices: frozenset[Any], program: str) -> Iterator[None]:
+        turn = _Entry(devices, program, threading.current_thread().name, time.monotonic())
+        with self._changed:
+            self._queue.append(turn)
+        try:
+            self._wait(turn)
+            yield
+        finally:
+            with self._changed:
+                self._queue.remove(turn)
+                self._changed.notify_all()
+
+    def _wait(self, turn: _Entry) -> None:
+        with self._changed:
+            holder = self._blocker(turn)
+            assert holder is None or holder.thread != turn.thread, (
+                "a thread must not launch a locked program inside another"
+            )
+            is_free = self._changed.wait_for(lambda: self._blocker(turn) is None, self._timeout_s)
+            now = time.monotonic()
+            self.wait_s += now - turn.since
+            holder = self._blocker(turn)
+            if not is_free and holder is not None:
+                ids = ", ".join(sorted({str(d.id) for d in turn.devices & holder.devices}))
+                raise DeviceLockError(
+                    f"thread {turn.thread} waited {self._timeout_s:.0f} s to launch the program "
+                    f"{turn.program!r} on devices {ids}. Thread {holder.thread} has held them for "
+                    f"{now - holder.since:.0f} s with {holder.program!r}, which hangs, or compiles "
+                    "for longer than half of log.watchdog_s. Run the same command again to "
+                    "continue from the newest checkpoint; if compilation takes that long, with a "
+                    "larger --config.log.watchdog_s"
+                )
+            turn.since = now
+
+    def _blocker(self, turn: _Entry) -> _Entry | None:
+        """Return the first earlier entry that shares a device with this one."""
+        before = itertools.takewhile(lambda other: other is not turn, self._queue)
+        return next((other for other in before if other.devices & turn.devices), None)
+
+
+def device_lock_for(meshes: Sequence[Mesh], *, timeout_s: float) -> DeviceLock | None:
+    """Return a lock for threads that launch on these meshes; None if none is needed.
+
+    It is needed if two meshes of several devices have a device in common. With None, programs are
+    launched without a lock.
+
+    Args:
+        meshes: one per thread that launches its own programs; equal ones count separately.
+        timeout_s: as in `DeviceLock`.
+    """
+    several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
+    meet = any(a & b for a, b in itertools.combinations(several, 2))
+    return DeviceLock(timeout_s) if meet else None
