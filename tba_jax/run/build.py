@@ -112,7 +112,7 @@ def check_prompts(
         note(line)
 
 
-def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Ahead:
+def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
     """Compile the publish program and the train step of the likely first batches in the background.
 
     Compiles nothing ahead with driver=sync (its only thread would wait), with several hosts (their

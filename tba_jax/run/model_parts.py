@@ -140,7 +140,7 @@ def make_publication_program(
     """Return the jitted program of a publication: copy and cast the trained weights.
 
     Whole weights that stay in memory get the decoder's layout; adapters and weights for files keep
-    the trainer's layout. The caller takes the device lock (`in_turn`).
+    the trainer's layout. The caller takes the device lock (`locked`).
 
     Args:
         config: of the run.

@@ -147,7 +147,7 @@ def make_arrival(config: Config, policy: TransformerConfig, sites: Sites, base: 
     if policy.adapters is None:
         # Files have the trainer's layout: convert and quantise after reading.
         arrange = make_publish_program(dtype, layout, published, quantization)
-        return Arrival(sites.trainer.in_turn(arrange), wanted, [])
+        return Arrival(sites.trainer.locked(arrange), wanted, [])
     # One base for each set of devices, in the decoder's layout and in full precision: adapters are
     # added before rounding.
     exact = make_publish_program(dtype, *make_publication(plain, mesh))(base)

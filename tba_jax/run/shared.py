@@ -121,7 +121,7 @@ def open_sites(config: Config, placement: Placement) -> Sites:
         if transport_of(config) != "memory" and (is_beside or not trains):
             launchers.append(trainer)  # the weight poller converts restored weights
         # Half of it, so that this clearer error comes before the watchdog's.
-        turns = turns_for(launchers, timeout_s=config.log.watchdog_s / 2)
+        turns = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
         Site(trainer, lock),
         Site(publication, lock),
