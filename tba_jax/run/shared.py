@@ -107,7 +107,7 @@ class Sites(NamedTuple):
 
 def open_sites(config: Config, placement: Placement) -> Sites:
     """Return the sites of a placement, with device locks for the asynchronous driver."""
-    turns = None
+    lock = None
     trains = bool(placement.trainer_mesh.local_devices)
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
     is_beside = not writes_versions(config)
@@ -121,7 +121,7 @@ def open_sites(config: Config, placement: Placement) -> Sites:
         if transport_of(config) != "memory" and (is_beside or not trains):
             launchers.append(trainer)  # the weight poller converts restored weights
         # Half of it, so that this clearer error comes before the watchdog's.
-        turns = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
+        lock = device_lock_for(launchers, timeout_s=config.log.watchdog_s / 2)
     return Sites(
         Site(trainer, lock),
         Site(publication, lock),

@@ -118,7 +118,7 @@ def test_a_chat_that_the_template_refuses_is_named(tmp_path):
     ("row", "message"),
     [
         ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, title"),
-        ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has; write null"),
+        ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has. Write null"),
         ({"prompt": "q", "gold": "1", "x": 1}, "line 1: no column 'x', which .*line 2 has"),
         (
             {"prompt": "", "gold": "1"},
