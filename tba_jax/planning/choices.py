@@ -78,7 +78,7 @@ def fitting_rows(
     parts = found.mesh.data * found.mesh.fsdp
     free = _SHARE_OF_MEMORY * memory_bytes
     free -= estimates.held_bytes(config, model_config) / found.mesh.size
-    if found.layout.takes_turns:
+    if found.layout.shares_devices:
         of_searcher = estimates.searcher_bytes(config, model_config, devices, lambda group: 0.0)
         free -= of_searcher(config.search.num_devices)
     options = fitting.micro_batch_options(config, parts)
