@@ -205,7 +205,7 @@ class Evaluator:
             ValueError: no function reports the headline metric.
         """
         parts = sorted(parts, key=lambda part: part.first)
-        responses = _join(parts, self.prompts)
+        responses = _joined(parts, self.prompts)
         texts, rewards = responses.texts, responses.rewards
         flat = [r for row in rewards for r in row]
         known = [r for r in flat if r is not None]

@@ -26,7 +26,6 @@ from tba_jax.devices.device_lock import device_lock_for
 from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
-from tba_jax.devices.turns import turns_for
 from tba_jax.environments.episodes import Episodes
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.models import model as models
