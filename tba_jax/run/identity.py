@@ -125,9 +125,10 @@ def _objective(config: Config) -> Iterator[str]:
 
 
 def _reward(config: Config, task: Task) -> Iterator[str]:
-    """Yield the source of user-defined functions, and digests of model weights."""
+    """Yield the source of user-defined functions and environments, and digests of model weights."""
     own = Path(__file__).parents[1]
-    for name in (config.task.reward or task.reward, config.eval.gold_reward):
+    environment = [config.task.environment] if config.task.environment else []
+    for name in (config.task.reward or task.reward, config.eval.gold_reward, *environment):
         if ":" not in name:
             yield name  # a kind, or none
             continue

@@ -37,7 +37,7 @@ def made_of(tmp_path):
         "    pass\n"
     )
 
-    def names():
+    def names(**task):
         config = tba_jax.load_config(
             "math",
             objective={"name": f"{objective}:Ours"},
@@ -46,6 +46,7 @@ def made_of(tmp_path):
                 "data_path": str(data),
                 "reward": f"{reward}:reward",
                 "num_eval_prompts": 8,
+                **task,
             },
         )
         return fingerprints(config, make_task(config), model)
@@ -79,6 +80,16 @@ def test_each_part_that_changes_has_another_name(made_of):
     assert changed() == ["data", "model", "reward", "tokenizer"]
     objective.write_text(objective.read_text() + "\n")
     assert changed() == list(KINDS)
+
+
+def test_an_environment_that_changes_has_another_name(made_of, tmp_path):
+    names, *_ = made_of
+    game = tmp_path / "game.py"
+    game.write_text("class Game:\n    def reset(self, **row):\n        return None\n")
+    before = names(environment=f"{game}:Game")
+    assert before["reward"] != names()["reward"]
+    game.write_text(game.read_text().replace("None", "'go'"))
+    assert names(environment=f"{game}:Game")["reward"] != before["reward"]
 
 
 THEN = Facts(1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
