@@ -86,7 +86,7 @@ def begin(jobs):
     print(len(jobs), "grain" in sys.modules)
     sys.exit()
 
-compiling.Precompiler = begin
+build.Precompiler = begin
 shared = types.SimpleNamespace(
     config=tba_jax.load_config("math"),
     cluster=Cluster(),

@@ -158,7 +158,7 @@ def needs_level(completions, level):
 @pytest.mark.parametrize(
     ("changes", "text", "message"),
     [
-        ({}, '{"question": "1+1", "target": "2"}', "data.jsonl, line 41: no column 'prompt'; got"),
+        ({}, '{"text": "1+1", "target": "2"}', "data.jsonl, line 41: no column 'prompt'; got"),
         ({"reward": "rewards.py:needs_level"}, "", "needs the argument 'level', but the data has"),
         # The same from further places; their messages are tested without a process as well.
         slow({}, '{"prompt": "1+1", "target": "2"', "data.jsonl, line 41: not JSON"),
