@@ -54,11 +54,11 @@ BROKEN = {
     ),
     "no data, no reward": (
         {"task__data_path": None, "task__reward": None},
-        ["task.data_path = '': task custom has no data", "task.reward = '': task custom has no"],
+        ["task.data_path = '': task custom needs data", "task.reward = '': task custom has no"],
     ),
     "a missing file, a missing model": (
         {"task__data_path": "{}/trian.jsonl", "model__path": "{}/model"},
-        ["trian.jsonl': there is no such folder or file", "/model' is not a folder"],
+        ["trian.jsonl': no such folder or file", "/model' is not a folder"],
     ),
     "a misspelt function, a missing model": (
         {"task__reward": "{}/rewards.py:scroe", "model__path": "{}/model"},
@@ -74,7 +74,10 @@ BROKEN = {
     ),
     "a function without its column, groups that cannot be": (
         {"task__reward": "{}/rewards.py:wants_target", "objective__group_size": 16},
-        ["needs the argument 'target'", "samples_per_prompt = 8: a group needs K"],
+        [
+            "needs the argument 'target'",
+            "samples_per_prompt = 8: a group needs objective.group_size=16",
+        ],
     ),
     "a function that raises, a text for a number": (
         {"task__reward": "{}/rewards.py:raises", "num_steps": "many"},

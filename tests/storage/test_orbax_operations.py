@@ -6,12 +6,20 @@ import logging
 import sys
 
 import jax.numpy as jnp
+import pytest
 import tensorstore
 from absl import logging as absl_logging
 
 from tba_jax.storage import orbax_operations
 from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.transport import make_publish_program
+
+
+@pytest.fixture(autouse=True)
+def none_has_failed():
+    """As in a new process: the changes stay after an operation that failed, in any test before."""
+    orbax_operations._changes.close()
+    orbax_operations._operations = 0
 
 
 def test_a_version_more_is_not_a_list_more(tmp_path):
