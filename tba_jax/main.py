@@ -89,13 +89,18 @@ def main(argv: Sequence[str]) -> int:
     from tba_jax.planning.choices import choose
     from tba_jax.run.preflight import all_problems
 
-    with all_problems(config):
-        config, chosen = choose(config, {} if address else begun_config(workdir))
+    try:
+        with all_problems(config):
+            config, chosen = choose(config, {} if address else begun_config(workdir))
+    except Exception:
+        if _DRY_RUN.value:  # the settings that were given, without what could not be chosen
+            _print_settings(given, config)
+        raise
     validate(config)
     for line in chosen:
         print(line, file=sys.stderr if _DRY_RUN.value else sys.stdout)
     if _DRY_RUN.value:
-        print(json.dumps({"workdir": given, **config_lib.flatten(config)}, indent=1))
+        _print_settings(given, config)
         for line in notes(config):
             print(f"note: {line}", file=sys.stderr)
         from tba_jax.run.preflight import problems
@@ -105,6 +110,10 @@ def main(argv: Sequence[str]) -> int:
         return 0
     with surviving_closed_outputs():
         return _run(config, workdir, address)
+
+
+def _print_settings(workdir: str, config: Config) -> None:
+    print(json.dumps({"workdir": workdir, **config_lib.flatten(config)}, indent=1))
 
 
 def _run(config: Config, workdir: Path, address: str) -> int:
