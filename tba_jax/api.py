@@ -135,7 +135,7 @@ def run_training(
 def _with_given(
     config: Config, reward: Any, objective: Any, callbacks: Sequence[Any], in_process: bool
 ) -> Config:
-    """The config that names what was given.
+    """Return the config that names the given objects.
 
     Raises:
         ConfigError: a reward that no other process can import, without `in_process`.

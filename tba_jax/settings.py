@@ -459,7 +459,7 @@ def given_name(thing: Any) -> str:
 
 
 def load_function(field: str, name: str) -> Any:
-    """A function of the user, by "package.module:function", "FILE.py:function" or as in `GIVEN`.
+    """Load a user's function from "package.module:function", "FILE.py:function" or `GIVEN`.
 
     Raises:
         ConfigError: it cannot be loaded; with the user's own traceback.

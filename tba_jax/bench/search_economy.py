@@ -195,7 +195,7 @@ class SlotSampler:
         return self.session
 
     def submit(self, session: Any, prompt: Prompt, number: int) -> tuple[int, np.ndarray]:
-        """The samples of a prompt."""
+        """Return the samples of a prompt."""
         return session.submit(prompt.prompt_id), np.ones(SAMPLES)
 
 

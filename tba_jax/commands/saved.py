@@ -26,7 +26,7 @@ from tba_jax.weights.versions import Versions
 
 
 def load_run_config(workdir: str) -> Config:
-    """The config a run was made with, without settings that exist no more.
+    """Return the config of a run, without settings that no longer exist.
 
     Raises:
         UserError: the folder holds no run, or one of another version.
@@ -98,7 +98,7 @@ def load_policy(
 
 
 def _version(published: str) -> int | None:
-    """A number; None for the newest."""
+    """Return a version number; None for the newest."""
     if published == "newest":
         return None
     if not published.isdecimal():

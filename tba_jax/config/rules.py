@@ -419,7 +419,7 @@ def _packed_rows(config: Config) -> None:
 
 
 def _environment(config: Config) -> None:
-    """What episodes of several turns go with."""
+    """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
         return
     for name, value, reason in (

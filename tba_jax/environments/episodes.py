@@ -354,7 +354,7 @@ class EpisodeSession:
         self._asked.append(attempt)
 
     def _stop(self, attempt: _Attempt, finish: FinishReason) -> None:
-        """A limit ends the episode; its reward is asked for."""
+        """End an episode at a limit and request its reward."""
         assert attempt.environment is not None
         attempt.finish = finish
         attempt.environment.end()

@@ -29,7 +29,7 @@ class GymLike:
         self._environment.init(row["prompt"])
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """What the environment answers to a turn, and why the episode ends with it, or ""."""
+        """Return the observation after a turn, and why the episode ends with it, or ""."""
         step = self._environment.step(text)
         if isinstance(step, Mapping):
             step = step["observations"], step["reward"], step["done"]

@@ -58,7 +58,7 @@ class _Kind(Protocol):
         ...
 
     def turn(self, text: str) -> tuple[Any, str]:
-        """What the environment answers to a turn, and why the episode ends with it, or ""."""
+        """Return the observation after a turn, and why the episode ends with it, or ""."""
         ...
 
     def reward(self) -> Any:
@@ -104,7 +104,7 @@ class Tools:
         return _result(self._environment.get_reward())
 
     def _call(self, text: str) -> str:
-        """Result of a tool call; an error of the policy's call, or of the tool, is a result too."""
+        """Return the result of a tool call, or the error of the call or the tool as text."""
         try:
             call = json.loads(text)
             name, arguments = call["name"], call.get("arguments", {})

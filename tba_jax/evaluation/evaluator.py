@@ -321,7 +321,7 @@ def _episodes(
 
 
 def _joined(parts: Sequence[EvaluationShard], prompts: Sequence[Prompt]) -> Responses:
-    """The responses of all parts, in order.
+    """Return the responses of all shards, in order.
 
     Raises:
         ValueError: some prompts are missing or repeated.

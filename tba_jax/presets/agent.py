@@ -38,5 +38,5 @@ PRESETS = {
 
 
 def get_config(preset: str = "toy") -> ConfigDict:
-    """The default config with one preset's differences."""
+    """Return the default config with the differences of a preset."""
     return differing("agent", PRESETS, preset)

@@ -127,7 +127,7 @@ def _tiles(run: Run) -> str:
 
 
 def _pictures(run: Run, pictures: Mapping[str, tuple[bytes, bytes]], section: str) -> str:
-    """The pictures of a section; a picture that is alone in it needs no title."""
+    """Return the pictures of a section; a single picture has no title."""
     of_section = [figure for figure in FIGURES if figure.section == section]
     cells = []
     for figure in of_section:
@@ -180,7 +180,7 @@ def _mark(reward: Any, *, is_graded: bool) -> str:
 
 
 def _gold(answer: str) -> str:
-    """The reference answer; of a worked solution the last line, with the rest folded away."""
+    """Return the reference answer; of a worked solution the last line, the rest folded."""
     *work, last = answer.strip().splitlines() or [""]
     if work:
         return details(f"answer: {last}", f"<pre>{escaped(answer)}</pre>")
@@ -287,7 +287,7 @@ def _ledger(run: Run) -> str:
 
 
 def _economy(told: Mapping[str, Any]) -> str:
-    """What of the searchers' work was trained on, and whether that is a fair part of it."""
+    """Return which share of the responses was trained on, and whether it is unbiased."""
     if told.get("trained_share") is None:
         return ""
     text = (
@@ -367,7 +367,7 @@ def render(
     pictures: Mapping[str, tuple[bytes, bytes]],
     own: Mapping[str, tuple[bytes, bytes] | str] = types.MappingProxyType({}),
 ) -> str:
-    """The page as HTML text.
+    """Return the page as HTML text.
 
     Args:
         run: whose page.
@@ -385,7 +385,7 @@ def run_name(run: Run) -> str:
 def render_body(
     run: Run, pictures: Mapping[str, tuple[bytes, bytes]], *, is_live: bool = False
 ) -> str:
-    """The contents of the page as HTML text.
+    """Return the contents of the page as HTML text.
 
     Args:
         run: whose page.

@@ -380,7 +380,7 @@ class ProgressDisplay:
         return {label: text for label, text in fields.items() if text}
 
     def _parts(self) -> str:
-        """The means of several rewards, by their names, in brackets."""
+        """Return the means of several rewards, by name, in brackets."""
         prefix = "search/reward_part_"
         parts = [
             f"{name.removeprefix(prefix)} {value:.3f}"
@@ -390,7 +390,7 @@ class ProgressDisplay:
         return f" ({', '.join(parts)})" if parts else ""
 
     def _shown_share(self, name: str) -> str:
-        """A share that is worth a word."""
+        """Return the text of a share; "" for a small one."""
         share = self._last.get(name, 0.0)
         return f"{share:.0%}" if share >= _SHOWN_SHARE else ""
 

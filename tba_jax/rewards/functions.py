@@ -67,7 +67,7 @@ class _Function(NamedTuple):
 
 
 def split_functions(text: str) -> tuple[str, ...]:
-    """The function names of a config field: one, or several with commas between them.
+    """Return the function names of a config field, separated by commas there.
 
     Raises:
         ValueError: one of them is not of the form module:function or file.py:function.
@@ -100,7 +100,7 @@ def _is_file(module: str) -> bool:
 
 
 def _found(function: str) -> Any:
-    """What the name of a function stands for."""
+    """Return the function of a name."""
     module_name, _, name = function.rpartition(":")
     module = import_file(module_name) if _is_file(module_name) else None
     target: Any = module or importlib.import_module(module_name)
@@ -283,7 +283,7 @@ def weighted_sum(values: Sequence[float | None], weights: Sequence[float]) -> fl
 
 
 def _missing_package(error: BaseException) -> str:
-    """The package whose absence an import failed for; empty for any other error."""
+    """Return the package that an import did not find; "" for any other error."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return error.name.partition(".")[0]
     return ""
@@ -296,7 +296,7 @@ def _is_in_a_file(error: BaseException) -> bool:
 
 
 def _shortened(report: str) -> str:
-    """A traceback's beginning and end; the message of an exception may be megabytes."""
+    """Return beginning and end of a traceback, whose message may have megabytes."""
     return report if len(report) <= 8000 else f"{report[:4000]}\n...\n{report[-4000:]}"
 
 

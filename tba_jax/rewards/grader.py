@@ -111,7 +111,7 @@ class Grader:
 def _merged(
     scores: ScoreResult, asked: Sequence[int], verdicts: Sequence[Verdict | None]
 ) -> ScoreResult:
-    """The scores of the responses that were asked for, and the verdicts of the others."""
+    """Return the scores of the graded responses and the given verdicts of the others."""
     given = [verdict or Verdict(None, None) for verdict in verdicts]
     rewards = [verdict.reward for verdict in given]
     reasons = [verdict.reason for verdict in given]

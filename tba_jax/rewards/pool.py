@@ -115,7 +115,7 @@ class Call:
         self.first_traceback = ""
 
     def arguments(self, items: range) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
-        """What the function gets for these items: texts, or chat messages where the data has them.
+        """Return the arguments of the function: texts, or chat messages for chat data.
 
         As in TRL: a last message of the assistant's is the beginning of the completion.
         """
@@ -157,7 +157,7 @@ class Call:
         )
 
     def failures(self) -> list[str | None]:
-        """The reason for each item that has no reward. None of one function is none, of all is."""
+        """Return the reason for each item without a reward; None needs all functions."""
         if len(self.reasons) == 1:
             return self.reasons[0]
         failures: list[str | None] = []
@@ -420,7 +420,7 @@ class RewardPool:
                 self._note_deadline(call, task.function, reason)
 
     def _note_deadline(self, call: Call, function: int, reason: str) -> None:
-        """A function that never met a deadline costs one for each process, not for each item."""
+        """Raise RewardFailure where a function has missed its first deadline in every process."""
         if reason != "reward_timeout" or self._item_s[function] is not None:
             return
         self._missed[function] += 1

@@ -45,7 +45,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def kick(self) -> None:
-        """A sign of life."""
+        """Note that the run makes progress."""
         self._last = time.monotonic()
 
     def step(self) -> bool:

@@ -496,7 +496,7 @@ def _workers(
         )
 
     def step() -> bool:
-        """An evaluation shard comes before the next chunk, given responses before sampled ones."""
+        """Work: evaluation shards before chunks, given responses before sampled ones."""
         if (lease := leased.start()) is not None:
             leased.finish(lease, _evaluate(process, i, *lease))
             return True

@@ -23,7 +23,7 @@ _POLL_S = 0.002  # between two checks whether the rounds of other processes have
 
 
 def rounds_per_sync(run: Run) -> int:
-    """Rounds that each searcher does for a publication, so that every fresh slot has new data."""
+    """Return the rounds of each searcher for a publication, enough for every fresh slot."""
     config = run.config
     prompts = config.batch.num_prompts * config.sync_period
     return -(-prompts // (config.search.prompts_per_round * run.shared.num_searchers))

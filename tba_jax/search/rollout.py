@@ -115,7 +115,7 @@ def rollouts_of(prompts: Sequence[Prompt], drawn: Drawn) -> list[Rollout]:
 
 
 def transcript_of(response: Response | Episode, temperature: float) -> Transcript:
-    """A response of a session, all of it the policy's; or an episode."""
+    """Return the transcript of a response of a session, or of an episode."""
     if isinstance(response, Episode):
         return Transcript(
             response.tokens,
@@ -217,7 +217,7 @@ class Sampler:
         ]
 
     def open(self, published: Published) -> Session | EpisodeSession:
-        """An empty session that tickets are submitted to while it runs."""
+        """Return an empty session to which tickets are submitted while it runs."""
         session = self._open(published)
         return session if self.episodes is None else self.episodes.over(session)
 

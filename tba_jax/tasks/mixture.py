@@ -131,11 +131,11 @@ class Mixture:
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def train_size(self) -> int:
-        """Number of training problems of a pass."""
+        """Return the number of training problems of a pass."""
         return sum(self._counts)
 
     def eval_size(self) -> int:
-        """Number of held-out problems."""
+        """Return the number of held-out problems."""
         return len(self._eval_places)
 
     def train_problem(self, index: int) -> Problem:
@@ -163,7 +163,7 @@ class Mixture:
 
 
 def _name(path: str) -> str:
-    """The last part of a path without its ending."""
+    """Return the last part of a path without its ending."""
     return os.path.splitext(os.path.basename(path.rstrip("/")))[0]
 
 

@@ -73,7 +73,7 @@ def _class_of_file(name: str, changed: int) -> "type[Objective]":
 
 
 def _checked(name: str, found: Any) -> "type[Objective]":
-    """The class of a user's objective, if it can be trained with."""
+    """Return the class of a user's objective; refuse one that cannot be trained."""
     from tba_jax.train.objectives.base import Objective
 
     own = name.rpartition(":")[2]
