@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
 from tba_jax.models.kv_cache import KVCache, Part, Rounded, open_part
-from tba_jax.models.partial_softmax import Partial, merge
+from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 
@@ -40,6 +40,37 @@ Wanted = Literal["auto", "xla", "cudnn", "tpu_kernel"]
 """Values of model.attention; see `choose`."""
 
 
+class Scores(NamedTuple):
+    """Treatment of scores in one kind of layer.
+
+    Attributes:
+        window: positions that a query sees, its own included; None: all before it.
+        cap: c of c tanh(score / c), before the mask; None: none.
+        sinks: [g r], a score per query head that takes weight and has no value; None: none.
+    """
+
+    window: int | None = None
+    cap: float | None = None
+    sinks: Array | None = None
+
+    def allowed(self, implementation: Implementation, *, is_step: bool = False) -> Implementation:
+        """Return the implementation, or the einsum that replaces kernels without these scores.
+
+        Args:
+            implementation: from `choose`.
+            is_step: for one token over a cache.
+        """
+        is_masked = self.cap is None and self.sinks is None
+        if is_masked and (self.window is None or (implementation == "cudnn" and not is_step)):
+            return implementation
+        if implementation in ("xla", "xla_tpu"):
+            return implementation
+        return "xla_tpu" if implementation == "tpu_kernel" and not is_step else "xla"
+
+
+PLAIN = Scores()
+
+
 class Visible(NamedTuple):
     """Visibility of keys: a query of a row sees the valid positions up to its own.
 
@@ -50,12 +81,19 @@ class Visible(NamedTuple):
             each position's sequence, 0 at padding; None: one sequence per row.
         prompts: for sequences that also see a prompt before them: the index of the prompt that each
             query sees, 0 for none, and of the prompt of each key, -1 for none; [b s] both.
+        positions: int32 [b s], positions in the sequences, which windows need if responses share a
+            prompt; None: neighbours in a row are neighbours in the sequence.
     """
 
     mask: Array
     first: Array | None
     segments: Array | None = None
     prompts: tuple[Array, Array] | None = None
+    positions: Array | None = None
+
+    def seen(self, window: int | None = None) -> Bool[Array, "b s s"]:
+        """Return whether each query sees each key."""
+        return _seen(self.mask, self.segments, self.prompts, window, self.positions)
 
 
 def causal(mask: Bool[Array, "b s"], *, is_right_padded: bool = False) -> Visible:
@@ -95,6 +133,7 @@ def attend_causal(
     v: Float[Array, "b s g e"],
     visible: Visible,
     *,
+    scores: Scores = PLAIN,
     implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b s g r e"]:
@@ -105,24 +144,25 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: from `causal` or `packed`.
+        scores: treatment of scores; kernels without it are replaced by the einsum.
         implementation: from `choose`.
         sharding: on a mesh, of keys and values as a cache [b g s e]; only for tpu_kernel.
     """
+    implementation = scores.allowed(implementation)
     if implementation == "cudnn" and visible.segments is not None:
-        return _attend_masked(q, k, v, visible)
+        return _attend_masked(q, k, v, visible, scores.window)
     if implementation == "cudnn":
-        return _attend_cudnn(q, k, v, visible)
+        return _attend_cudnn(q, k, v, visible, scores.window)
     if implementation == "tpu_kernel":
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
 
         if visible.prompts is not None:
-            seen = _seen(visible.mask, visible.segments, visible.prompts)
-            return splash.attend_masked(q, k, v, seen, sharding)
+            return splash.attend_masked(q, k, v, visible.seen(), sharding)
         segments = visible.mask if visible.segments is None else visible.segments
         return splash.attend_causal(q, k, v, segments, sharding)
-    bias = causal_bias(visible.mask, visible.segments, visible.prompts)
-    return attend(q, k, v, bias, heads_first=implementation != "xla_tpu")
+    bias = causal_bias(visible, scores.window)
+    return attend(q, k, v, bias, scores, heads_first=implementation != "xla_tpu")
 
 
 def choose(
@@ -172,6 +212,7 @@ def _attend_cudnn(
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
     visible: Visible,
+    window: int | None,
 ) -> Float[Array, "b s g r e"]:
     """Attend within rows of one sequence: cuDNN skips what causal masks and lengths hide."""
     b, s, g, r, e = q.shape
@@ -189,6 +230,7 @@ def _attend_cudnn(
         is_causal=True,
         query_seq_lengths=length,
         key_value_seq_lengths=length,
+        local_window_size=None if window is None else (window - 1, 0),
         implementation="cudnn",
     )
     if first is not None:
@@ -223,6 +265,7 @@ def _attend_masked(
     k: Float[Array, "b s g e"],
     v: Float[Array, "b s g e"],
     visible: Visible,
+    window: int | None = None,
     implementation: Literal["xla", "cudnn"] = "cudnn",
 ) -> Float[Array, "b s g r e"]:
     """Attend within rows of several sequences, with a mask of pairs as dense bias of cuDNN.
@@ -236,7 +279,7 @@ def _attend_masked(
     q, k, v = (jnp.where(valid, x, 0) for x in (q.reshape(b, s, g * r, e), k, v))
     odd = (0, s % 2)
     q, k, v = (jnp.pad(x, ((0, 0), odd, (0, 0), (0, 0))) for x in (q, k, v))
-    seen = jnp.pad(_seen(visible.mask, visible.segments, visible.prompts), ((0, 0), odd, odd))
+    seen = jnp.pad(visible.seen(window), ((0, 0), odd, odd))
     seen = seen | jnp.eye(seen.shape[1], dtype=bool)[None]
     out = jax.nn.dot_product_attention(
         q, k, v, mask=seen[:, None], is_causal=True, implementation=implementation
@@ -244,27 +287,19 @@ def _attend_masked(
     return jnp.where(valid, out[:, :s], 0).reshape(b, s, g, r, e)
 
 
-def causal_bias(
-    mask: Bool[Array, "b s"],
-    segments: Int[Array, "b s"] | None = None,
-    prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None = None,
-) -> Float32[Array, "b s s"]:
-    """Return 0 for visible keys (valid positions up to the query's own), MASKED elsewhere.
-
-    Args:
-        mask: the valid positions.
-        segments: in packed rows, the sequence of each position; other sequences are masked.
-        prompts: as in `Visible`; the prompt is visible, too.
-    """
-    return jnp.where(_seen(mask, segments, prompts), 0.0, MASKED)
+def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
+    """Return 0 for visible keys (valid positions up to the query's own), MASKED elsewhere."""
+    return jnp.where(visible.seen(window), 0.0, MASKED)
 
 
 def _seen(
     mask: Bool[Array, "b s"],
     segments: Int[Array, "b s"] | None,
     prompts: tuple[Int[Array, "b s"], Int[Array, "b s"]] | None,
+    window: int | None,
+    positions: Int[Array, "b s"] | None,
 ) -> Bool[Array, "b s s"]:
-    """Return whether each query sees each key."""
+    """Return whether each query sees each key; arguments as in `Visible` and `Scores`."""
     index = jnp.arange(mask.shape[1])
     seen = (index[None, :] <= index[:, None])[None] & mask[:, None, :]
     if segments is not None:
@@ -272,6 +307,9 @@ def _seen(
         if prompts is not None:
             related = related | (prompts[1][:, None, :] == prompts[0][:, :, None])
         seen = seen & related
+    if window is not None:
+        at = index[None] if positions is None else positions
+        seen = seen & (at[:, :, None] - at[:, None, :] < window)
     return seen
 
 
@@ -280,6 +318,7 @@ def attend(
     k: Float[Array, "b c g e"],
     v: Float[Array, "b c g e"],
     bias: Float32[Array, "b s c"],
+    scores: Scores = PLAIN,
     *,
     heads_first: bool = True,
 ) -> Float[Array, "b s g r e"]:
@@ -288,16 +327,22 @@ def attend(
     Args:
         q, k, v: q and k rotated.
         bias: added to scores.
+        scores: cap and sinks; the bias has the window.
         heads_first: move the heads of queries in front before the product. With another order,
             XLA:CPU transposes the scores, the largest array; XLA:TPU chooses layouts itself and
             moves more data if one is given.
     """
     k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
     rows, axes = (jnp.transpose(q, (0, 2, 3, 1, 4)), "bgrse") if heads_first else (q, "bsgre")
-    scores = jnp.einsum(f"{axes},bgce->bgrsc", rows, k, preferred_element_type=_wide(q))
-    scores = scores * q.shape[-1] ** -0.5 + bias[:, None, None]
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum(f"bgrsc,bgce->{axes}", weights, v).astype(q.dtype)
+    products = jnp.einsum(f"{axes},bgce->bgrsc", rows, k, preferred_element_type=_wide(q))
+    found = capped(products * q.shape[-1] ** -0.5, scores.cap) + bias[:, None, None]
+    if scores.sinks is None:
+        weights = jax.nn.softmax(found, axis=-1)
+    else:
+        sinks = scores.sinks.astype(found.dtype)[None, :, :, None, None]
+        sinks = jnp.broadcast_to(sinks, (*found.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([found, sinks], axis=-1), axis=-1)[..., :-1]
+    out = jnp.einsum(f"bgrsc,bgce->{axes}", weights.astype(v.dtype), v).astype(q.dtype)
     return jnp.transpose(out, (0, 3, 1, 2, 4)) if heads_first else out
 
 
@@ -315,6 +360,7 @@ def attend_cached(
     recent: KVCache,
     index: Int[Array, ""],
     *,
+    scores: Scores = PLAIN,
     implementation: Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> tuple[Float[Array, "n g r e"], KVCache]:
@@ -329,6 +375,7 @@ def attend_cached(
         history_length: valid positions of each slot in `history`.
         recent: keys and values of this chunk, [n g m e], not 8-bit.
         index: column of this token; columns up to it are visible.
+        scores: as in `attend_causal`.
         implementation: from `choose`.
         sharding: of the caches on a mesh; only for kernels.
 
@@ -340,6 +387,7 @@ def attend_cached(
             "attention implementation 'tpu_kernel' does not support an 8-bit cache. Use 'xla', or "
             "a cache_dtype of bfloat16"
         )
+    implementation = scores.allowed(implementation, is_step=True)
     if implementation == "cudnn":
         from tba_jax.models import decode_kernel
 
@@ -360,22 +408,37 @@ def attend_cached(
 
         old = attention_kernels.attend_history(scaled, *history, history_length, sharding)
     else:
-        old = _partial(scaled, history, jnp.asarray(history_length))
-    new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)))
+        old = _partial(scaled, history, jnp.asarray(history_length), index + 1, scores)
+    new = _partial(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)), 0, scores)
+    if scores.sinks is not None:
+        sinks = jnp.broadcast_to(scores.sinks.astype(jnp.float32)[None, :, :, None], new.most.shape)
+        new = with_sinks(new, sinks)
     return merge(old, new).astype(q.dtype), recent
 
 
-def _partial(scaled: Float[Array, "n g r e"], cache: KVCache, length: Int[Array, " n"]) -> Partial:
-    """Return the softmax over the first `length` positions of each slot, by einsum."""
+def _partial(
+    scaled: Float[Array, "n g r e"],
+    cache: KVCache,
+    length: Int[Array, " n"],
+    later: Int[Array, ""] | int,
+    scores: Scores,
+) -> Partial:
+    """Return the softmax over the first `length` positions of each slot, by einsum.
+
+    The query's own position is the last of the `later` positions after them.
+    """
     f32 = jnp.float32
     (keys, of_keys), (values, of_values) = (open_part(x, scaled.dtype) for x in cache)
-    seen = jnp.arange(keys.shape[2])[None] < length[:, None]
-    scores = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=f32)
+    column = jnp.arange(keys.shape[2])[None]
+    seen = column < length[:, None]
+    if scores.window is not None:
+        seen = seen & (column >= length[:, None] + later - scores.window)
+    found = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=f32)
     if of_keys is not None:
-        scores = scores * of_keys[:, :, None]
-    scores = scores + jnp.where(seen, 0.0, MASKED)[:, None, None]
-    most = jnp.max(scores, axis=-1, keepdims=True)
-    weights = jnp.exp(scores - most)
+        found = found * of_keys[:, :, None]
+    found = capped(found, scores.cap) + jnp.where(seen, 0.0, MASKED)[:, None, None]
+    most = jnp.max(found, axis=-1, keepdims=True)
+    weights = jnp.exp(found - most)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if of_values is not None:
         weights = weights * of_values[:, :, None]

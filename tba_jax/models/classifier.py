@@ -24,8 +24,8 @@ def classify(
     """Return raw scores (no softmax) at the last valid token of each row, as in transformers.
 
     Rows may be padded on either side. transformers treats every token except the pad token as
-    valid: if responses may end in that token, use its mask to get its scores. The scores of a row
-    without valid tokens are finite but have no meaning.
+    valid. If responses may end in the pad token, pass the mask of transformers to get equal scores.
+    The scores of a row without valid tokens are finite but have no meaning.
 
     Args:
         params: with the leaf `score`.

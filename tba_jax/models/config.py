@@ -15,11 +15,14 @@ class ModelSettings(Section):
 
     path: str = field("", "HF folder, hub ID or embedded:NAME; empty: embedded:start_model")
     param_dtype: Dtype = field("float32", "storage dtype of policy and reference parameters")
-    compute_dtype: Dtype = field("float32", "matmul inputs of the trainer; the loss is float32")
-    remat: Literal["none", "dots", "layers"] = field(
-        "layers",
+    compute_dtype: Literal["float32", "bfloat16", "auto"] = field(
+        "float32",
+        "matmul inputs of the trainer; the loss is float32; auto: float32 on CPUs, else bfloat16",
+    )
+    remat: Literal["auto", "none", "dots", "layers"] = field(
+        "auto",
         "what the backward pass recomputes: none; dots: all except matrix products; layers: whole "
-        "layers",
+        "layers; auto: dots in bfloat16 on GPUs and TPUs if whole groups then fit, else layers",
     )
     attention: Literal["auto", "xla", "tpu_kernel"] = field(
         "auto",
@@ -28,7 +31,10 @@ class ModelSettings(Section):
         "attention and a decode kernel on TPUs, not measured yet",
         on_resume=True,
     )
-    rollout_dtype: Dtype = field("float32", "dtype of the searchers' weights and computation")
+    rollout_dtype: Literal["float32", "bfloat16", "auto"] = field(
+        "float32",
+        "dtype of the searchers' weights and computation; auto: float32 on CPUs, else bfloat16",
+    )
 
 
 @dataclass(frozen=True)

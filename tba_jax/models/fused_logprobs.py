@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.devices.platform import Platform
+from tba_jax.models.partial_softmax import capped
 
 _Carry = TypeVar("_Carry")
 
@@ -56,6 +57,7 @@ class _Static(NamedTuple):
     vocab_block: int
     with_entropy: bool
     keeps_logits: bool
+    cap: float | None = None
 
 
 class _Sums(NamedTuple):
@@ -84,6 +86,7 @@ def fused_logprobs(
     vocab_shards: int = 1,
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
+    cap: float | None = None,
 ) -> Float32[Array, "b t"]:
     """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -104,12 +107,13 @@ def fused_logprobs(
         vocab_block: rows of each part per block.
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks and chunks.
+        cap: c of c tanh(logit / c), before the temperature; None: none.
 
     Raises:
         ValueError: a size is not positive, or v is not divisible by `vocab_shards`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, False, keeps)
+    static = _Static(temperature, vocab_shards, vocab_block, False, keeps, cap)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)[0]
 
@@ -124,13 +128,14 @@ def fused_logprobs_and_entropy(
     vocab_shards: int = 1,
     vocab_block: int = VOCAB_BLOCK,
     kept_bytes: int = 0,
+    cap: float | None = None,
 ) -> tuple[Float32[Array, "b t"], Float32[Array, "b t"]]:
     """Return `fused_logprobs`, and the entropy in nats of each token's distribution.
 
     Gradients flow through both. Arguments and errors are those of `fused_logprobs`.
     """
     keeps = 4 * targets.size * table.shape[0] <= kept_bytes
-    static = _Static(temperature, vocab_shards, vocab_block, True, keeps)
+    static = _Static(temperature, vocab_shards, vocab_block, True, keeps, cap)
     _check(table, chunk_tokens, static)
     return _over_chunks(hidden, table, targets, chunk_tokens, static)
 
@@ -266,7 +271,10 @@ def _backward(
             if static.with_entropy:
                 weight = weight + of_entropy[j][None, None] * (logp + entropy[j][None, None])
             chosen = jnp.where(_is_target(ids, targets[j]), of_logprob[j][None, None], 0.0)
-            d_logits = (chosen - jnp.exp(logp) * weight).astype(hidden.dtype)
+            d_logits = chosen - jnp.exp(logp) * weight
+            if static.cap is not None:  # the derivative of the cap
+                d_logits = d_logits * (1 - (logits * static.temperature / static.cap) ** 2)
+            d_logits = d_logits.astype(hidden.dtype)
             of_chunk = _matmul("mwn,mwd->mnd", d_logits, rows)
             if c == 1:
                 d_hidden = d_hidden + of_chunk[None]  # updating a slice would copy it
@@ -344,7 +352,7 @@ def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array,
 def _logits(
     rows: Float[Array, "m w d"], hidden: Float[Array, "n d"], static: _Static
 ) -> Float32[Array, "m w n"]:
-    return _matmul("mwd,nd->mwn", rows, hidden) / static.temperature
+    return capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
 
 
 def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:

@@ -5,10 +5,12 @@ Invariant: the weights of one layer are gathered once per pass, whatever uses th
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 Remat = Literal["none", "layers", "dots"]
 """What the backward pass recomputes instead of keeping it.
@@ -30,7 +32,7 @@ _Streams = TypeVar("_Streams")
 
 
 def run_layers(
-    layer: Callable[[_Streams, Mapping[str, Any]], _Streams],
+    layers: Sequence[Callable[[_Streams, Mapping[str, Any]], _Streams]],
     x: _Streams,
     params: Mapping[str, Any],
     *,
@@ -41,7 +43,8 @@ def run_layers(
     """Return `x` after all layers.
 
     Args:
-        layer: (x, parameters of a layer) -> x after it.
+        layers: (x, parameters of a layer) -> x after it, for each kind of the pattern in turn; the
+            loop scans over repeats of the pattern.
         x: residual streams, a tree of arrays [b ...].
         params, compute_dtype, remat, sharding: as in `transformer.apply`.
 
@@ -51,17 +54,55 @@ def run_layers(
     if remat not in _REMAT:
         raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
 
-    def step(x: _Streams, layer_params: Mapping[str, Any]) -> tuple[_Streams, None]:
-        if sharding is None:
-            return layer(x, layer_params), None
-        x = layer(x, sharding.layer(layer_params, compute_dtype))
-        return jax.tree.map(sharding.rows, x), None
+    def step_of(layer: Callable[[_Streams, Mapping[str, Any]], _Streams]) -> Callable[..., Any]:
+        def step(x: _Streams, layer_params: Mapping[str, Any]) -> tuple[_Streams, None]:
+            if sharding is None:
+                return layer(x, layer_params), None
+            x = layer(x, sharding.layer(layer_params, compute_dtype))
+            return jax.tree.map(sharding.rows, x), None
+
+        return _REMAT[remat](step)
 
     if sharding is not None:
         x = jax.tree.map(sharding.rows, x)
-    run = _REMAT[remat](step)
-    if isinstance(params["layers"], tuple):  # the decoder's layout
-        for layer_params in params["layers"]:
-            x, _ = run(x, layer_params)
+    steps, stacked = [step_of(layer) for layer in layers], params["layers"]
+    if isinstance(stacked, tuple):  # the decoder's layout
+        for i, layer_params in enumerate(stacked):
+            x, _ = steps[i % len(steps)](x, layer_params)
         return x
-    return jax.lax.scan(run, x, params["layers"])[0]
+    if len(steps) == 1:
+        return jax.lax.scan(steps[0], x, stacked)[0]
+
+    def run_pattern(x: _Streams, several: Mapping[str, Any]) -> tuple[_Streams, None]:
+        for step, layer_params in zip(steps, _unstacked(several), strict=False):
+            x, _ = step(x, layer_params)
+        return x, None
+
+    num, period = len(jax.tree.leaves(stacked)[0]), len(steps)
+    whole = num // period * period
+    repeats = jax.tree.map(lambda leaf: leaf[:whole].reshape(-1, period, *leaf.shape[1:]), stacked)
+    x, _ = jax.lax.scan(run_pattern, x, repeats)
+    if whole < num:  # layers after the last whole repeat
+        x, _ = run_pattern(x, jax.tree.map(lambda leaf: leaf[whole:], stacked))
+    return x
+
+
+@jax.custom_vjp
+def _unstacked(layers: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the parameters of each layer.
+
+    The gradient stacks those of the layers, where that of indexing adds up arrays of zeros.
+    """
+    num = len(jax.tree.leaves(layers)[0])
+    return tuple(jax.tree.map(operator.itemgetter(i), layers) for i in range(num))
+
+
+def _unstacked_forward(layers: Mapping[str, Any]) -> tuple[Any, None]:
+    return _unstacked(layers), None
+
+
+def _unstacked_backward(_: None, cotangents: tuple[Any, ...]) -> tuple[Any]:
+    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *cotangents),)
+
+
+_unstacked.defvjp(_unstacked_forward, _unstacked_backward)

@@ -213,6 +213,7 @@ def _response_logprobs(
             chunk_tokens=scoring.chunk_tokens,
             **_table(sharding),
             kept_bytes=scoring.kept_bytes,
+            cap=config.logits_cap,
         )
 
     logprobs = of_tokens(hidden, targets)
@@ -287,6 +288,7 @@ def packed_token_logprobs(
         chunk_tokens=scoring.chunk_tokens,
         **_table(sharding),
         kept_bytes=scoring.kept_bytes,
+        cap=config.logits_cap,
     )
     # No state predicts the first token of a row.
     first = ((0, 0), (1, 0))

@@ -21,15 +21,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from tba_jax.models.architecture import Adapters, lora_names
 from tba_jax.models.hf import hf_weights
 from tba_jax.models.quantized import Quantization, quantize, scale_name
-from tba_jax.models.transformer import (
-    Adapters,
-    Params,
-    TransformerConfig,
-    abstract_params,
-    lora_names,
-)
+from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
 # First fold of the root key: separates the random A from other uses of the seed.
 _ADAPTER_ROLE = 3

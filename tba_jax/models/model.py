@@ -60,7 +60,7 @@ class Description:
         """
         return hf_weights.read(
             self.folder,
-            families.tensors(self.config),
+            families.tensors(self.config, hf_weights.tensor_names(self.folder)),
             abstract_params(self.config, param_dtype),
             shardings=shardings,
             family=self.config.family,
@@ -80,7 +80,7 @@ def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = Tru
         ValueError: no such model, or a setting that is not implemented.
     """
     folder = folders.resolve(path_or_hub_id, with_weights=with_weights)
-    hf_config = folders.load_config(folder)
+    hf_config = config_json.language_model(folders.load_config(folder))
     return Description(folder, hf_config, config_json.transformer_config(hf_config))
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in two parts: softmaxes over two sets of positions, merged by their normalisers."""
+"""Parts of a softmax: scores with a cap, and two sets of positions merged by their normalisers."""
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -27,3 +28,16 @@ def merge(old: Partial, new: Partial) -> Float[Array, "n g r e"]:
     of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
     total = old.total * of_old + new.total * of_new
     return (old.out * of_old + new.out * of_new) / total
+
+
+def with_sinks(part: Partial, sinks: Float[Array, "*n g r 1"]) -> Partial:
+    """Return the softmax with one more score per head, which has no value (gpt-oss)."""
+    # The maximum cancels, so it needs no gradient.
+    most = jax.lax.stop_gradient(jnp.maximum(part.most, sinks))
+    shrink = jnp.exp(part.most - most)
+    return Partial(part.out * shrink, most, part.total * shrink + jnp.exp(sinks - most))
+
+
+def capped(scores: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
+    """Return the scores, smoothly limited to the cap."""
+    return scores if cap is None else cap * jnp.tanh(scores / cap)

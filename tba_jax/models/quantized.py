@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
+from tba_jax.models import experts
 from tba_jax.models.transformer import Params
 
 Quantization = Literal["none", "int8", "fp8"]
@@ -23,7 +24,7 @@ int8: integers from -127 to 127 times a scale for each output channel.
 fp8: float8 e4m3 times such a scale; for GPUs with fast float8 (Hopper).
 """
 
-MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down", *experts.MATRICES)
 
 # Largest magnitude of each kind.
 _KINDS: dict[str, tuple[Any, float]] = {
@@ -58,12 +59,12 @@ def quantize(weights: Params, quantization: Quantization) -> Params:
 
 
 def _rounded(
-    matrix: Float[Array, "i o"], quantization: Quantization
-) -> tuple[Array, Float32[Array, " o"]]:
-    """Return (8-bit values, scale of each output channel)."""
+    matrix: Float[Array, "*e i o"], quantization: Quantization
+) -> tuple[Array, Float32[Array, "*e o"]]:
+    """Return (8-bit values, scale of each output channel, of each expert)."""
     dtype, largest = _KINDS[quantization]
     x = matrix.astype(jnp.float32)
-    most = jnp.max(jnp.abs(x), axis=0, keepdims=True)
+    most = jnp.max(jnp.abs(x), axis=-2, keepdims=True)
     scale = jnp.where(most > 0, most / largest, 1.0)
     values = jnp.clip(x / scale, -largest, largest)  # a quotient may be rounded above the largest
-    return (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale[0]
+    return (jnp.round(values) if dtype == jnp.int8 else values).astype(dtype), scale[..., 0, :]

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jaxtyping import Array
 
 from tba_jax.devices.platform import Platform
-from tba_jax.devices.sharding import AXIS_RULES, BATCH_AXES, tree_shardings
+from tba_jax.devices.sharding import AXIS_RULES, batch_axes, tree_shardings
 from tba_jax.devices.site import Site
 from tba_jax.models import transformer
 from tba_jax.models.transformer import Params, TransformerConfig
@@ -27,6 +27,11 @@ def param_shardings(config: TransformerConfig, mesh: Mesh) -> Params:
     Raises:
         ValueError: the mesh does not divide the model.
     """
+    if "expert" in mesh.shape and not config.num_experts:
+        raise ValueError(
+            f"mesh.expert={mesh.shape['expert']}: this model ({config.family}) has no experts. Set "
+            "--config.mesh.expert=1, and --config.mesh.fsdp instead"
+        )
     return tree_shardings(transformer.param_axes(config), transformer.abstract_params(config), mesh)
 
 
@@ -48,6 +53,7 @@ class ComputeSharding:
     Attributes:
         platform: platform of the program.
         vocab_shards: number of parts into which devices divide the output table's vocabulary.
+        mesh: the devices; None: one device.
         cache: sharding of keys and values [b g s e], for kernels; None: one device.
     """
 
@@ -57,6 +63,7 @@ class ComputeSharding:
         self.platform: Platform = site.platform
         self._is_divided, self.vocab_shards = site.is_divided, 1
         self.cache: NamedSharding | None = None
+        self.mesh: Mesh | None = mesh if site.is_divided else None
         if not self._is_divided:
             return
         stored = param_shardings(config, mesh)
@@ -65,7 +72,7 @@ class ComputeSharding:
             for name, sharding in stored["layers"].items()
         }
         self._ends = {name: x for name, x in stored.items() if name != "layers"}
-        rows = tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+        rows = batch_axes(mesh)
         self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
         heads = AXIS_RULES["kv_heads"].mesh_axis
         is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
@@ -95,7 +102,7 @@ def _gather_all(params: Params, stored: Params, compute_dtype: Any, is_end: bool
     def gather(name: str, sharding: NamedSharding) -> Array:
         x = params[name]
         # Casting matrices first halves the transferred bytes; vectors are used in float32.
-        is_vector = "norm" in name or "bias" in name
+        is_vector = "norm" in name or "bias" in name or name == "sinks"
         return _gather(x if is_vector else x.astype(compute_dtype), sharding, is_end)
 
     return {name: gather(name, sharding) for name, sharding in stored.items()}

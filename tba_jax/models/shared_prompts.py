@@ -16,8 +16,9 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
 from tba_jax.models import attention
+from tba_jax.models.architecture import LayerKind
 from tba_jax.models.layer_loop import Remat, run_layers
-from tba_jax.models.partial_softmax import Partial, merge
+from tba_jax.models.partial_softmax import Partial, capped, merge, with_sinks
 from tba_jax.models.transformer import (
     Params,
     TransformerConfig,
@@ -26,6 +27,7 @@ from tba_jax.models.transformer import (
     final_norm,
     rotary,
     run_layer,
+    scores_of,
 )
 
 
@@ -75,34 +77,42 @@ def apply(
     of_prompts = jnp.maximum(index - first, 0)
     after = prompt_lengths[:, None, None] + jnp.arange(t)[None, None]
     of_responses = jnp.broadcast_to(after, responses.shape)
-    angles = rotary(of_prompts, config), rotary(of_responses, config)
-
-    implementation = choose_attention(config, compute_dtype, sharding)
+    prompt_angles, response_angles = rotary(of_prompts, config), rotary(of_responses, config)
 
     kernels: Any = {
-        "implementation": implementation,
+        "implementation": choose_attention(config, compute_dtype, sharding),
         "sharding": None if sharding is None else sharding.cache,
     }
+    block: Any = {"config": config, "mesh": None if sharding is None else sharding.mesh}
 
-    def keep(q: Array, k: Array, v: Array) -> tuple[Array, Seen]:
-        return attention.attend_causal(q, k, v, visible, **kernels), Seen(k, v, mask)
+    def layer_of(kind: LayerKind) -> Any:
+        def keep(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Seen]:
+            scores = scores_of(kind, config, sinks)
+            out = attention.attend_causal(q, k, v, visible, scores=scores, **kernels)
+            return out, Seen(k, v, mask)
 
-    def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
-        prompt, response = streams
-        prompt, seen = run_layer(layer_params, prompt, angles[0], keep, config=config)
+        def layer(streams: tuple[Array, Array], layer_params: Params) -> tuple[Array, Array]:
+            prompt, response = streams
+            prompt, seen = run_layer(layer_params, prompt, prompt_angles[kind], keep, **block)
 
-        def look(q: Array, k: Array, v: Array) -> tuple[Array, None]:
-            return attend_after(q, k, v, seen, **kernels), None
+            def look(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
+                scores = scores_of(kind, config, sinks)
+                return attend_after(q, k, v, seen, scores=scores, **kernels), None
 
-        return prompt, run_layer(layer_params, response, angles[1], look, config=config)[0]
+            return prompt, run_layer(layer_params, response, response_angles[kind], look, **block)[
+                0
+            ]
 
+        return layer
+
+    layers = [layer_of(kind) for kind in config.pattern]
     kwargs: Any = {"config": config, "compute_dtype": compute_dtype}
     streams = (
         embed(params, prompts, of_prompts, **kwargs),
         embed(params, responses, of_responses, **kwargs),
     )
     prompt, response = run_layers(
-        layer, streams, params, compute_dtype=compute_dtype, remat=remat, sharding=sharding
+        layers, streams, params, compute_dtype=compute_dtype, remat=remat, sharding=sharding
     )
     return (
         final_norm(params, prompt[:, -1], config=config),
@@ -116,6 +126,7 @@ def attend_after(
     v: Float[Array, "b c t g e"],
     seen: Seen,
     *,
+    scores: attention.Scores = attention.PLAIN,
     implementation: attention.Implementation = "xla",
     sharding: NamedSharding | None = None,
 ) -> Float[Array, "b c t g r e"]:
@@ -126,18 +137,20 @@ def attend_after(
     Args:
         q, k, v: of the responses; q and k rotated.
         seen: the prompts; at least one position of each is valid.
+        scores: as in `attention.attend_causal`.
         implementation: xla: two parts, without repetition; tpu_kernel: one mask, without
             repetition; cudnn: one row per response.
         sharding: on a mesh, of keys and values as a cache [b g x e]; only for tpu_kernel.
     """
+    implementation = scores.allowed(implementation)
     if implementation == "tpu_kernel":
         from tba_jax.models import splash  # a slow import: a third of a second
 
         return splash.attend_after(q, k, v, *seen, sharding)
     if implementation == "cudnn":
-        return _attend_in_rows(q, k, v, seen, implementation)
+        return _attend_in_rows(q, k, v, seen, scores, implementation)
     in_parts = _in_parts if implementation == "xla_tpu" else _in_parts_of_rows
-    return in_parts(q, k, v, seen)
+    return in_parts(q, k, v, seen, scores)
 
 
 def _in_parts(
@@ -145,22 +158,29 @@ def _in_parts(
     k: Float[Array, "b c t g e"],
     v: Float[Array, "b c t g e"],
     seen: Seen,
+    scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
     """Attend by einsum; the compiler chooses the order of axes, which suits XLA:TPU."""
-    index, scale = jnp.arange(q.shape[2]), q.shape[-1] ** -0.5
+    t, scale = q.shape[2], q.shape[-1] ** -0.5
     wide = jnp.promote_types(q.dtype, jnp.float32)
     before = jnp.einsum("bctgre,bxge->bgrctx", q, seen.keys, preferred_element_type=wide)
     padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None, None, None]
     own = jnp.einsum("bctgre,bcuge->bcgrtu", q, k, preferred_element_type=wide)
-    later = jnp.where(index[None, :] <= index[:, None], 0.0, attention.MASKED)
-    to_prompt = _partial(before * scale + padding, seen.values, "bgrctx,bxge->bctgre")
-    to_own = _partial(own * scale + later[None, None, None, None], v, "bcgrtu,bcuge->bctgre")
+    before = capped(before * scale, scores.cap) + padding
+    if scores.window is not None:
+        near = _near_prompt(t, seen.mask.shape[1], scores.window)
+        before = before + near[None, None, None, None]
+    own = capped(own * scale, scores.cap) + _later(t, scores)[None, None, None, None]
+    to_prompt = _partial(before, seen.values, "bgrctx,bxge->bctgre")
+    to_own = _partial(own, v, "bcgrtu,bcuge->bctgre")
 
     def to_rows(part: Partial, axes: tuple[int, ...]) -> Partial:
         return Partial(part.out, part.most.transpose(axes), part.total.transpose(axes))
 
-    out = merge(to_rows(to_prompt, (0, 3, 4, 1, 2, 5)), to_rows(to_own, (0, 1, 4, 2, 3, 5)))
-    return out.astype(q.dtype)
+    to_own = to_rows(to_own, (0, 1, 4, 2, 3, 5))
+    if scores.sinks is not None:
+        to_own = _with_sinks(to_own, scores.sinks[None, None, None, :, :, None])
+    return merge(to_rows(to_prompt, (0, 3, 4, 1, 2, 5)), to_own).astype(q.dtype)
 
 
 def _in_parts_of_rows(
@@ -168,28 +188,53 @@ def _in_parts_of_rows(
     k: Float[Array, "b c t g e"],
     v: Float[Array, "b c t g e"],
     seen: Seen,
+    scores: attention.Scores = attention.PLAIN,
 ) -> Float[Array, "b c t g r e"]:
     """Attend by einsum with the order of axes that suits XLA:CPU."""
-    b, c, t, g, r, e = q.shape
-    index, scale = jnp.arange(t), e**-0.5
+    (b, c, t, g, r, e), x = q.shape, seen.mask.shape[1]
+    scale = e**-0.5
     # The queries of all responses are the rows of one product with the prompt's keys, with batch
     # axes in front: with another order XLA:CPU transposes the scores, the largest arrays here.
     before = _products(jnp.transpose(q, (0, 3, 4, 1, 2, 5)).reshape(b, g, r * c * t, e), seen.keys)
     padding = jnp.where(seen.mask, 0.0, attention.MASKED)[:, None, None]
-    to_prompt = _partial(
-        before * scale + padding, jnp.swapaxes(seen.values, 1, 2), "bgnx,bgxe->bgne"
-    )
+    before = capped(before * scale, scores.cap) + padding
+    if scores.window is not None:
+        near = _near_prompt(t, x, scores.window)[None, None, None]
+        before = (before.reshape(b, g, r * c, t, x) + near).reshape(b, g, r * c * t, x)
+    to_prompt = _partial(before, jnp.swapaxes(seen.values, 1, 2), "bgnx,bgxe->bgne")
     own = _products(
         jnp.transpose(q, (0, 1, 3, 4, 2, 5)).reshape(b * c, g, r * t, e), _flat(k)
     ).reshape(b * c, g, r, t, t)
-    later = jnp.where(index[None, :] <= index[:, None], 0.0, attention.MASKED)
-    own = (own * scale + later[None, None, None]).reshape(b * c, g, r * t, t)
+    own = capped(own * scale, scores.cap) + _later(t, scores)[None, None, None]
+    own = own.reshape(b * c, g, r * t, t)
     to_own = _partial(own, jnp.swapaxes(_flat(v), 1, 2), "bgnx,bgxe->bgne")
+    to_own = jax.tree.map(lambda y: y.reshape(b, c, g, r, t, -1), to_own)
+    if scores.sinks is not None:
+        to_own = _with_sinks(to_own, scores.sinks[None, None, :, :, None, None])
     out = merge(
         jax.tree.map(lambda y: y.reshape(b, g, r, c, t, -1).transpose(0, 3, 1, 2, 4, 5), to_prompt),
-        jax.tree.map(lambda y: y.reshape(b, c, g, r, t, -1), to_own),
+        to_own,
     )
     return out.transpose(0, 1, 4, 2, 3, 5).astype(q.dtype)
+
+
+def _later(t: int, scores: attention.Scores) -> Float[Array, "t t"]:
+    """Return the bias of a response's queries for its own keys."""
+    index = jnp.arange(t)
+    is_seen = index[None, :] <= index[:, None]
+    if scores.window is not None:
+        is_seen = is_seen & (index[:, None] - index[None, :] < scores.window)
+    return jnp.where(is_seen, 0.0, attention.MASKED)
+
+
+def _near_prompt(t: int, x: int, window: int) -> Float[Array, "t x"]:
+    """Return the bias of a response's queries for the keys of its left-padded prompt."""
+    distance = jnp.arange(t)[:, None] + x - jnp.arange(x)[None, :]
+    return jnp.where(distance < window, 0.0, attention.MASKED)
+
+
+def _with_sinks(part: Partial, sinks: Array) -> Partial:
+    return with_sinks(part, jnp.broadcast_to(sinks.astype(part.most.dtype), part.most.shape))
 
 
 def _flat(x: Float[Array, "b c t g e"]) -> Float[Array, "bc t g e"]:
@@ -209,7 +254,8 @@ def _attend_in_rows(
     k: Float[Array, "b c t g e"],
     v: Float[Array, "b c t g e"],
     seen: Seen,
-    implementation: attention.Implementation,
+    scores: attention.Scores = attention.PLAIN,
+    implementation: attention.Implementation = "cudnn",
 ) -> Float[Array, "b c t g r e"]:
     """Attend with keys and values of the prompt repeated before those of each response.
 
@@ -227,7 +273,7 @@ def _attend_in_rows(
     nothing = jnp.zeros((b, x, *q.shape[3:]), q.dtype)
     visible = attention.causal(after(seen.mask, jnp.ones((b, c, t), bool)))
     rows = after(nothing, q), after(seen.keys, k), after(seen.values, v)
-    out = attention.attend_causal(*rows, visible, implementation=implementation)
+    out = attention.attend_causal(*rows, visible, scores=scores, implementation=implementation)
     return out[:, x:].reshape(q.shape)
 
 

@@ -198,7 +198,7 @@ def _splash_rows(
     mask: splash_mask.Mask,
     blocks: tuple[int, int],
 ) -> Float[Array, "b s h e"]:
-    """Attend with a mask of shapes alone [s c]; queries see keys of their own segment."""
+    """Attend with a static mask [s c], the same for all rows; queries see their own segment."""
 
     def run(q: Array, k: Array, v: Array, *segments: Array, interpret: bool) -> Array:
         kernel = _splash_kernel(

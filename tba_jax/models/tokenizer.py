@@ -160,6 +160,11 @@ class Tokenizer:
         ]
 
     @property
+    def library(self) -> Any:
+        """Tokenizer object of the library that reads the files."""
+        return self._tokenizer
+
+    @property
     def longest_token(self) -> int:
         """Characters of the longest token: a text of n times as many has n tokens or more."""
         return self._longest_token
@@ -367,7 +372,7 @@ def _check_ids(path: Path, library: Mapping[str, Any]) -> None:
     """Check the token IDs of a tokenizer.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         library: contents of the file.
 
     Raises:
@@ -404,7 +409,7 @@ def _declared_eos_ids(path: Path, content: Mapping[str, Any]) -> list[int]:
     """Return the end-of-sequence IDs of a generation_config.json or config.json.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
         content: of the file.
 
     Raises:

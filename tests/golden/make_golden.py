@@ -55,35 +55,6 @@ _GPT2 = {
 }
 
 
-def _llama(rope=None, **changes):
-    rope = {"rope_type": "default"} if rope is None else rope
-    rope = {"rope_theta": 500000.0} | rope
-    return transformers.LlamaConfig(**(_GROUPED | {"rope_parameters": rope} | changes))
-
-
-def _qwen2(rope=None, **changes):
-    rope = {"rope_theta": 1000000.0, "rope_type": "default"} if rope is None else rope
-    return transformers.Qwen2Config(**(_GROUPED | {"rope_parameters": rope} | changes))
-
-
-def _qwen3(**changes):
-    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
-    values = _GROUPED | {"rope_parameters": rope, "head_dim": 6}
-    return transformers.Qwen3Config(**(values | changes))
-
-
-def _neox(fraction=0.25, rope=None, **changes):
-    rope = {"rope_type": "default"} if rope is None else rope
-    rope = {"rope_theta": 10000.0, "partial_rotary_factor": fraction} | rope
-    # Heads of 8, so that a quarter of one is a pair.
-    values = _COMMON | {"num_attention_heads": 2, "rope_parameters": rope}
-    return transformers.GPTNeoXConfig(**(values | changes))
-
-
-def _gpt2(**changes):
-    return transformers.GPT2Config(**(_GPT2 | changes))
-
-
 # Contexts short enough that the scaled rotations differ from the plain ones within these rows.
 # Heads of 16 make YaRN's ramp longer than a step.
 LLAMA3 = {
@@ -102,6 +73,84 @@ YARN = {
 }
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 
+
+def _llama(rope=None, **changes):
+    rope = {"rope_type": "default"} if rope is None else rope
+    rope = {"rope_theta": 500000.0} | rope
+    return transformers.LlamaConfig(**(_GROUPED | {"rope_parameters": rope} | changes))
+
+
+def _qwen2(rope=None, **changes):
+    rope = {"rope_theta": 1000000.0, "rope_type": "default"} if rope is None else rope
+    return transformers.Qwen2Config(**(_GROUPED | {"rope_parameters": rope} | changes))
+
+
+def _qwen3(**changes):
+    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
+    values = _GROUPED | {"rope_parameters": rope, "head_dim": 6}
+    return transformers.Qwen3Config(**(values | changes))
+
+
+def _qwen3_moe(**changes):
+    sizes = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
+    values = _GROUPED | sizes | {"rope_parameters": rope, "head_dim": 6, "norm_topk_prob": True}
+    return transformers.Qwen3MoeConfig(**(values | changes))
+
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+_GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 5}
+
+
+def _gemma2(**changes):
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
+    return transformers.Gemma2Config(**(_GEMMA | caps | {"rope_parameters": rope} | changes))
+
+
+def _gemma3(**changes):
+    rope = {
+        _FULL: {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 2.5},
+        _SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
+    }
+    # A pattern of three layers, and one more.
+    types = [_SLIDING, _SLIDING, _FULL, _SLIDING]
+    values = _GEMMA | {"num_hidden_layers": 4, "layer_types": types, "rope_parameters": rope}
+    return transformers.Gemma3TextConfig(**(values | changes))
+
+
+def _mistral(**changes):
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    values = _GROUPED | {"rope_parameters": rope, "sliding_window": 5, "head_dim": 6}
+    return transformers.MistralConfig(**(values | changes))
+
+
+def _olmo3(**changes):
+    rope = {_FULL: YARN, _SLIDING: {"rope_theta": 10000.0, "rope_type": "default"}}
+    values = _GROUPED | {"rope_parameters": rope, "sliding_window": 5, "num_hidden_layers": 4}
+    return transformers.Olmo3Config(**(values | {"eos_token_id": None} | changes))
+
+
+def _gpt_oss(**changes):
+    sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    rope = YARN | {"truncate": False}
+    # The pattern is two layers long.
+    values = _GROUPED | sizes | {"rope_parameters": rope, "sliding_window": 4}
+    return transformers.GptOssConfig(**(values | {"num_hidden_layers": 3} | changes))
+
+
+def _neox(fraction=0.25, rope=None, **changes):
+    rope = {"rope_type": "default"} if rope is None else rope
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": fraction} | rope
+    # Heads of 8, so that a quarter of one is a pair.
+    values = _COMMON | {"num_attention_heads": 2, "rope_parameters": rope}
+    return transformers.GPTNeoXConfig(**(values | changes))
+
+
+def _gpt2(**changes):
+    return transformers.GPT2Config(**(_GPT2 | changes))
+
+
 # Written as golden files. A head_dim that is not hidden_size / heads, biases, tied and untied
 # heads, every rotary scaling and activation occur somewhere.
 MODELS = {
@@ -116,6 +165,12 @@ MODELS = {
     "qwen2": _qwen2(tie_word_embeddings=True),
     "qwen2_yarn": _qwen2(YARN, head_dim=16, tie_word_embeddings=False),
     "qwen3": _qwen3(tie_word_embeddings=False),
+    "qwen3_moe": _qwen3_moe(tie_word_embeddings=False),
+    "gemma2": _gemma2(),
+    "gemma3": _gemma3(),
+    "mistral": _mistral(),
+    "olmo3": _olmo3(),
+    "gpt_oss": _gpt_oss(),
     "gpt_neox": _neox(),
     "gpt_neox_serial": _neox(
         0.5, LINEAR, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"
@@ -134,6 +189,17 @@ MORE_MODELS = {
     ),
     "llama_yarn_mscale": _llama(YARN | {"mscale": 1.5, "mscale_all_dim": 0.7}),
     "qwen3_tied_biased": _qwen3(tie_word_embeddings=True, attention_bias=True),
+    "qwen3_moe_plain_weights": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
+    "gemma2_one_period": _gemma2(num_hidden_layers=4, attn_logit_softcapping=None),
+    "gemma3_biased": _gemma3(attention_bias=True, query_pre_attn_scalar=8),
+    "mistral_without_window": _mistral(sliding_window=None, head_dim=None),
+    "olmo3_all_full": _olmo3(layer_types=[_FULL] * 4, attention_bias=True),
+    "gpt_oss_one_expert": _gpt_oss(num_hidden_layers=4, num_experts_per_tok=1),
+    "gemma3_reward": _gemma3(num_labels=1, architectures=["Gemma3TextForSequenceClassification"]),
+    "qwen3_moe_reward": _qwen3_moe(
+        num_labels=1, architectures=["Qwen3MoeForSequenceClassification"]
+    ),
+    "gpt_oss_reward": _gpt_oss(num_labels=1, architectures=["GptOssForSequenceClassification"]),
     "gpt_neox_tied": _neox(1.0, tie_word_embeddings=True),
     "gpt2_untied": _gpt2(
         activation_function="gelu", reorder_and_upcast_attn=True, tie_word_embeddings=False
@@ -199,7 +265,9 @@ def greedy(
     return tokens[:, start:].numpy().astype(np.int32), lead
 
 
-def model_and_outputs(config) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+def model_and_outputs(
+    config, num_greedy: int = NUM_GREEDY
+) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """A model of the first seed that serves, and everything the tests compare."""
     for seed in range(100):
         model = random_model(config, seed)
@@ -207,7 +275,7 @@ def model_and_outputs(config) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
         found = outputs(model, rows)
         if config.architectures:
             return model, found
-        found["greedy"], lead = greedy(model, torch.tensor(rows), NUM_GREEDY)
+        found["greedy"], lead = greedy(model, torch.tensor(rows), num_greedy)
         if lead > MARGIN and len(np.unique(found["greedy"])) >= MIN_DISTINCT:
             return model, found
     raise RuntimeError(f"every seed has two logits within {MARGIN} or repeats itself")

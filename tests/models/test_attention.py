@@ -158,8 +158,18 @@ def cudnn_in_xla(monkeypatch):
     """cuDNN's interface (causal, row lengths, no mask) computed by XLA, with nan at its padding."""
     real = jax.nn.dot_product_attention
 
-    def fake(q, k, v, *, is_causal, query_seq_lengths, key_value_seq_lengths, implementation):
-        assert implementation == "cudnn" and is_causal
+    def fake(
+        q,
+        k,
+        v,
+        *,
+        is_causal,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        local_window_size,
+        implementation,
+    ):
+        assert implementation == "cudnn" and is_causal and local_window_size is None
         for x in (q, k, v):
             assert x.dtype in (jnp.bfloat16, jnp.float16)
         out = real(
@@ -189,7 +199,7 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded):
         return attention.attend_causal(q, k, v, visible, implementation="cudnn")
 
     def wanted(q, k, v):
-        return attention.attend(q, k, v, attention.causal_bias(jnp.asarray(mask)))
+        return attention.attend(q, k, v, attention.causal_bias(attention.causal(jnp.asarray(mask))))
 
     def value_and_grad(f):
         def loss(q, k, v):

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import (
-    BFLOAT16_KL,
     FAMILIES,
     GOLDEN,
     STORIES,
     assert_close,
+    bfloat16_kl,
     load_folder,
     logits_of,
     random_params,
@@ -71,7 +71,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name):
     low = logits_of(config, params, tokens, mask, jnp.bfloat16)
     want, got = jax.nn.log_softmax(logits[mask]), jax.nn.log_softmax(low[mask])
     kl = np.mean(np.sum(np.exp(want) * (want - got), axis=-1))
-    assert 1e-6 < kl < BFLOAT16_KL
+    assert 1e-6 < kl < bfloat16_kl(config)
 
 
 def test_a_checkpoint_of_the_bare_trunk_with_old_buffers_is_read(tmp_path):
@@ -202,7 +202,7 @@ def test_what_a_family_cannot_express_is_not_exported(changes, message):
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("llama", {"model_type": "gemma2"}, r"model_type = 'gemma2'.*llama, qwen2, qwen3"),
+        ("llama", {"model_type": "gemma4"}, r"model_type = 'gemma4'.*llama, qwen2, qwen3"),
         ("llama", {"architectures": ["LlamaForTokenClassification"]}, "TokenClassification'.*or"),
         ("gpt2", {"architectures": ["GPT2DoubleHeadsModel"]}, "DoubleHeadsModel'.*GPT2LMHead"),
         ("llama", {"hidden_act": "relu"}, r"hidden_act = 'relu'.*covers: silu"),

@@ -84,7 +84,7 @@ def with_rounded_cache(config, weights, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles, before = transformer.rotary(positions, config), jnp.tri(tokens.shape[1], k=-1)
 
-    def attend(q, k, v):
+    def attend(q, k, v, sinks):
         kept = kv_cache.keep(k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.int8)
         past = (jnp.swapaxes(x.values * x.scale[..., None], 1, 2) for x in kept)
         # Its own key and value are as they were: two sets of columns.
@@ -96,7 +96,7 @@ def with_rounded_cache(config, weights, tokens):
     kwargs = {"config": config, "compute_dtype": jnp.float32}
     x = transformer.embed(weights, tokens, positions, **kwargs)
     for layer in weights["layers"]:
-        x, _ = transformer.run_layer(layer, x, angles, attend, config=config)
+        x, _ = transformer.run_layer(layer, x, angles["full"], attend, config=config)
     return transformer.unembed(weights, transformer.final_norm(weights, x, config=config), **kwargs)
 
 

@@ -104,7 +104,8 @@ def test_every_parameter_has_an_axis_name_for_each_axis(family):
     axes = transformer.param_axes(config)
     jax.tree.map(lambda x, names: None if x.ndim == len(names) else pytest.fail(), params, axes)
     assert ("position_embed" in params) == (family == "gpt2")
-    assert ("score" in params, "unembed" in params) == (family == "qwen3", family == "gpt_neox")
+    is_untied = family in ("gpt_neox", "gpt_oss")
+    assert ("score" in params, "unembed" in params) == (family == "qwen3", is_untied)
 
 
 def test_bfloat16_compute_stays_near_float32_and_logits_are_float32(params, tokens):
@@ -156,7 +157,7 @@ def test_impossible_architectures_are_refused(changes, message):
 
 def test_learned_positions_may_have_heads_of_odd_width():
     config = tiny_config(family="gpt2", hidden_size=12, head_dim=3)
-    assert transformer.rotary(jnp.arange(4), config) is None
+    assert transformer.rotary(jnp.arange(4), config) == {"full": None}
 
 
 def test_positions_beyond_a_learned_table_read_its_last_row():
@@ -175,7 +176,7 @@ def test_a_part_of_the_head_turns_and_the_rest_passes():
     config = tiny_config(head_dim=6, rotary_fraction=0.5)  # 3, rounded up to two pairs
     x = jax.random.normal(jax.random.key(0), (2, 5, 4, 6))
     positions = jnp.broadcast_to(jnp.arange(5), (2, 5))
-    turned = rope.rotate(x, transformer.rotary(positions, config))
+    turned = rope.rotate(x, transformer.rotary(positions, config)["full"])
     np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
     np.testing.assert_array_equal(turned[:, 0], x[:, 0])  # position 0 turns nothing
     length = np.linalg.norm(x.reshape(2, 5, 4, 6)[..., :4], axis=-1)

@@ -10,9 +10,10 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from tba_jax.models import rope
+from tba_jax.models.architecture import Activation, LayerKind
 from tba_jax.models.hf import config_values
 from tba_jax.models.hf.families import FAMILIES, Family, Rotary
 from tba_jax.models.transformer import TransformerConfig
@@ -21,9 +22,18 @@ from tba_jax.models.transformer import TransformerConfig
 _FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
 _SIZES = (
     *("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
-    *("mlp_size", "max_positions"),
+    *("mlp_size", "max_positions", "window", "num_experts", "experts_per_token"),
 )
-_ACTIVATIONS: Mapping[Any, Literal["silu", "gelu", "gelu_tanh"]] = {
+_NUMBERS = ("norm_eps", "score_divisor", "attention_cap", "logits_cap")
+# Fields whose setting may be null or missing; null differs from missing if there is a default.
+_OPTIONAL = {"head_dim", "window", "score_divisor", "attention_cap", "logits_cap"}
+_LAYER_TYPES: Mapping[str, LayerKind] = {
+    "full_attention": "full",
+    "sliding_attention": "window",
+}
+# Multimodal models with a language model of a family here: model_type -> that of the part.
+_MULTIMODAL = {"gemma3": "gemma3_text"}
+_ACTIVATIONS: Mapping[Any, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -44,6 +54,17 @@ _COVERED = {
 }
 
 
+def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config.json of a multimodal model's language model; other files unchanged."""
+    inner = hf_config.get("text_config")
+    name = _MULTIMODAL.get(str(hf_config.get("model_type")))
+    if name is None or not isinstance(inner, Mapping):
+        return dict(hf_config)
+    outer = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
+    shared = {key: hf_config[key] for key in outer if key in hf_config}
+    return {**shared, **inner, "model_type": name, "architectures": [FAMILIES[name].classes[0]]}
+
+
 def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     """Return the architecture for the contents of a Hugging Face config.json.
 
@@ -59,10 +80,16 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
             "add a record to tba_jax/models/hf/families.py as docs/extend.md shows"
         )
     family = FAMILIES[name]
+    renamed = {new: hf_config[x] for x, new in family.other_settings.items() if x in hf_config}
+    hf_config = {**renamed, **hf_config}
     values = {**family.defaults, **{k: v for k, v in hf_config.items() if v is not None}}
+    for field in _OPTIONAL & family.keys.keys():
+        setting = family.keys[field]
+        if setting in hf_config and hf_config[setting] is None and field != "head_dim":
+            values.pop(setting, None)
     config_values.check_sizes(values, {x: y for x, y in family.keys.items() if x in _SIZES})
     config_values.check_flags(values, (y for x, y in family.keys.items() if x in _FLAGS))
-    config_values.check_numbers(values, [family.keys["norm_eps"]])
+    config_values.check_numbers(values, [family.keys[x] for x in _NUMBERS if x in family.keys])
     is_classifier = _is_classifier(values, family)
     _refuse(values, family)
     ours = {our: values[their] for our, their in family.keys.items() if their in values}
@@ -71,7 +98,7 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
         ours.setdefault("num_kv_heads", ours["num_heads"])
     if family.mlp_ratio and "hidden_size" in ours:
         ours.setdefault("mlp_size", family.mlp_ratio * ours["hidden_size"])
-    missing = [x for our, x in family.keys.items() if our not in ours and our != "head_dim"]
+    missing = [x for our, x in family.keys.items() if our not in ours and our not in _OPTIONAL]
     if missing:
         raise ValueError(f"config.json of a {name} model lacks {', '.join(missing)}")
     activation = ours.pop("activation")
@@ -79,12 +106,14 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
         raise _unsupported(family.keys["activation"], activation, ", ".join(_ACTIVATIONS))
     if "head_dim" not in ours:
         ours["head_dim"] = _head_dim(ours, family)
+    ours |= _pattern(values, family, ours)
+    _check_limits(ours, family)
+    fields = {"activation": _ACTIVATIONS[activation], **family.traits}
     return TransformerConfig(
         **ours,
-        **family.traits,
-        **_positions(values, family),
+        **fields,
+        **_positions(values, family, ours["pattern"]),
         family=name,
-        activation=_ACTIVATIONS[activation],
         num_labels=_num_labels(values) if is_classifier else 0,
     )
 
@@ -112,11 +141,21 @@ def hf_config(
         "dtype": dtype,
     }
     values |= {their: getattr(config, our) for our, their in family.keys.items()}
-    if config.activation == "gelu_tanh":
-        setting = family.keys["activation"]
+    setting = family.keys["activation"]
+    if "activation" in family.traits:
+        values[setting] = family.defaults[setting]
+    elif config.activation == "gelu_tanh":
         spelling = family.defaults.get(setting)
         is_own = _ACTIVATIONS.get(spelling) == config.activation
         values[setting] = spelling if is_own else "gelu_pytorch_tanh"
+    if "window" in family.keys:
+        values["sliding_window"] = config.window or None
+    if len(family.pattern) > 1:
+        values["sliding_window"] = config.window or family.defaults["sliding_window"]
+        names = {kind: name for name, kind in _LAYER_TYPES.items()}
+        values["layer_types"] = [names[kind] for kind in config.layer_kinds]
+    if config.score_divisor is None and "score_divisor" in family.keys:
+        values[family.keys["score_divisor"]] = config.head_dim
     if family.rotary is not None:
         values |= _rope_values(config, family.rotary)
     if config.num_labels:
@@ -170,15 +209,57 @@ def _refuse(values: Mapping[str, Any], family: Family) -> None:
                 raise _unsupported(setting, values[setting], f"{json.dumps(covered)}{whose}")
     if values.get("pruned_heads"):
         raise _unsupported("pruned_heads", values["pruned_heads"], "{}")
-    layer_types = sorted(set(values.get("layer_types", ())) - {"full_attention"})
-    if layer_types:
-        raise _unsupported("layer_types", ", ".join(layer_types), "full_attention")
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method")
-        raise _unsupported("quantization_config.quant_method", method, "unquantised weights")
+        if family.quantization is None or method != family.quantization:
+            wanted = "unquantised weights" + (
+                f", {family.quantization}" * bool(family.quantization)
+            )
+            raise _unsupported("quantization_config.quant_method", method, wanted)
 
 
-def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+def _pattern(values: Mapping[str, Any], family: Family, ours: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of TransformerConfig for the pattern of layers."""
+    num, window = ours["num_layers"], ours.get("window", 0)
+    types = values.get("layer_types")
+    if types is None and window:
+        pattern = family.pattern
+        if period := values.get("sliding_window_pattern"):  # older files of Gemma 3
+            pattern = (*("window",) * (int(period) - 1), "full")
+        kinds = [pattern[i % len(pattern)] for i in range(num)]
+    else:
+        known = [x for x, kind in _LAYER_TYPES.items() if kind == "full" or "window" in family.keys]
+        for name in types or ():
+            if name not in known:
+                raise _unsupported("layer_types", name, f"{', '.join(known)} for {family.name}")
+        kinds = [_LAYER_TYPES[name] for name in types or ["full_attention"] * num]
+    if len(kinds) != num:
+        raise ValueError(
+            f"config.json has layer_types of {len(kinds)} layers and {family.keys['num_layers']} = "
+            f"{num}; correct one of them"
+        )
+    # The shortest pattern that repeats.
+    period = next(p for p in range(1, num + 1) if all(kinds[i] == kinds[i % p] for i in range(num)))
+    if "window" in kinds and not window:
+        raise ValueError(
+            "config.json has layer_types with sliding_attention but no sliding_window; add it"
+        )
+    return {"pattern": tuple(kinds[:period]), "window": window if "window" in kinds else 0}
+
+
+def _check_limits(ours: Mapping[str, Any], family: Family) -> None:
+    """Refuse a window longer than the cache, and more experts per token than there are."""
+    for small, large in (("window", "max_positions"), ("experts_per_token", "num_experts")):
+        if ours.get(small, 0) > ours.get(large, 0):
+            raise ValueError(
+                f"config.json has {family.keys[small]} = {ours[small]}, above {family.keys[large]} "
+                f"= {ours[large]}; lower it, or download the file again"
+            )
+
+
+def _positions(
+    values: Mapping[str, Any], family: Family, pattern: tuple[LayerKind, ...]
+) -> dict[str, Any]:
     """Return the fields of TransformerConfig for positions; rotary settings in either format.
 
     `rope_parameters` is the format of transformers 5. Before, base, `rope_scaling` and rotated
@@ -190,9 +271,14 @@ def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {"positions": "learned"}
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     given = {k: v for k, v in (values.get(name) or {}).items() if v is not None}
-    nested = [k for k, v in given.items() if isinstance(v, Mapping)]
-    if nested:
+    nested = {k: v for k, v in given.items() if isinstance(v, Mapping)}
+    if nested and rotary.window_theta is None:
         raise _unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
+    given, of_windows = nested.get("full_attention", {} if nested else given), {}
+    if rotary.window_theta is not None:
+        of_windows = nested.get("sliding_attention", {})
+    if (kind := of_windows.get("rope_type", "default")) != "default":
+        raise _unsupported(f"{name}.sliding_attention.rope_type", kind, "default")
     theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
     theta = config_values.number(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta))
     fraction = values.get("partial_rotary_factor", rotary.default_fraction)
@@ -200,11 +286,17 @@ def _positions(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
     fraction = config_values.number(rotary.fraction, fraction, least=-1.0)
     if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
         raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
-    return {
+    found = {
         "rope_theta": theta,
         "rotary_fraction": fraction,
         "rope_scaling": _scaling(given, name, values),
     }
+    if rotary.window_theta is not None and "window" in pattern:
+        base = of_windows.get("rope_theta", values.get(rotary.window_theta, theta))
+        base = config_values.number(rotary.window_theta, base)
+        if found["rope_scaling"] is not None or base != theta:
+            found["window_rope_theta"] = base
+    return found
 
 
 def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> rope.Scaling | None:
@@ -288,6 +380,13 @@ def _rope_values(config: TransformerConfig, rotary: Rotary) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_theta": config.rope_theta, **scaling},
     }
+    if rotary.window_theta is not None:
+        base = config.window_rope_theta or config.rope_theta
+        values |= {rotary.window_theta: base, "rope_theta": config.rope_theta}
+        values["rope_parameters"] = {
+            "full_attention": values["rope_parameters"],
+            "sliding_attention": {"rope_type": "default", "rope_theta": base},
+        }
     if config.rope_scaling is not None:
         values["rope_scaling"] = dict(scaling)
     if rotary.may_be_partial:

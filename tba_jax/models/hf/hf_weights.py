@@ -59,7 +59,8 @@ def read(
     """Return the parameters in a folder, for any architecture.
 
     Each process reads what its own devices hold. Host memory beyond the parameters is two blocks of
-    `shard_writer.BLOCK_BYTES` per device, whatever the size of the model and its tensors.
+    `shard_writer.BLOCK_BYTES` per device, whatever the size of the model and its tensors; and one
+    matrix of a layer's experts if the files have a tensor for each expert, or four-bit ones.
 
     Args:
         folder: folder with safetensors.
@@ -76,6 +77,7 @@ def read(
             named in one message), or values that are not finite.
     """
     sources = _sources(folder, tensors, family, aliases, is_spare)
+    maps: dict[Path, np.ndarray] = {}  # of the current file, or of those of one layer's experts
 
     def filling(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> ShardWriter:
         return ShardWriter(jax.tree_util.keystr(path, simple=True, separator="/"), spec, sharding)
@@ -83,20 +85,19 @@ def read(
     leaves = jax.tree_util.tree_map_with_path(
         filling, abstract, *([] if shardings is None else [shardings])
     )
-    mapped = (Path(), np.empty(0, np.uint8))
-    for entry, tensor in sorted(sources, key=lambda x: (x[0].path, x[0].start)):
-        if mapped[0] != entry.path:
-            mapped = entry.path, safetensors_file.map_file(entry.path)
+    for parts, tensor in sorted(sources, key=lambda x: (x[0][0].path, x[0][0].start)):
+        paths = {entry.path for entry in parts}
+        maps = {p: maps[p] if p in maps else safetensors_file.map_file(p) for p in paths}
         tree = leaves["layers"] if tensor.layer >= 0 else leaves
         layer = tensor.layer if tensor.layer >= 0 else None
-        arrays = tensor.split(safetensors_file.view(mapped[1], entry))
+        arrays = tensor.leaf_arrays([safetensors_file.view(maps[x.path], x) for x in parts])
         for leaf, array in zip(tensor.leaves, arrays, strict=True):
             try:
                 tree[leaf].put(array, layer)
             except NonFiniteWeights as error:
                 raise ValueError(
-                    f"{entry.path}: {error}. Download the file again, or use an earlier checkpoint "
-                    "of these weights"
+                    f"{parts[0].path}: {error}. Download the file again, or use an earlier "
+                    "checkpoint of these weights"
                 ) from error
     return jax.tree.map(lambda leaf: leaf.finish(), leaves)
 
@@ -138,7 +139,9 @@ def save(
     finally:
         for file in headers:
             (folder / (file + _UNFINISHED)).unlink(missing_ok=True)
-    written = {k: v for k, v in hf_config.items() if k != "torch_dtype"}
+    # Weights are written as they are in memory, not quantised.
+    dropped = ("torch_dtype", "quantization_config")
+    written = {k: v for k, v in hf_config.items() if k not in dropped}
     written["dtype"] = str(np.dtype(params["embed"].dtype))
     _write_json(folder / "config.json", written)
     if tokenizer_files_from is not None:
@@ -146,6 +149,15 @@ def save(
         for name in TOKENIZER_FILES:
             if (source / name).is_file() and (source / name) != folder / name:
                 shutil.copyfile(source / name, folder / name)
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder.
+
+    Raises:
+        ValueError: no weights, or a damaged file.
+    """
+    return set(_entries(folder)[0])
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> str:
@@ -178,8 +190,8 @@ def _sources(
     family: str,
     aliases: Callable[[str], tuple[str, ...]],
     is_spare: Callable[[str], bool],
-) -> list[tuple[Entry, HFTensor]]:
-    """Return the file entry of each tensor of the architecture.
+) -> list[tuple[list[Entry], HFTensor]]:
+    """Return the file entries of each tensor of the architecture.
 
     Raises:
         ValueError: names every disagreement between the files and the architecture.
@@ -187,20 +199,24 @@ def _sources(
     found, lost = _entries(folder)
     missing, misshaped, unreadable, out = [], [], [], []
     unexpected = {name for name in found if not is_spare(name)}
-    for name, tensor in tensors.items():
-        names = (name, *aliases(name))
-        there = next((x for x in names if x in found), None)
-        if there is None:
-            if not any(x in lost for x in names):
-                missing.append(name)
-            continue
-        unexpected.discard(there)
-        entry = found[there]
-        if entry.shape != tensor.shape:
-            misshaped.append(f"{there} (got {list(entry.shape)}, wanted {list(tensor.shape)})")
-        if entry.dtype not in safetensors_file.DTYPES:
-            unreadable.append(f"{there} ({entry.dtype})")
-        out.append((entry, tensor))
+    for whole_name, tensor in tensors.items():
+        parts = []
+        for name, shape in tensor.parts(whole_name).items():
+            names = (name, *aliases(name))
+            there = next((x for x in names if x in found), None)
+            if there is None:
+                if not any(x in lost for x in names):
+                    missing.append(name)
+                continue
+            unexpected.discard(there)
+            entry = found[there]
+            if entry.shape != shape:
+                misshaped.append(f"{there} (got {list(entry.shape)}, wanted {list(shape)})")
+            readable = ("U8",) if tensor.is_mxfp4 else safetensors_file.DTYPES
+            if entry.dtype not in readable:
+                unreadable.append(f"{there} ({entry.dtype})")
+            parts.append(entry)
+        out.append((parts, tensor))
     problems = [
         f"{kind}: {_listed(sorted(names))}"
         for kind, names in (
@@ -275,11 +291,12 @@ def _headers(
     for name, tensor in tensors.items():
         tree = params["layers"] if tensor.layer >= 0 else params
         dtype = np.dtype(tree[tensor.leaves[0]].dtype)
-        num_bytes = math.prod(tensor.shape) * dtype.itemsize
+        parts = tensor.parts(name)
+        num_bytes = sum(map(math.prod, parts.values())) * dtype.itemsize
         if files[-1] and file_bytes + num_bytes > _MAX_FILE_BYTES:
             files.append({})
             file_bytes = 0
-        files[-1][name] = (dtype, tensor.shape)
+        files[-1] |= {part: (dtype, shape) for part, shape in parts.items()}
         file_bytes += num_bytes
     # Wide dtypes first, for alignment of every tensor.
     files = [dict(sorted(f.items(), key=lambda x: -x[1][0].itemsize)) for f in files]
@@ -292,7 +309,9 @@ def _arrays(
     names: Mapping[str, Any], tensors: Mapping[str, HFTensor], params: Params
 ) -> Iterator[np.ndarray]:
     """Yield the tensors of these names on the host, one at a time."""
-    for tensor in (tensors[name] for name in names):
+    # Parts of a tensor are adjacent.
+    whole = {part: name for name, tensor in tensors.items() for part in tensor.parts(name)}
+    for tensor in (tensors[name] for name in dict.fromkeys(whole[part] for part in names)):
         arrays = []
         for name in tensor.leaves:
             leaf = params[name] if tensor.layer < 0 else params["layers"][name]
@@ -300,7 +319,7 @@ def _arrays(
                 is_host = isinstance(leaf, np.ndarray)
                 leaf = leaf[tensor.layer] if is_host else _layer(leaf, np.int32(tensor.layer))
             arrays.append(_on_host(leaf))
-        yield tensor.join(arrays)
+        yield from tensor.file_arrays(arrays)
 
 
 @jax.jit

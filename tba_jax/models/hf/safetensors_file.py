@@ -78,9 +78,9 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def view(mapped: np.ndarray, entry: Entry) -> np.ndarray:
-    """Return a tensor of a mapped file, without a copy."""
+    """Return a tensor of a mapped file, without a copy; other dtypes than `DTYPES` as bytes."""
     data = mapped[entry.start : entry.start + entry.num_bytes]
-    return data.view(DTYPES[entry.dtype]).reshape(entry.shape)
+    return data.view(DTYPES.get(entry.dtype, np.dtype(np.uint8))).reshape(entry.shape)
 
 
 def write(

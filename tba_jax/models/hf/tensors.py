@@ -4,10 +4,17 @@
 Invariant: `join(split(x)) == x` bit for bit.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 import numpy as np
+
+# Values of a four-bit float of MXFP4: sign, two bits of exponent, one of mantissa.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
+_MXFP4_BLOCK = 32  # values that share a scale
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,9 @@ class HFTensor:
         grid: shape of the same elements with every axis fully factored.
         order: permutation of the grid's axes: first the axis of the leaves, then the axes of a
             leaf in our order.
+        num_experts: number of such tensors, one for each expert, along the first axis of our
+            leaves; their names have the expert's number in place of `*`. 0: one tensor.
+        is_mxfp4: the files have four-bit blocks and their scales in place of the tensor.
     """
 
     shape: tuple[int, ...]
@@ -28,6 +38,36 @@ class HFTensor:
     leaves: tuple[str, ...]
     grid: tuple[int, ...]
     order: tuple[int, ...]
+    num_experts: int = 0
+    is_mxfp4: bool = False
+
+    def parts(self, name: str) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the tensors in the files.
+
+        Args:
+            name: name of this tensor.
+        """
+        if self.num_experts:
+            return {name.replace("*", str(i)): self.shape for i in range(self.num_experts)}
+        if self.is_mxfp4:
+            *outer, size = self.shape
+            scales = (*outer, size // _MXFP4_BLOCK)
+            return {f"{name}_blocks": (*scales, _MXFP4_BLOCK // 2), f"{name}_scales": scales}
+        return {name: self.shape}
+
+    def leaf_arrays(self, parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return one array per leaf (or its layer), in our shape, from the arrays of `parts`."""
+        if self.is_mxfp4:
+            return self.split(_from_mxfp4(parts[0], parts[1]))
+        if not self.num_experts:
+            return self.split(parts[0])
+        return [np.stack(arrays) for arrays in zip(*map(self.split, parts), strict=True)]
+
+    def file_arrays(self, ours: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Return the arrays of `parts` from those of our leaves; never four-bit ones."""
+        if not self.num_experts:
+            return [self.join(ours)]
+        return [self.join([leaf[i] for leaf in ours]) for i in range(self.num_experts)]
 
     def split(self, theirs: np.ndarray) -> list[np.ndarray]:
         """Return one array per leaf (or its layer), in our shape: views of `theirs`."""
@@ -69,3 +109,23 @@ def conv1d(leaf: str, layer: int, ins: tuple[int, ...], outs: tuple[int, ...]) -
     grid = (1, *ins, *outs)
     shape = (int(np.prod(ins)), int(np.prod(outs)))
     return HFTensor(shape, layer, (leaf,), grid, tuple(range(len(grid))))
+
+
+def each_expert(num_experts: int, tensor: HFTensor) -> HFTensor:
+    """Return one such tensor for each expert; the first axis of our leaf are the experts."""
+    return dataclasses.replace(tensor, num_experts=num_experts)
+
+
+def _from_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return bfloat16 [e out in] of four-bit values [e out in/32 16], two per byte, and exponents.
+
+    Exact: the values have two significant bits.
+    """
+    num, rows, groups, half = blocks.shape
+    out = np.empty((num, rows, groups * 2 * half), jnp.bfloat16)
+    pairs = np.stack([_FP4[np.arange(256) % 16], _FP4[np.arange(256) // 16]], axis=-1)
+    for i in range(num):  # one expert at a time, to bound memory
+        exponents = scales[i].astype(np.int32)[..., None] - 127
+        values = pairs[blocks[i]].reshape(rows, groups, 2 * half)
+        out[i] = np.ldexp(values, exponents).reshape(rows, -1)
+    return out

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Architecture of a decoder-only transformer: sizes, traits, and the pattern of its layers."""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+from tba_jax.models import rope
+
+LayerKind = Literal["full", "window"]
+"""What the queries of a layer see: all positions before them, or the nearest ones."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+
+
+class Adapters(NamedTuple):
+    """Low-rank adapters on the matrices of every layer: x W becomes x W + alpha / rank (x A) B.
+
+    Attributes:
+        rank: r, columns of A and rows of B.
+        alpha: scale of an adapter, independent of its rank.
+        modules: names of the adapted matrices; their A and B are the leaves `lora_names(name)`.
+    """
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+    @property
+    def scale(self) -> float:
+        """Factor of A B."""
+        return self.alpha / self.rank
+
+
+def lora_names(name: str) -> tuple[str, str]:
+    """Return the names of the leaves A [*inputs r], B [r *outputs] of matrix [*inputs *outputs]."""
+    return f"{name}_lora_a", f"{name}_lora_b"
+
+
+def num_input_axes(name: str) -> int:
+    """Return the number of leading axes of a layer's matrix that are its input."""
+    return 2 if name == "o" else 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformerConfig:
+    """Architecture of the model; hashable, so it can be a static argument.
+
+    Attributes:
+        vocab_size: v, rows of the embedding.
+        hidden_size: d.
+        num_layers: l.
+        num_heads: h, query heads.
+        num_kv_heads: g, key/value heads; divides num_heads.
+        head_dim: e.
+        mlp_size: inner width of the MLP.
+        family: name of the record in `hf.families`, for config.json and tensor names.
+        norm: RMSNorm, or LayerNorm with biases.
+        norm_eps: added to the mean square or the variance.
+        parallel_residual: attention and MLP read the same residual stream (GPT-NeoX) instead of
+            one after the other.
+        positions: rotated into queries and keys, or a learned table added to the embedding.
+        rotary_fraction: share of head_dim that is rotated, from its start.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: context extension, or None.
+        qkv_bias: query, key and value projections have a bias.
+        o_bias: the attention output projection has a bias.
+        mlp_bias: the matrices of the MLP have a bias.
+        qk_norm: queries and keys pass an RMSNorm per head before they are rotated (Qwen3).
+        qk_norm_is_whole: that norm spans all heads (OLMo).
+        activation: of the MLP; `gelu` is exact, `gelu_tanh` its usual approximation;
+            `clamped_swiglu`: up + 1 times gate sigmoid(1.702 gate), both clamped at 7 (gpt-oss).
+        gated_mlp: activation(gate) * up instead of activation(up).
+        tie_embeddings: the embedding is also the output matrix.
+        max_positions: maximum sequence length, in tokens; rows of a learned table.
+        num_labels: outputs of a sequence classifier or reward model; 0: a language model.
+        adapters: adapters of a policy in training, or None.
+        pattern: kinds of the first layers, repeated over all.
+        window: positions that a query of a window layer sees, its own included.
+        window_rope_theta: base of the rotary frequencies of window layers, which then have no
+            scaling; None: they rotate as full layers do.
+        norms: of the residual stream, before attention and MLP, after them, or both.
+        norm_offset: RMSNorms multiply by 1 + weight (Gemma).
+        scaled_embeddings: embeddings are multiplied by sqrt(d) (Gemma).
+        score_divisor: scores of attention are divided by its square root; None: head_dim.
+        attention_cap: c of c tanh(score / c), applied before the mask (Gemma 2); None: none.
+        logits_cap: the same for logits over tokens.
+        sinks: a logit per query head takes a share of the attention and adds nothing (gpt-oss).
+        num_experts: E; an MLP is the weighted sum of each token's best experts; 0: a dense MLP.
+        experts_per_token: number of these experts.
+        normalised_experts: their weights sum to 1.
+        router_bias: the matrix that scores experts has a bias.
+        attention: implementation: auto, the fastest measured one for the platform; xla, without
+            kernels; tpu_kernel, kernels for TPU.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_size: int
+    family: str = "llama"
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    parallel_residual: bool = False
+    positions: Literal["rotary", "learned"] = "rotary"
+    rotary_fraction: float = 1.0
+    rope_theta: float = 10000.0
+    rope_scaling: rope.Scaling | None = None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    qk_norm_is_whole: bool = False
+    activation: Activation = "silu"
+    gated_mlp: bool = True
+    tie_embeddings: bool = True
+    max_positions: int = 2048
+    num_labels: int = 0
+    adapters: Adapters | None = None
+    pattern: tuple[LayerKind, ...] = ("full",)
+    window: int = 0
+    window_rope_theta: float | None = None
+    norms: Literal["pre", "post", "both"] = "pre"
+    norm_offset: bool = False
+    scaled_embeddings: bool = False
+    score_divisor: float | None = None
+    attention_cap: float | None = None
+    logits_cap: float | None = None
+    sinks: bool = False
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalised_experts: bool = False
+    router_bias: bool = False
+    attention: Literal["auto", "xla", "tpu_kernel"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
+                f"{self.num_kv_heads}; every key/value head must serve equally many query heads"
+            )
+        if not 0 <= self.rotary_fraction <= 1:
+            raise ValueError(
+                f"rotary_fraction = {self.rotary_fraction} is not a share of head_dim. Set it to a "
+                "number from 0 to 1"
+            )
+        if self.positions == "rotary" and self.rotary_dim % 2 and self.rotary_dim == self.head_dim:
+            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need it even")
+        if ("window" in self.pattern) != (0 < self.window <= self.max_positions):
+            raise ValueError(
+                f"window = {self.window} in a pattern of {', '.join(self.pattern)} layers; window "
+                f"layers need one from 1 to max_positions = {self.max_positions}, others need 0"
+            )
+        if not 0 <= self.experts_per_token <= self.num_experts or (
+            self.num_experts and not self.experts_per_token
+        ):
+            raise ValueError(
+                f"experts_per_token = {self.experts_per_token} of num_experts = "
+                f"{self.num_experts}; set it to a number from 1 to num_experts"
+            )
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated dimensions of a head."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of every layer."""
+        period = len(self.pattern)
+        return tuple(self.pattern[i % period] for i in range(self.num_layers))

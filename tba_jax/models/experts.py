@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixture of experts: each token passes the MLPs of its best experts, and no token is dropped.
+
+Tokens are sorted by expert, so that each matrix product is one grouped product
+(`jax.lax.ragged_dot`). On a mesh, `expert` divides the experts and the rows of a batch: devices of
+one group gather their tokens, compute their own experts, and add up the results.
+Invariant: a token's output does not depend on the other tokens, nor on the mesh, up to rounding.
+"""
+
+import math
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Float32, Int, Int32
+
+from tba_jax.devices.sharding import batch_axes
+from tba_jax.models.activations import gated
+from tba_jax.models.architecture import TransformerConfig
+
+MATRICES = ("expert_gate", "expert_up", "expert_down")
+LEAVES = (
+    "router",
+    "router_bias",
+    *(name + suffix for name in MATRICES for suffix in ("", "_bias", "_scale")),
+)
+"""Possible leaves of a layer's experts."""
+
+
+def feed_forward(
+    y: Float[Array, "*b d"],
+    leaves: Mapping[str, Array],
+    *,
+    config: TransformerConfig,
+    mesh: Mesh | None = None,
+) -> Float[Array, "*b d"]:
+    """Return the weighted sum of the outputs of each token's experts.
+
+    Args:
+        y: normalised residual stream.
+        leaves: those of LEAVES that the layer has; matrices may be 8-bit, with scales.
+        config: the architecture, with experts.
+        mesh: the devices; None: one device.
+    """
+    rows = y.reshape(-1, y.shape[-1])
+    if mesh is None or mesh.size == 1:
+        return _of_rows(rows, leaves, jnp.int32(0), config=config).reshape(y.shape)
+    row_axes = batch_axes(mesh)
+    expert = "expert" if "expert" in mesh.shape else None
+    # A decoder's mesh may divide that axis into two (`decoding.compiled.cache_sharding`).
+    model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))
+    of_experts = {
+        "expert_down": PartitionSpec(expert, model or None),
+        "expert_down_bias": PartitionSpec(expert),
+        "expert_down_scale": PartitionSpec(expert),
+    }
+    specs = {
+        name: PartitionSpec()
+        if name.startswith("router")
+        else of_experts.get(
+            name, PartitionSpec(expert, *[None] * (leaves[name].ndim - 2), model or None)
+        )
+        for name in leaves
+    }
+
+    def on_device(rows: Array, leaves: Mapping[str, Array]) -> Array:
+        first = jnp.int32(0)
+        if expert is not None:
+            first = jax.lax.axis_index(expert) * leaves["expert_down"].shape[0]
+            rows = jax.lax.all_gather(rows, expert, tiled=True)
+        if model and "expert_down_bias" in leaves:  # added once, not by each part
+            is_first = jax.lax.axis_index(model) == 0
+            bias = jnp.where(is_first, leaves["expert_down_bias"], 0)
+            leaves = {**leaves, "expert_down_bias": bias}
+        out = _of_rows(rows, leaves, first, config=config)
+        if expert is not None:
+            out = jax.lax.psum_scatter(out, expert, tiled=True)
+        return jax.lax.psum(out, model) if model else out
+
+    parts = math.prod(mesh.shape[axis] for axis in row_axes)
+    divided = PartitionSpec(row_axes or None)
+    run = jax.shard_map(
+        on_device, mesh=mesh, in_specs=(divided, specs), out_specs=divided, check_vma=False
+    )
+    padded = jnp.pad(rows, ((0, -len(rows) % parts), (0, 0)))
+    return run(padded, dict(leaves))[: len(rows)].reshape(y.shape)
+
+
+def route(
+    rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
+) -> tuple[Float32[Array, "n k"], Int32[Array, "n k"]]:
+    """Return the weights and numbers of each token's experts; in float32, as in transformers."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    router = leaves["router"].astype(rows.dtype)
+    logits = jnp.matmul(rows, router, preferred_element_type=wide)
+    if config.router_bias:
+        logits = logits + jnp.broadcast_to(leaves["router_bias"].astype(wide), logits.shape)
+    weights, numbers = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), config.experts_per_token)
+    if config.normalised_experts:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, numbers
+
+
+def _of_rows(
+    rows: Float[Array, "n d"],
+    leaves: Mapping[str, Array],
+    first: Int32[Array, ""],
+    *,
+    config: TransformerConfig,
+) -> Float[Array, "n d"]:
+    """Return the contribution of the experts in `leaves`, the first of which has number `first`."""
+    (n, d), k = rows.shape, config.experts_per_token
+    num = leaves["expert_down"].shape[0]
+    weights, numbers = route(rows, leaves, config)
+    local = (numbers - first).reshape(-1)
+    local = jnp.where((local >= 0) & (local < num), local, num)
+    order = jnp.argsort(local)
+    back = jnp.argsort(order)
+    expert = local[order]
+    sizes = jnp.sum(local[:, None] == jnp.arange(num)[None], axis=0, dtype=jnp.int32)
+
+    def product(name: str, x: Array) -> Array:
+        kernel, scale = leaves[name].astype(x.dtype), leaves.get(f"{name}_scale")
+        out = jax.lax.ragged_dot(x, kernel, sizes)
+        if scale is not None:  # `quantized`
+            out = (out * scale[expert]).astype(x.dtype)
+        bias = leaves.get(f"{name}_bias")
+        return out if bias is None else out + bias.astype(x.dtype)[expert]
+
+    x = _permuted(jnp.repeat(rows, k, axis=0), order, back)
+    inner = gated(config.activation, product("expert_gate", x), product("expert_up", x))
+    out = product("expert_down", inner)
+    # Rows of other devices' experts are in no group, and their products are undefined.
+    out = jnp.where((expert < num)[:, None], out, 0)
+    out = _permuted(out, back, order).reshape(n, k, d)
+    wide = weights.dtype
+    return jnp.einsum("nkd,nk->nd", out, weights, preferred_element_type=wide).astype(rows.dtype)
+
+
+@jax.custom_vjp
+def _permuted(
+    x: Float[Array, "m d"], order: Int[Array, " m"], inverse: Int[Array, " m"]
+) -> Float[Array, "m d"]:
+    """Return x[order]; the gradient is a gather too, where that of indexing is a scatter."""
+    return x[order]
+
+
+def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
+    return x[order], inverse
+
+
+def _permuted_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
+    return cotangent[inverse], None, None
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward)

@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows, sinks, caps and experts: in decoding, on meshes, and in files."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_batches import slow
+from fake_models import FAMILIES, load_folder, make_folder, random_params, tiny_config
+from jax.sharding import Mesh
+from safetensors.numpy import load_file, save_file
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.placement import MeshShape
+from tba_jax.devices.sharding import trainer_mesh
+from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.models import activations, experts, lora, quantized, transformer
+from tba_jax.models.hf import config_json
+from tba_jax.models.logprobs import packed_token_logprobs
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.shardings import ComputeSharding, param_shardings
+
+NEW = ("qwen3_moe", "gemma2", "gemma3_text", "mistral", "olmo3", "gpt_oss")
+WITH_EXPERTS = ("qwen3_moe", "gpt_oss")
+# Sizes that meshes of two devices divide.
+EVEN = {"vocab_size": 24, "head_dim": 8}
+PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5, 6, 7, 8, 9], [6], [7, 8, 9, 10, 11])]
+
+
+def scored(config, params, prompt, response, temperature):
+    """Log-probs [t] of a response by one plain forward pass."""
+    row = jnp.asarray(np.concatenate([prompt, response]))[None]
+    positions = jnp.arange(row.shape[1])[None]
+    kwargs = {"config": config, "compute_dtype": jnp.float32}
+    hidden = transformer.apply(params, row, positions, row >= 0, **kwargs)
+    logits = transformer.unembed(params, hidden, **kwargs)[0, len(prompt) - 1 : -1]
+    logprobs = np.asarray(jax.nn.log_softmax(logits / temperature))
+    return np.take_along_axis(logprobs, response[:, None], axis=-1)[:, 0]
+
+
+@pytest.mark.parametrize("num_devices", [1, slow(2)])
+@pytest.mark.parametrize("family", NEW)
+def test_decoding_draws_from_what_scoring_computes(family, num_devices):
+    """Chunks of 4 steps and windows of 4 tokens, so that windows span both parts of the cache."""
+    config = tiny_config(family=family, **EVEN)
+    params = random_params(config)
+    site = ANY_DEVICE
+    if num_devices > 1:
+        site = Site(Mesh(np.array(jax.devices()[:num_devices]), ("model",)))
+        params = jax.device_put(params, param_shardings(config, site.mesh))
+    decoder = Decoder(
+        config,
+        compute_dtype=jnp.float32,
+        eos_ids=(),
+        pad_id=2,
+        prompt_buckets=(8,),
+        max_length=32,
+        chunk_steps=4,
+        site=site,
+    )
+    settings = SamplingSettings(20, temperature=1.3)
+    out = decoder.decode(
+        params, PROMPTS, num_samples=2, settings=settings, key=jax.random.key(0), num_slots=4
+    )
+    for i, prompt in enumerate(PROMPTS):
+        for j in range(2):
+            want = scored(config, params, prompt, out.tokens[i, j, :20], 1.3)
+            np.testing.assert_allclose(out.token_logprobs[i, j, :20], want, atol=2e-5)
+
+
+def test_a_window_hides_what_is_further_away():
+    config = tiny_config(family="mistral", num_layers=1)
+    params = random_params(config)
+    rows = np.random.default_rng(0).integers(3, 23, (2, 10))
+    rows[1, 5:] = rows[0, 5:]
+    kwargs = {"config": config, "compute_dtype": jnp.float32}
+    positions = jnp.broadcast_to(jnp.arange(10), (2, 10))
+    states = transformer.apply(params, jnp.asarray(rows), positions, rows >= 0, **kwargs)
+    differs = np.abs(states[0] - states[1]).max(axis=-1) > 0
+    # The window of 4 of the token at index 8 starts at index 5.
+    assert differs[:8].all() and not differs[8:].any()
+
+
+def mesh_of(*shape):
+    return trainer_mesh(np.array(jax.devices()[: np.prod(shape)]), MeshShape(*shape))
+
+
+MESHES = [(family, (2, 2, 2)) for family in NEW]
+MESHES += [(family, shape) for family in WITH_EXPERTS for shape in ((1, 2, 2, 2), (1, 1, 1, 4))]
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [x if x[0] in ("gemma3_text", "gpt_oss") else slow(*x) for x in MESHES],
+)
+def test_log_probs_and_gradients_on_a_mesh_are_those_of_one_device(family, shape):
+    config = tiny_config(family=family, **EVEN)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 23, (8, 16)).astype(np.int32)
+    segments = np.repeat([[1, 2]], 8, axis=0).repeat(8, axis=1).astype(np.int32)
+    positions = np.tile(np.arange(8), (8, 2)).astype(np.int32)
+
+    def run(params, site):
+        def total(params):
+            found = packed_token_logprobs(
+                params,
+                tokens,
+                segments,
+                positions,
+                config=config,
+                scoring=Scoring(),
+                remat="layers",
+                sharding=ComputeSharding(config, site),
+            )
+            return jnp.sum(found**2), found
+
+        return jax.device_get(jax.jit(jax.value_and_grad(total, has_aux=True))(params))
+
+    params = random_params(config)
+    mesh = mesh_of(*shape)
+    got = run(jax.device_put(params, param_shardings(config, mesh)), Site(mesh))
+    wanted = run(params, ANY_DEVICE)
+    assert np.abs(wanted[0][1]).max() > 1
+    jax.tree.map(
+        # Float32 sums in another order, of gradients of order 1 to 1000.
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-3),
+        got,
+        wanted,
+    )
+    np.testing.assert_allclose(got[0][1], wanted[0][1], atol=2e-5)
+
+
+def test_experts_are_divided_over_their_axis():
+    config = tiny_config(family="qwen3_moe", **EVEN)
+    shardings = param_shardings(config, mesh_of(1, 2, 1, 2))["layers"]
+    assert tuple(shardings["expert_gate"].spec) == (None, "expert", "fsdp", "model")
+    with pytest.raises(ValueError, match="axis 'experts' of size 4 cannot be divided over 8"):
+        param_shardings(config, mesh_of(1, 1, 1, 8))
+    with pytest.raises(ValueError, match="mesh.expert=2: this model .llama. has no experts"):
+        param_shardings(tiny_config(), mesh_of(1, 1, 1, 2))
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_a_token_gets_the_weighted_sum_of_its_best_experts(family):
+    config = tiny_config(family=family)
+    layer = jax.tree.map(lambda x: np.asarray(x[0], np.float64), random_params(config)["layers"])
+    rows = np.random.default_rng(1).normal(size=(9, config.hidden_size))
+    leaves = {name: layer[name] for name in experts.LEAVES if name in layer}
+    logits = rows @ layer["router"] + layer.get("router_bias", 0)
+    weights = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    wanted = np.zeros_like(rows)
+    for n, (row, each) in enumerate(zip(rows, weights, strict=True)):
+        best = np.argsort(-each)[: config.experts_per_token]
+        for i in best:
+
+            def product(name, x, i=i):
+                bias = layer.get(f"{name}_bias", np.zeros(config.num_experts))
+                return x @ layer[name][i] + bias[i]
+
+            inner = activations.gated(
+                config.activation, product("expert_gate", row), product("expert_up", row)
+            )
+            wanted[n] += product("expert_down", np.asarray(inner)) * each[i] / each[best].sum()
+    with jax.enable_x64(True):
+        got = experts.feed_forward(
+            jnp.asarray(rows), jax.tree.map(jnp.asarray, leaves), config=config
+        )
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_eight_bit_experts_are_near_exact_ones(family):
+    config = tiny_config(family=family)
+    exact = transformer.unstack_layers(random_params(config), config)
+    tokens = jnp.asarray([[3, 4, 5, 6, 7, 8]])
+    kwargs = {"config": config, "compute_dtype": jnp.float32}
+    positions = jnp.arange(6)[None]
+
+    def states(weights):
+        return transformer.apply(weights, tokens, positions, tokens >= 0, **kwargs)
+
+    rounded = quantized.quantize(exact, "int8")
+    assert rounded["layers"][0]["expert_gate"].dtype == jnp.int8
+    wanted, got = states(exact), states(rounded)
+    assert 0 < np.abs(wanted - got).max() < 0.1 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe"])
+def test_merged_adapters_are_what_separate_ones_compute(family):
+    config = tiny_config(family=family)
+    policy = lora.with_adapters(config, 4, 16.0, ("q", "v", "o"))
+    base, adapters = random_params(config), lora.init_adapters(policy, 0)
+    adapters = jax.tree.map(lambda x: x + 0.1, adapters)
+    tokens = jnp.arange(12).reshape(2, 6)
+    positions = jnp.tile(jnp.arange(6), (2, 1))
+
+    def states(params, config):
+        kwargs = {"config": config, "compute_dtype": jnp.float32}
+        return transformer.apply(params, tokens, positions, tokens >= 0, **kwargs)
+
+    merged = lora.merge(base, adapters, config=policy)
+    np.testing.assert_allclose(
+        states(merged, config), states(lora.combine(base, adapters), policy), atol=2e-5
+    )
+
+
+def test_adapters_of_experts_are_refused():
+    with pytest.raises(ValueError, match="gate, but the layers of this model .qwen3_moe."):
+        lora.with_adapters(tiny_config(family="qwen3_moe"), 4, 16.0, ("q", "gate"))
+
+
+def _fused(tensors):
+    """The tensors of a folder as transformers 5 has them in memory."""
+    out = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for i in range(2):
+        start = f"model.layers.{i}.mlp.experts."
+
+        def stack(kind, start=start):
+            return np.stack([tensors[f"{start}{e}.{kind}_proj.weight"] for e in range(4)])
+
+        gate_up = np.concatenate([stack("gate"), stack("up")], axis=1)
+        out |= {f"{start}gate_up_proj": gate_up, f"{start}down_proj": stack("down")}
+    return out
+
+
+def test_fused_and_separate_expert_tensors_are_the_same_model(tmp_path):
+    _, params = make_folder(tmp_path, family="qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert tensors["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (20, 16)
+    jax.tree.map(np.testing.assert_array_equal, load_folder(tmp_path)[1], params)
+    save_file(_fused(tensors), file, {"format": "pt"})
+    jax.tree.map(np.testing.assert_array_equal, load_folder(tmp_path)[1], params)
+
+
+def test_four_bit_experts_are_read_exactly(tmp_path):
+    """Two values per byte, the low half first; a scale 2^(byte - 127) for 32 values."""
+    sizes = {"family": "gpt_oss", "hidden_size": 32, "mlp_size": 32, "num_layers": 1}
+    _, params = make_folder(tmp_path, **sizes, pattern=("window",))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
+    rng, wanted = np.random.default_rng(0), {}
+    for name, rows in (("gate_up_proj", 64), ("down_proj", 32)):
+        full = f"model.layers.0.mlp.experts.{name}"
+        del tensors[full]
+        blocks = rng.integers(0, 256, (4, rows, 1, 16)).astype(np.uint8)
+        scales = rng.integers(120, 130, (4, rows, 1)).astype(np.uint8)
+        tensors |= {f"{full}_blocks": blocks, f"{full}_scales": scales}
+        wanted[name] = np.zeros((4, rows, 32), np.float32)
+        for e, row, column in np.ndindex(4, rows, 32):
+            byte = blocks[e, row, 0, column // 2]
+            half = byte % 16 if column % 2 == 0 else byte // 16
+            wanted[name][e, row, column] = values[half] * 2.0 ** (int(scales[e, row, 0]) - 127)
+    save_file(tensors, file, {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = load_folder(tmp_path)[1]["layers"]
+    gate_up = wanted["gate_up_proj"].swapaxes(1, 2)
+    np.testing.assert_array_equal(found["expert_gate"][0], gate_up[..., ::2])
+    np.testing.assert_array_equal(found["expert_up"][0], gate_up[..., 1::2])
+    np.testing.assert_array_equal(found["expert_down"][0], wanted["down_proj"].swapaxes(1, 2))
+    np.testing.assert_array_equal(found["q"], params["layers"]["q"])
+
+
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path):
+    _, params = make_folder(tmp_path, family="gemma3_text")
+    file = tmp_path / "model.safetensors"
+    tensors = {f"language_model.{name}": x for name, x in load_file(file).items()}
+    save_file(tensors | {"vision_tower.x": np.zeros(3, np.float32)}, file, {"format": "pt"})
+    inner = json.loads((tmp_path / "config.json").read_text())
+    outer = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": inner,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(outer))
+    config, found, hf_config = load_folder(tmp_path)
+    assert config == config_json.transformer_config(inner)
+    assert hf_config["model_type"] == "gemma3_text"  # what an export is
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 65}, "sliding_window = 65, above max_position_embeddings"),
+        ("qwen3_moe", {"num_experts_per_tok": 5}, "num_experts_per_tok = 5, above num_experts = 4"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\].*\[\] for qwen3_moe"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts = 0; wanted a whole number"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "layer_types = 'chunked_attention'"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types = 'sliding_attention'"),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types of 1 layers"),
+        ("gpt_oss", {"swiglu_limit": 3.0}, "swiglu_limit = 3.0.*7.0 for gpt_oss"),
+        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method = 'fp8'"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ],
+)
+def test_settings_that_are_wrong_or_not_implemented_are_named(family, changes, message):
+    written = config_json.hf_config(tiny_config(family=family))
+    with pytest.raises(ValueError, match=message) as error:
+        config_json.transformer_config(written | changes)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_superfluous_experts_are_named(tmp_path):
+    make_folder(tmp_path, family="qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    start = "model.layers.0.mlp.experts."
+    tensors[f"{start}4.up_proj.weight"] = tensors.pop(f"{start}2.up_proj.weight")
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing: .*experts.2.up_proj.*unexpected: .*experts.4"):
+        load_folder(tmp_path)
+
+
+def test_every_new_family_is_covered():
+    assert set(NEW) == set(FAMILIES) - {"llama", "qwen2", "qwen3", "gpt_neox", "gpt2"}
