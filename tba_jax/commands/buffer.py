@@ -38,8 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--num_texts={args.num_texts}: wanted 0 or more")
     # Imported here, so that --help and wrong flags answer at once.
     from tba_jax.config.schema import ConfigError
-    from tba_jax.run.checkpoint import CheckpointError
-    from tba_jax.run.errors import UserError
+    from tba_jax.run.errors import CheckpointError, UserError
     from tba_jax.run.lock import run_folder
     from tba_jax.tasks.registry import entry_of
 
@@ -68,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(workdir: Path) -> tuple[int, "HostState"]:
-    """Return the step of a run's newest checkpoint, and the state beside its train state.
+    """Return the step and the host state of a run's newest checkpoint.
 
     Raises:
         CheckpointError: no readable checkpoint.

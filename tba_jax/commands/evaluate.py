@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tba_jax.config.command_line import override
+from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config
+from tba_jax.config.schema import Config, replace
 from tba_jax.report.writers import format_metric, metric_label
 
 
@@ -24,9 +25,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     """Evaluate params on the task of a config, with the settings of its `eval` section.
 
     Args:
-        config: of the run or of the command line.
+        config: config of the run or of the command line.
         model_config: the architecture.
-        params: parameters on the devices of `placing.reading_mesh`, layers stacked.
+        params: parameters on the devices of `run.shared.reading_mesh`, layers stacked.
         folder: folder of the model, for its tokenizer.
 
     Raises:
@@ -91,6 +92,42 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def _open_model(
+    name: str, path: str, overrides: Sequence[str]
+) -> tuple[Config, str, Any, Any, str]:
+    """Return the config of a preset, and name, architecture, weights and folder of its model.
+
+    Args:
+        name: name of the preset.
+        path: path or hub ID of another model; "": the model of the preset.
+        overrides: arguments --config.FIELD=VALUE.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from tba_jax.devices.platform import platform_of
+    from tba_jax.devices.program_cache import open_cache
+    from tba_jax.models import model as models
+    from tba_jax.models.shardings import param_shardings
+    from tba_jax.run.model_parts import model_path
+    from tba_jax.run.preflight import with_lengths
+    from tba_jax.run.shared import reading_mesh
+
+    own = [f"--config.model.path={path}"] if path else []
+    config = override(None, [f"--config={name}", *overrides, *own])
+    validate(config)
+    config = with_lengths(config)[0]
+    config = replace(config, dtypes_on(config, platform_of(jax.local_devices()[0])))
+    open_cache(config.compilation_cache)
+    found = models.describe(model_path(config))
+    mesh = reading_mesh(found.config, jax.local_devices())
+    params = found.load_params(
+        param_dtype=jnp.dtype(config.model.rollout_dtype),
+        shardings=param_shardings(found.config, mesh),
+    )
+    return config, path or model_path(config), found.config, params, str(found.folder)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -113,10 +150,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
-    from tba_jax.run.checkpoint import CheckpointError
-    from tba_jax.run.errors import UserError
+    from tba_jax.run.errors import CheckpointError, UserError
     from tba_jax.run.lock import run_folder
-    from tba_jax.run.model_parts import model_path
     from tba_jax.weights.versions import PublicationError
 
     try:
@@ -135,23 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             step, model_config, params, _, folder = load_policy(workdir, args.published, _note)
             what = f"{args.workdir} at step {step}"
         elif args.config:
-            import jax
-            import jax.numpy as jnp
-
-            from tba_jax.models import model as models
-            from tba_jax.models.shardings import param_shardings
-            from tba_jax.run.shared import reading_mesh
-
-            config = override(None, [f"--config={args.config}", *overrides])
-            validate(config)
-            open_cache(config.compilation_cache)
-            what = args.model or model_path(config)
-            found = models.describe(what)
-            model_config, folder = found.config, str(found.folder)
-            mesh = reading_mesh(model_config, jax.local_devices())
-            params = found.load_params(
-                param_dtype=jnp.dtype(config.model.rollout_dtype),
-                shardings=param_shardings(model_config, mesh),
+            config, what, model_config, params, folder = _open_model(
+                args.config, args.model, overrides
             )
         else:
             raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")

@@ -33,13 +33,15 @@ def check_push(repo: str) -> None:
         )
 
 
-def push(folder: Path, repo: str, *, is_public: bool = False) -> str:
+def push(folder: Path, repo: str, *, is_public: bool = False, step: int | None = None) -> str:
     """Upload a folder as one commit; create the repository if it does not exist.
 
     Args:
         folder: folder to upload.
         repo: NAME or OWNER/NAME.
         is_public: visibility of a new repository; an existing one keeps its own.
+        step: step of the policy, for the commit message. None: no step, and `folder` remains after
+            a failure, so the error names a command that tries again.
 
     Returns:
         The address of the repository.
@@ -56,23 +58,25 @@ def push(folder: Path, repo: str, *, is_public: bool = False) -> str:
 
     check_push(repo)
     api = HfApi(library_name="tba_jax")
-    again = f"{folder} is written: try again with `hf upload {repo} {folder}`"
+    message, again = "Policy of a tba_jax run", ""
+    if step is None:
+        again = f". {folder} is written: try again with `hf upload {repo} {folder}`"
+    else:
+        message = f"Policy at step {step} of a tba_jax run"
     try:
         address = api.create_repo(repo, private=not is_public, exist_ok=True)
-        api.upload_folder(
-            repo_id=address.repo_id, folder_path=folder, commit_message="Policy of a tba_jax run"
-        )
+        api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message=message)
     except HfHubHTTPError as error:
         status = error.response.status_code
         said = (error.server_message or str(error).splitlines()[0]).strip()
         if status in (401, 403, 404):
             raise ValueError(
                 f"--push={repo}: the hub refused ({status}: {said}). Use a token with write access "
-                f"(`hf auth whoami` names its user). {again}"
+                f"(`hf auth whoami` names its user){again}"
             ) from error
-        raise ValueError(f"--push={repo}: the hub answered {status}: {said}. {again}") from error
+        raise ValueError(f"--push={repo}: the hub answered {status}: {said}{again}") from error
     except (http_error, OSError) as error:
         raise ValueError(
-            f"--push={repo}: {api.endpoint} is unreachable ({error}). {again}"
+            f"--push={repo}: {api.endpoint} is unreachable ({error}){again}"
         ) from error
     return str(address)

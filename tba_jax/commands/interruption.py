@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must not end a run in the middle of a step: signals, and a standard output that is closed.
+"""Protection of a run against signals and closed output streams in the middle of a step.
 
 Signals become a flag that drivers look at between steps. Writes to a closed pipe or terminal are
 dropped.
@@ -28,7 +28,7 @@ _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
 def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signals]:
-    """Return the signals that nothing handles and that nobody asked to ignore.
+    """Return the signals that have no handler and are not ignored.
 
     SIGHUP is ignored under `nohup`. SIGINT and SIGTERM are always among the signals returned.
     """
@@ -68,17 +68,17 @@ class Interruption:
         return self.signal_number is not None
 
     def close(self) -> None:
-        """Give the signals back to who had them."""
+        """Restore the earlier signal handlers."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
 
 class _Output(io.FileIO):
-    """A file descriptor that leads nowhere after the first write that fails.
+    """A file descriptor that discards writes after the first failed write.
 
     Args:
         descriptor: stays open when this object is closed.
-        name: of the output, for the message.
+        name: name of the output in the message.
     """
 
     def __init__(self, descriptor: int, name: str) -> None:
@@ -105,10 +105,10 @@ class _Output(io.FileIO):
 
 @contextlib.contextmanager
 def surviving_closed_outputs() -> Iterator[None]:
-    """Drop what is printed after standard output or standard error has failed.
+    """Discard printed text after standard output or standard error has failed.
 
-    `main | head -1`, a `tee` that died and a terminal that was closed must cost lines, not steps.
-    The first failure of standard output is told on standard error. Streams that are not the
+    The run continues after `main | head -1`, a killed `tee` or a closed terminal.
+    The first failure of standard output is reported on standard error. Streams that are not the
     process's own, as in a notebook, stay as they are.
     """
     before = sys.stdout, sys.stderr

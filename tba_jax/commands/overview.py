@@ -11,7 +11,7 @@ COMMANDS = {
     "buffer": "show the replay buffer of a run",
     "sft": "supervised fine-tuning",
     "plan": "memory and time of a run on TPUs or GPUs that this machine does not have",
-    "study": "several runs, and a table of their outcomes",
+    "sweep": "several runs, and a table of their outcomes",
     "launch_processes": "several processes of a run on this machine",
 }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Looking at a run from outside: its config and its policy, for the commands that read a run.
+"""Config and policy of a saved run, for the commands that only read runs.
 
-It does not start, continue or change one.
+These functions do not start, continue or change a run.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from tba_jax.config.retired import RETIRED, upgrade
 from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
-from tba_jax.run.checkpoint import CheckpointError, Checkpoints
-from tba_jax.run.errors import UserError
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.model_parts import describe_model, policy_config
 from tba_jax.run.shared import reading_mesh
 from tba_jax.run.trainer_parts import abstract_state
@@ -46,15 +46,15 @@ def load_run_config(workdir: str) -> Config:
 def load_policy(
     workdir: str, published: str = "", note: Callable[[str], None] = print
 ) -> tuple[int, Any, Any, dict[str, Any], str]:
-    """Policy of a run as it was saved last, divided over the devices of `run.shared.reading_mesh`.
+    """Return the newest saved policy of a run, sharded over the devices of `reading_mesh`.
 
-    Adapters come merged into the parameters that they were trained on, in `model.param_dtype`.
+    Adapters are merged into the parameters that they were trained on, in `model.param_dtype`.
 
     Args:
-        workdir: of the run, which may be going on.
-        published: "": of the newest checkpoint; the number of a published version, or "newest" for
-            the newest intact one, in `model.rollout_dtype`.
-        note: told which published versions are damaged.
+        workdir: work directory of the run, which may be running.
+        published: "": read the newest checkpoint. Otherwise the number of a published version, or
+            "newest" for the newest intact version, in `model.rollout_dtype`.
+        note: receives a line for each damaged published version.
 
     Returns:
         step, model config, params, the source model's config.json, the source model's folder.

@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=64, help="rows per step")
     parser.add_argument("--learning_rate", type=float, default=3e-5, help="peak; cosine to 0")
     parser.add_argument("--warmup_steps", type=int, default=0, help="linear warm-up from 0")
-    parser.add_argument("--weight_decay", type=float, default=0.0, help="decay of matrices")
+    parser.add_argument("--weight_decay", type=float, default=0.0, help="weight decay of matrices")
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of rows")
     args = parser.parse_args(argv)
     try:

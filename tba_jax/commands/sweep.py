@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: train every combination of some settings and seeds, and compare the runs.
 
-Each run is the main command in a process of its own, with its work directory in OUT. Invariant: a
-finished run is not started again, and a sweep that was killed continues where it was.
+Each run is the main command in a process of its own, with its work directory in OUT: one after the
+other on this machine, or as tasks of a Ray cluster. Invariant: a finished run is not started again,
+and a sweep that was killed continues where it was.
 """
 
 import argparse
 import itertools
+import logging
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tba_jax.commands import compare
 from tba_jax.commands.entry_point import end_with_parent
@@ -29,14 +31,15 @@ from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_LOOK_S, _SAVE_S = 1.0, 600.0
 
 
 class Point(NamedTuple):
     """One run of a sweep.
 
     Attributes:
-        name: of its folder.
-        arguments: of the main command, without the work directory.
+        name: name of the run's folder.
+        arguments: arguments of the main command, without the work directory.
     """
 
     name: str
@@ -68,15 +71,15 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 def points(
     common: Sequence[str], grid: dict[str, list[str]], seeds: Sequence[int]
 ) -> dict[Point, Config | ConfigError]:
-    """Return the config of each run, or what is wrong with it; seeds vary slowest.
+    """Return the config of each run, or the error of an invalid config; seeds vary slowest.
 
     Args:
         common: arguments that all runs have, `--config=` among them.
         grid: values of each field.
-        seeds: of the runs of each combination.
+        seeds: seeds of the runs of each combination.
 
     Raises:
-        ConfigError: no run has a config that can work.
+        ConfigError: no run has a valid config, or two runs would have the same folder.
     """
     found: dict[Point, Config | ConfigError] = {}
     for seed, *values in itertools.product(seeds, *grid.values()):
@@ -97,11 +100,15 @@ def points(
     return found
 
 
+# Point -> steps and work directory.
+Runs = Mapping[Point, tuple[int, Path]]
+
+
 class _Stopped(Exception):
     """The sweep was interrupted."""
 
 
-def _run(arguments: Sequence[str], log: Path) -> str:
+def _run(argv: Sequence[str], log: Path) -> str:
     """Train one run; return why it failed, "" where it did not.
 
     Raises:
@@ -110,7 +117,7 @@ def _run(arguments: Sequence[str], log: Path) -> str:
     stopped: list[int] = []
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            [*MAIN, *arguments],
+            argv,
             stdout=output,
             stderr=subprocess.STDOUT,
             preexec_fn=end_with_parent,
@@ -124,6 +131,10 @@ def _run(arguments: Sequence[str], log: Path) -> str:
         previous = {x: signal.signal(x, stop) for x in not_ignored(_SIGNALS)}
         try:
             code = process.wait()
+        except BaseException:  # Ray cancels a task by an exception
+            process.terminate()
+            process.wait()
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)
@@ -135,22 +146,80 @@ def _run(arguments: Sequence[str], log: Path) -> str:
     return f"exit status {code}: {last[0] if last else 'no output'}"
 
 
-def _train(name: str, arguments: Sequence[str], config: Config, folder: Path) -> str:
-    """Train one run unless it is finished, and print a line; return why it failed."""
-    failure = ""
-    if not is_finished(folder, config.num_steps):
-        log = folder.with_name(f"{folder.name}.log")
-        failure = _run([*arguments, f"--workdir={folder}"], log)
-        failure = failure and f"{failure} ({log})"
-    print(f"{name}: {'failed, ' + failure if failure else headline(load_run(folder))}", flush=True)
-    return failure
+def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
+    """Train one run unless it is finished; return why it failed."""
+    if is_finished(folder, num_steps):
+        return ""
+    log = folder.with_name(f"{folder.name}.log")
+    failure = _run([*argv, f"--workdir={folder}"], log)
+    return failure and f"{failure} ({log})"
+
+
+def _here(runs: Runs) -> Iterator[tuple[str, str]]:
+    """Train the runs in turn; yield the name of each with why it failed."""
+    for point, (num_steps, folder) in runs.items():
+        yield point.name, _train([*MAIN, *point.arguments], num_steps, folder)
+
+
+def _on_ray(runs: Runs, address: str, gpus: float, resources: str) -> Iterator[tuple[str, str]]:
+    """Train the runs as tasks of a cluster, as many at once as its resources allow.
+
+    Args:
+        runs: the work directories are on a file system of all machines.
+        address: as `ray.init` takes it: "auto", "HOST:PORT", or "local" for this machine alone.
+        gpus: of each run.
+        resources: custom resources of each run, "NAME=NUMBER,...".
+
+    Raises:
+        ConfigError: Ray is not installed, or there is no cluster.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default is background priority
+    try:
+        import ray.exceptions
+
+        from tba_jax.run.ray_cluster import refuses_connections
+
+        if ":" in address and refuses_connections(address):
+            raise ConnectionError("no process listens there")
+        options: dict[str, Any] = {} if address != "local" else {"include_dashboard": False}
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ImportError, ConnectionError, RuntimeError, ValueError) as error:
+        first = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"--ray={address}: {first:.200}. Install Ray with pip install 'tba_jax[fleet]', and "
+            "start a cluster with `ray start --head`, or give --ray=local"
+        ) from error
+    own = {name: float(n) for name, _, n in (x.partition("=") for x in resources.split(",") if x)}
+    task = ray.remote(num_cpus=1, num_gpus=gpus, resources=own, max_retries=0)(_train)
+    tasks = {task.remote([*MAIN, *x.arguments], *run): x.name for x, run in runs.items()}
+    stopped: list[int] = []
+    previous = {x: signal.signal(x, lambda n, _: stopped.append(n)) for x in not_ignored(_SIGNALS)}
+    try:
+        while tasks and not stopped:
+            done, _ = ray.wait(list(tasks), timeout=_LOOK_S)
+            for each in done:
+                try:
+                    failure = ray.get(each)
+                except ray.exceptions.RayError as error:
+                    failure = f"{(str(error).strip().splitlines() or ['no message'])[-1]:.200}"
+                yield tasks.pop(each), failure
+        if stopped:
+            for each in tasks:
+                ray.cancel(each)
+            ray.wait(list(tasks), num_returns=len(tasks), timeout=_SAVE_S)
+            raise _Stopped
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        ray.shutdown()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train every run in turn and write OUT/compare.html; the exit status."""
+    """Train every run and write OUT/compare.html; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.sweep",
-        description="Train every combination of settings and seeds, in turn, and compare the runs. "
+        description="Train every combination of settings and seeds, and compare the runs. "
         "The same command continues a sweep that was stopped. Other arguments, such as "
         "--config.num_steps=50, are those of tba_jax.main and hold for all runs.",
     )
@@ -163,6 +232,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="runs of each combination")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--out", default="", help="folder; default runs/sweep-CONFIG")
+    parser.add_argument(
+        "--ray",
+        default="",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: auto, HOST:PORT, or local for this machine; --out is then on a "
+        "file system of all machines",
+    )
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each run on Ray")
+    parser.add_argument(
+        "--resources", default="", help="other resources of each run on Ray, e.g. TPU=4"
+    )
     options, others = parser.parse_known_args(argv)
     try:
         if min(options.seeds - 1, options.first_seed) < 0:
@@ -177,16 +257,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     failed = 0
+    runs: dict[Point, tuple[int, Path]] = {}
     for point, config in found.items():
         if isinstance(config, ConfigError):
             print(f"{point.name}: failed, {config}", flush=True)
             failed += 1
-            continue
-        try:
-            failed += bool(_train(point.name, point.arguments, config, out / point.name))
-        except _Stopped:
-            print("stopped; the same command continues", file=sys.stderr)
-            return 128 + signal.SIGINT
+        else:
+            runs[point] = config.num_steps, out / point.name
+    results = _here(runs)
+    if options.ray:
+        results = _on_ray(runs, options.ray, options.gpus, options.resources)
+    try:
+        for name, failure in results:
+            text = f"failed, {failure}" if failure else headline(load_run(out / name))
+            print(f"{name}: {text}", flush=True)
+            failed += bool(failure)
+    except _Stopped:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     folders = [out / x.name for x in found if os.path.exists(out / x.name / "metrics.jsonl")]
     if folders:
         compare.main([*map(str, folders), f"--out={out / 'compare.html'}"])

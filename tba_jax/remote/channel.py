@@ -9,16 +9,14 @@ encrypted: use it inside a private network (docs/security.md).
 import asyncio
 import concurrent.futures
 import hmac
-import logging
 import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import urllib3
-import uvicorn
 
-from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.http_server import HttpServer
 
 Handler = Callable[[bytes], "bytes | concurrent.futures.Future[bytes]"]
 """Returns the response to a request, or a future of the response. The response is empty if the
@@ -30,8 +28,6 @@ Raises:
 """
 
 MAX_REQUEST_BYTES = 2**30
-_START_S = 30.0
-_STOP_S = 10.0
 _FUTURE_S = 1.0  # a response that takes longer is empty: the client requests it again
 
 
@@ -86,52 +82,25 @@ class ChannelServer:
         self._authorization = f"Bearer {token}".encode()
         self._token, self._is_local = token, is_local
         host = "127.0.0.1" if is_local else "0.0.0.0"
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            self._socket.bind((host, port))
-        except (OSError, OverflowError) as error:
-            self._socket.close()
+            self._server = HttpServer(self._respond, "channel-server", host=host, port=port)
+        except OSError as error:
             raise ChannelError(
                 f"remote.port={port}: cannot listen on {host}:{port} ({error}). Set "
                 "--config.remote.port to a free port that the firewall lets through, or to 0 for "
                 "any free port"
             ) from error
         self._threads = concurrent.futures.ThreadPoolExecutor(num_threads, "channel-handler")
-        config = uvicorn.Config(
-            self._respond,
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=600,
-            timeout_graceful_shutdown=1,
-        )
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._server = uvicorn.Server(config)
-        self._stop = StopFlag()
-        self._worker = Worker("channel-server", self._serve, self._stop)
-
-    def _serve(self) -> bool:
-        self._server.run(sockets=[self._socket])
-        self._stop.set()
-        return True
 
     def start(self) -> "ChannelServer":
-        """Start to listen; returns self."""
-        self._worker.start()
-        waited = threading.Event()
-        for _ in range(int(_START_S / 0.01)):
-            self._stop.check()
-            if self._server.started:
-                return self
-            waited.wait(0.01)
-        raise ChannelError(f"the channel server did not start within {_START_S:.0f} s")
+        """Start listening; return self."""
+        self._server.start()
+        return self
 
     @property
     def port(self) -> int:
         """The port that the server listens on."""
-        return self._socket.getsockname()[1]
+        return self._server.port
 
     @property
     def endpoint(self) -> Endpoint:
@@ -140,11 +109,9 @@ class ChannelServer:
         return Endpoint(tuple(f"{host}:{self.port}" for host in hosts), self._token)
 
     def close(self) -> None:
-        """Stop to listen; requests under way get a moment to end."""
-        self._server.should_exit = True
-        self._worker.join(_STOP_S)
+        """Stop listening; give unfinished requests a short time to end."""
+        self._server.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._socket.close()
 
     async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
         """Handle one request, as an ASGI application."""

@@ -28,10 +28,11 @@ from tba_jax.replay.outbox import Outbox
 
 # Longest time between two heartbeats of a searcher that has enough work.
 _HEARTBEAT_S = 2.0
+_SLOW_S = 20.0  # a longer wait for the trainer is reported
 
 
 class Rewind(Exception):
-    """The trainer was restored: join again, and repeat what its checkpoint does not have."""
+    """The trainer was restored: join again, and repeat tickets that its checkpoint lacks."""
 
 
 class Dismissed(Exception):
@@ -115,7 +116,7 @@ class LeasedShard:
             self._lease, self._is_started = lease, False
 
     def start(self) -> Lease | None:
-        """Return the shard to work on, once."""
+        """Return the lease of a shard that is not started; None if there is none."""
         with self._lock:
             if self._lease is None or self._is_started:
                 return None
@@ -147,12 +148,14 @@ class Callbacks(NamedTuple):
         heartbeat: (put latencies) -> metrics of the searcher; `can_evaluate` is set by the client.
         trace: returns what the searcher did since the last call.
         versions: called with (newest complete policy version, versions under evaluation).
+        log: receives a line when the trainer responds after a long wait.
     """
 
     room: Callable[[], int]
     heartbeat: Callable[[tuple[float, ...]], Heartbeat]
     trace: Callable[[], Trace]
     versions: Callable[[int, tuple[int, ...]], None]
+    log: Callable[[str], None] = lambda line: None
 
 
 class SearcherClient:
@@ -193,7 +196,8 @@ class SearcherClient:
         self._unsent_trace = Trace()
         self._put_s: list[float] = []
         self._first_unseen = int(start.position["next_round"])
-        self._next_request_s = self._next_heartbeat_s = self._last_response_s = clock()
+        self._next_request_s = self._next_heartbeat_s = clock()
+        self._waits_since_s: float | None = None  # first request without a response
 
     def step(self) -> bool:
         """Send finished tickets and request more; return False if there was nothing to send.
@@ -211,9 +215,8 @@ class SearcherClient:
             self._unsent = self._outbox.take()
             if not self._unsent:
                 return False
-            self._unsent_trace = (
-                self._callbacks.trace()
-            )  # after the tickets: it holds all that led to them
+            # After the tickets: the trace has every event that led to them.
+            self._unsent_trace = self._callbacks.trace()
         start = self._clock()
         message = self._key, self._unsent, self._unsent_trace
         if self._send(lambda: self._server.put(*message)) is None:
@@ -257,17 +260,25 @@ class SearcherClient:
 
     def _send(self, request: Callable[[], Response]) -> Response | None:
         """Return the response to a request, None where none arrived."""
+        if self._waits_since_s is None:
+            self._waits_since_s = self._clock()
         try:
             response = request()
         except Unreachable as error:
-            silent_s = self._clock() - self._last_response_s
+            silent_s = self._clock() - self._waits_since_s
             if silent_s > self._timeout_s:
                 raise TimeoutError(
                     f"searcher {self._key.searcher} has not reached the trainer for "
                     f"{silent_s:.0f} s ({error}) and ends. The same command resumes the run"
                 ) from error
             return None
-        self._last_response_s = self._clock()
+        waited_s = self._clock() - self._waits_since_s
+        self._waits_since_s = None
+        if waited_s > _SLOW_S:
+            self._callbacks.log(
+                f"searcher {self._key.searcher} had no response from the trainer for "
+                f"{waited_s:.0f} s; its finished responses were kept and are sent now"
+            )
         if response.status == "rewind":
             raise Rewind(response.reason)
         if response.status in ("fenced", "refused", "ended"):

@@ -127,7 +127,7 @@ class Heartbeat(NamedTuple):
         slot_use: (tokens sampled, decode-slot steps) since the last heartbeat.
         can_evaluate: whether the searcher takes an evaluation shard.
         version: policy version with which the next ticket would start, -1 for none.
-        wants_stop: the process of the searcher was told to stop.
+        wants_stop: the process of the searcher received a request to stop.
     """
 
     idle_s: float = 0.0

@@ -56,11 +56,11 @@ class SearchServer:
     """Thread-safe search server: handles join, ticket, put and lease requests from searchers.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         outboxes: by searcher ID; the trainer merges them.
         admission: decides how many tickets may be open.
         evaluations: evaluations whose shards searchers work on.
-        clock: monotonic seconds; a jump of the clock counts little.
+        clock: monotonic seconds; a jump is shortened to a quarter of the heartbeat timeout.
         run_clock: seconds of running time of the run.
         log: receives one line for each join, loss and return of a searcher.
         num_chunks: decode chunks of each searcher so far, by searcher ID.
@@ -250,7 +250,7 @@ class SearchServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether the process of a connected searcher was told to stop."""
+        """Return whether the process of a connected searcher has a request to stop."""
         with self._lock:
             return any(s.wants_stop and s.is_connected for s in self._searchers.values())
 

@@ -30,7 +30,7 @@ class StepRequest(NamedTuple):
     Attributes:
         process: number of the sender in the job.
         step: number of the step, from 0.
-        wants_stop: the sender was told to stop.
+        wants_stop: the sender received a request to stop.
         is_publishing: the sender still writes the weights of the last publication.
     """
 
@@ -66,13 +66,14 @@ class StepServer:
         with self._changed:
             if request.process not in self._processes:
                 raise ValueError(
-                    f"process {request.process} requests steps; the other trainer processes are "
-                    f"{list(self._processes)}"
+                    f"process {request.process} requests a step, but the other trainer processes "
+                    f"are {list(self._processes)}. Start every process with the same command"
                 )
             if request.step < self._answered:
                 raise ValueError(
-                    f"process {request.process} requests step {request.step}, which was answered "
-                    f"before step {self._answered}: it is not in step with the others"
+                    f"process {request.process} requests step {request.step}, but the newest "
+                    f"decision is of step {self._answered}. Stop all processes, and start each "
+                    "with the same command"
                 )
             self._requests[request.process] = request
             if request.step == self._answered:
@@ -85,7 +86,7 @@ class StepServer:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether a process was told to stop, by the newest request of each."""
+        """Return whether a process has a request to stop, by the newest message of each."""
         with self._changed:
             return any(request.wants_stop for request in self._requests.values())
 

@@ -33,7 +33,7 @@ def told(error, capsys):
     return code, capsys.readouterr().err.splitlines()
 
 
-def test_what_nobody_expected_is_one_line_and_a_file(capsys):
+def test_an_unexpected_error_is_one_line_and_a_file(capsys):
     code, (line,) = told(KeyError("event"), capsys)
     assert code == 1 and line.startswith("error: KeyError: 'event' (not expected; the traceback is")
     path = Path(line.partition(" is in ")[2].partition(",")[0])
@@ -85,7 +85,7 @@ def test_a_full_standard_output_is_one_line():
 
 @pytest.mark.parametrize("is_buffered", [True, False])
 @pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.main --help", "tba_jax.report --help"])
-def test_an_output_that_nobody_reads_ends_a_command_without_a_line(arguments, is_buffered):
+def test_a_closed_output_ends_a_command_without_a_line(arguments, is_buffered):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:

@@ -8,10 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tba_jax.commands import export
+from tests.integration import commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,9 +74,13 @@ class FakeHub(BaseHTTPRequestHandler):
             ]
             return self.answer({"transfer": "basic", "objects": objects})
         assert path == "/api/models/me/solver/commit/main", path
+        if server.refusals:
+            return self.answer({"error": server.refusals.pop()}, 409)
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
-            if line["key"] == "file":
+            if line["key"] == "header":
+                server.commits.append(value["summary"])
+            elif line["key"] == "file":
                 server.files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 server.files[value["path"]] = server.large[value["oid"]]
@@ -83,6 +91,7 @@ class FakeHub(BaseHTTPRequestHandler):
 def hub():
     server = ThreadingHTTPServer(("127.0.0.1", 0), FakeHub)
     server.created, server.files, server.large = [], {}, {}
+    server.commits, server.refusals = [], []
     thread = threading.Thread(target=server.serve_forever, name="fake-hub")
     thread.start()
     yield server
@@ -158,3 +167,51 @@ def test_what_cannot_be_pushed_is_one_line(hub, folder, environment, repo, messa
     assert hub.files == {}
     if "hf_wrong" in environment.values() or "HF_ENDPOINT" in environment:
         assert f"try again with `hf upload {repo} {folder}`" in done.stderr
+
+
+FOLLOW = """
+import sys
+from tba_jax.commands import export
+export._LOOK_S = export._RETRY_S = 0.2
+sys.exit(export.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_run_is_followed_to_its_end_and_a_refused_push_is_tried_again(hub, tmp_path):
+    hub.refusals = ["too many commits"]
+    cache = tmp_path / "cache"
+    address = f"http://127.0.0.1:{hub.server_port}"
+    argv = [f"--workdir={tmp_path / 'run'}", "--push=me/solver", "--push_every=2"]
+    train = commands.command(tmp_path / "run", "num_steps=12", "checkpoint.period=2")
+    environment = {
+        **commands.environment(cache),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HOME": str(tmp_path),
+    }
+    with subprocess.Popen(train, env=environment, stdout=subprocess.DEVNULL) as run:
+        while not (tmp_path / "run" / "config.json").exists():
+            assert run.poll() is None
+            time.sleep(0.1)
+        done = subprocess.run(
+            [sys.executable, "-c", FOLLOW, *argv],
+            env={**environment, "HF_ENDPOINT": address, "HF_TOKEN": "hf_right"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.wait() == 0
+    assert done.returncode == 0, done.stderr
+    steps = [int(summary.split()[3]) for summary in hub.commits]
+    assert steps == sorted(set(steps)) and steps[-1] == 12 and len(steps) >= 2, steps
+    assert "the hub answered 409: too many commits. The next attempt" in done.stderr
+    assert [f"pushed step {x} to {address}/me/solver" for x in steps] == done.stdout.splitlines()
+    assert b"12" in hub.files["README.md"]
+
+
+def test_following_needs_a_repository_and_no_folder(capsys):
+    assert export.main(["--workdir=x", "--push_every=2"]) == 1
+    assert "wanted steps >= 1, and --push=OWNER/NAME" in capsys.readouterr().err
+    assert export.main(["--workdir=x"]) == 1
+    assert "wanted one of --out=DIR and --push_every=STEPS" in capsys.readouterr().err

@@ -122,3 +122,44 @@ def test_a_sweep_that_is_killed_twice_makes_each_of_eight_runs_once(fake_main, t
     ends = [x for x in events(tmp_path) if x.startswith("end")]
     assert len(ends) == len(set(ends)) == 8
     assert (tmp_path / "out" / "compare.html").is_file()
+
+
+@pytest.mark.slow
+def test_a_sweep_on_ray_runs_at_once_stops_and_continues(fake_main, tmp_path):
+    pytest.importorskip("ray")
+    fake_main.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests"), seconds=3.0))
+    arguments = [*ARGUMENTS, "--grid=sync_period=1,3;num_searchers=1,2", "--ray=local"]
+    code = (
+        "from tba_jax.commands import sweep; import sys;"
+        f"sweep.MAIN = (sys.executable, {str(fake_main)!r});"
+        f"sys.exit(sweep.main({[*arguments, f'--out={tmp_path}/out']!r}))"
+    )
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 120
+    while time.monotonic() < end and not (tmp_path / "events").exists():
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130 and said.endswith("the same command continues\n"), said
+    left = len(events(tmp_path))
+    time.sleep(4)
+    assert len(events(tmp_path)) == left  # no run went on alone
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1 and "2 of 4 runs failed" in done.stderr, done.stderr
+    assert done.stdout.count("exit status 1: error: three does not work") == 2
+    found = events(tmp_path)
+    ends = sorted(x for x in found if x.startswith("end"))
+    assert ends == [
+        "end sync_period=1-num_searchers=1-seed0",
+        "end sync_period=1-num_searchers=2-seed0",
+    ]
+    assert (tmp_path / "out" / "compare.html").is_file()
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path, capsys):
+    pytest.importorskip("ray")
+    argv = [*ARGUMENTS, "--ray=127.0.0.1:9", f"--out={tmp_path}/out"]
+    assert sweep.main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --ray=127.0.0.1:9: ") and len(said.splitlines()) == 1

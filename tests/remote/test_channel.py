@@ -146,5 +146,5 @@ def test_a_closed_server_frees_its_port(server):
     assert not any(
         t.name == "channel-server" and t.is_alive()
         for t in threading.enumerate()
-        if t.ident == again._worker._thread.ident
+        if t.ident == again._server._worker._thread.ident
     )

@@ -166,12 +166,12 @@ def test_an_older_incarnation_is_fenced_and_its_open_tickets_are_lost():
     zombie = house.join().starts[0].key
     house.request(zombie, 3, 0)
     house.server.put(zombie, [ticket(0, 1)])
-    seat = house.join().starts[0]
-    assert seat.key.incarnation == 2
-    assert seat.position["next_round"] == 0 and [n for n, _ in seat.position["ahead"]] == [1]
+    start = house.join().starts[0]
+    assert start.key.incarnation == 2
+    assert start.position["next_round"] == 0 and [n for n, _ in start.position["ahead"]] == [1]
     assert house.server.put(zombie, [ticket(0, 0)]).status == "fenced"
     assert house.outboxes[0].counts == (6, 2, 4)  # one ticket came, two were lost
-    assert house.request(seat.key, 3, 0).tickets == (0, 2, 3)
+    assert house.request(start.key, 3, 0).tickets == (0, 2, 3)
     house.check()
 
 
@@ -203,10 +203,10 @@ def test_searchers_rewind_after_a_restore_and_sample_again():
     house.restore()
     assert house.server.put(caller, [ticket(0, 2)]).status == "rewind"
     assert house.request(caller, 1, 4).status == "rewind"
-    seat = house.join().starts[0]
-    assert seat.position["next_round"] == 1
-    assert house.request(seat.key, 1, 1).tickets == (1,)
-    assert house.server.put(seat.key, [ticket(0, 1)]).status == "ok"
+    start = house.join().starts[0]
+    assert start.position["next_round"] == 1
+    assert house.request(start.key, 1, 1).tickets == (1,)
+    assert house.server.put(start.key, [ticket(0, 1)]).status == "ok"
     house.merge()
     assert house.taken == [(0, 0), (0, 1)]
     house.check()
@@ -223,7 +223,7 @@ def test_a_lost_response_is_sent_again():
 
 def test_back_pressure_and_admission_hold_searchers_back():
     house = House(max_staleness=1, prompts=2)
-    first, second = (seat.key for seat in house.join(0, 1).starts)
+    first, second = (start.key for start in house.join(0, 1).starts)
     new = Heartbeat(version=0)
     given = [house.request(caller, 4, 0, new).tickets for caller in (first, second)]
     assert sum(map(len, given)) == house.admission.limit == 4
@@ -238,7 +238,7 @@ def test_back_pressure_and_admission_hold_searchers_back():
 
 def test_the_staleness_bound_counts_from_the_weights_of_the_searcher():
     house = House(max_staleness=2, prompts=2)
-    behind, ahead = (seat.key for seat in house.join(0, 1).starts)
+    behind, ahead = (start.key for start in house.join(0, 1).starts)
     house.admission.update(step=4, version=4, num_merged=0, num_fresh=0)
     house.server.set_version(4)
     assert house.request(behind, 4, 0, Heartbeat(version=3)).tickets == (0, 1, 2, 3)
@@ -250,7 +250,7 @@ def test_the_staleness_bound_counts_from_the_weights_of_the_searcher():
 
 def test_a_searcher_whose_process_ended_is_lost_at_once():
     house = House()
-    caller, _ = (seat.key for seat in house.join(0, 1).starts)
+    caller, _ = (start.key for start in house.join(0, 1).starts)
     house.request(caller, 2, 0)
     for reason in ("", "its machine is gone"):  # the second report is of a known loss
         house.server.lose_host([0], reason)
@@ -270,7 +270,7 @@ def test_a_searcher_whose_process_ended_is_lost_at_once():
 
 def test_a_silent_searcher_is_lost_until_its_next_message():
     house = House()
-    caller, other = (seat.key for seat in house.join(0, 1).starts)
+    caller, other = (start.key for start in house.join(0, 1).starts)
     house.request(caller, 2, 0)
     for _ in range(6):
         house.now += 2.0
@@ -291,7 +291,7 @@ def test_a_silent_searcher_is_lost_until_its_next_message():
 def test_searchers_lease_evaluation_shards_and_leases_of_a_lost_one_are_withdrawn():
     house = House()
     house.service.request(3, ["trainer"])
-    first, second = (seat.key for seat in house.join(0, 1).starts)
+    first, second = (start.key for start in house.join(0, 1).starts)
     free = Heartbeat(can_evaluate=True)
     assert house.server.gives_leases and house.request(first, 0, 0).lease is None
     assert house.request(first, 0, 0, free).lease == Lease(3, 0)
@@ -399,7 +399,7 @@ def test_a_process_without_searchers_learns_when_the_run_has_ended():
     assert house.server.join(nobody).refusal == "the run has ended"
 
 
-def test_one_searcher_that_is_told_to_stop_stops_the_run():
+def test_a_stop_request_of_one_searcher_stops_the_run():
     house = House()
     key = house.join(0).starts[0].key
     assert house.server.absent == [1]
@@ -460,14 +460,14 @@ class Process:
         self.join()
 
     def join(self):
-        (seat,) = self.house.server.join(JoinRequest((self.slot,), "a", IDENTITY)).starts
+        (start,) = self.house.server.join(JoinRequest((self.slot,), "a", IDENTITY)).starts
         self.outbox, self.quota, self.begun = Outbox(2**20), TicketQuota(), []
         self.leased = LeasedShard()
-        self.num_chunks, self.events = seat.num_chunks, []
-        self.outbox.start_from(seat.position)
-        self.next = seat.position["next_round"]
+        self.num_chunks, self.events = start.num_chunks, []
+        self.outbox.start_from(start.position)
+        self.next = start.position["next_round"]
         self.client = SearcherClient(
-            seat,
+            start,
             self.wire,
             self.outbox,
             self.quota,
@@ -477,6 +477,7 @@ class Process:
                 heartbeat=lambda put_s: Heartbeat(version=0),
                 trace=self.trace,
                 versions=lambda version, evaluated: None,
+                log=self.house.lines.append,
             ),
             clock=lambda: self.house.now,
             timeout_s=1e6,
@@ -507,6 +508,21 @@ class Process:
             self.join()
         except Dismissed:
             self.is_dismissed = True
+
+
+def test_an_owner_that_is_slow_for_30_s_is_one_clear_line():
+    house = House(1)
+    process = Process(house, 0)
+    process.work("arrives", 0)
+    lines = len(house.lines)
+    for _ in range(4):
+        house.now += 10.0
+        process.work("lost", 0)
+    process.work("arrives", 0)
+    process.work("arrives", 1)
+    (line,) = house.lines[lines:]
+    assert line.startswith("searcher 0 had no response from the trainer for 30 s; its finished")
+    house.check()
 
 
 EVENTS = st.lists(

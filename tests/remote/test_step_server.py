@@ -37,8 +37,8 @@ def test_a_decision_is_the_same_before_and_after_it_was_made():
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (request(3, 1), r"process 3 requests steps; the other trainer processes are \[1\]"),
-        (request(1, 0), "process 1 requests step 0, which was answered before step 1"),
+        (request(3, 1), r"process 3 requests a step, but the other trainer processes are \[1\]"),
+        (request(1, 0), "process 1 requests step 0, but the newest decision is of step 1"),
     ],
 )
 def test_a_request_that_cannot_be_is_refused(sent, words):
@@ -131,7 +131,7 @@ def test_a_failure_of_this_process_ends_its_wait(owner):
     steps.close()
 
 
-def test_a_request_that_nobody_reads_does_not_end_the_server(owner):
+def test_an_unread_request_does_not_end_the_server(owner):
     _, channel = owner
     other = Channel(lambda: channel.endpoint, timeout_s=5.0)
     with pytest.raises(ValueError, match="TypeError"):

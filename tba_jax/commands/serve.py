@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Command: serve a model over HTTP, to OpenAI clients and to training clients.
+
+    python -m tba_jax.serve --model=FOLDER
+    python -m tba_jax.serve --workdir=RUN --port=8000 --token=SECRET
+
+The server listens on the loopback interface. With --host it listens on another interface, and
+--token is required. See docs/guide/serve.md.
+"""
+
+import argparse
+import ipaddress
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command until SIGINT or SIGTERM; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tba_jax.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="", help="folder or Hugging Face hub id")
+    parser.add_argument("--workdir", default="", help="directory of a run: its newest checkpoint")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="to listen on; 0: any free port")
+    parser.add_argument("--token", default="", help="bearer token that requests must carry")
+    parser.add_argument(
+        "--renderer", default="", help="chat and tool format of the library renderers"
+    )
+    parser.add_argument("--num_slots", type=int, default=64, help="responses decoded at a time")
+    parser.add_argument(
+        "--max_length", type=int, default=0, help="tokens of prompt and response; 0: at most 4096"
+    )
+    parser.add_argument(
+        "--max_requests", type=int, default=256, help="requests under way; more are refused"
+    )
+    args = parser.parse_args(argv)
+    try:
+        return _serve(args)
+    except (ValueError, OSError) as error:
+        print(f"serve: {error}", file=sys.stderr)
+        return 1
+
+
+def _serve(args: argparse.Namespace) -> int:
+    _check(args)
+    # Imported here, so that --help and wrong flags answer at once.
+    import jax
+    import jax.numpy as jnp
+
+    from tba_jax.decoding.engine import Decoder
+    from tba_jax.devices.platform import platform_of
+    from tba_jax.devices.program_cache import open_cache
+    from tba_jax.devices.site import any_device
+    from tba_jax.devices.worker import StopFlag, Worker
+    from tba_jax.flow.padding import length_buckets
+    from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.remote.http_server import HttpServer
+    from tba_jax.serving.chat import make_chat_format
+    from tba_jax.serving.protocol import MAX_STOP_IDS, Served
+    from tba_jax.serving.queue import RequestQueue
+    from tba_jax.serving.server import Application, PlainScope
+
+    open_cache("auto")
+    site = any_device(platform_of(jax.local_devices()[0]))
+    dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
+    name, config, params, folder, version = _load(args, dtype)
+    tokenizer = Tokenizer.load(folder)
+    longest = args.max_length or min(config.max_positions, 4096)
+    decoder = Decoder(
+        config,
+        compute_dtype=dtype,
+        eos_ids=tokenizer.eos_ids,
+        pad_id=tokenizer.pad_id,
+        prompt_buckets=length_buckets(longest, 6),
+        max_length=longest,
+        site=site,
+    )
+    served = Served(
+        name, tokenizer, make_chat_format(tokenizer, args.renderer), tokenizer.eos_ids, longest
+    )
+    session = decoder.session(
+        params,
+        num_slots=args.num_slots,
+        prefill_prompts=args.num_slots,
+        num_stop_ids=MAX_STOP_IDS,
+        version=version,
+        is_fed=True,
+    )
+    queue, scope = RequestQueue(), PlainScope(served)
+    application = Application(
+        lambda path: (scope, path),
+        queue,
+        served,
+        token=args.token,
+        max_requests=args.max_requests,
+        info=lambda: {"model": name, "weight_version": version, "num_slots": args.num_slots},
+        can_pause=True,
+    )
+    try:
+        server = HttpServer(application, "http-server", host=args.host, port=args.port)
+    except OSError as error:
+        raise ValueError(
+            f"--port={args.port}: cannot listen on {args.host} ({error}). Give a free port, or 0"
+        ) from error
+    stop = StopFlag()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    decoding = Worker("decoder", lambda: queue.step(session), stop, idle_s=0.002).start()
+    server.start()
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    print(f"serving {name} at http://{host}:{server.port}/v1", flush=True)
+    while not stop.wait(0.5):
+        pass
+    server.close()
+    decoding.close()
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Check flags that need no model.
+
+    Raises:
+        ValueError: a flag cannot be used.
+    """
+    if bool(args.model) == bool(args.workdir):
+        raise ValueError("give --model=FOLDER or --workdir=RUN, and not both")
+    if args.num_slots < 1 or args.max_requests < 1 or args.max_length < 0:
+        raise ValueError("--num_slots and --max_requests start at 1, --max_length at 0")
+    if not args.token and args.host != "localhost":
+        try:
+            is_loopback = ipaddress.ip_address(args.host).is_loopback
+        except ValueError:
+            is_loopback = False
+        if not is_loopback:
+            raise ValueError(
+                f"--host={args.host} is reachable from other machines. Add --token=SECRET, or "
+                "use --host=127.0.0.1"
+            )
+
+
+def _load(args: argparse.Namespace, dtype: Any) -> tuple[str, Any, Any, str, int]:
+    """Return name, architecture, weights, folder and weight version of the model."""
+    if args.workdir:
+        import jax
+
+        from tba_jax.commands.saved import load_policy
+        from tba_jax.run.lock import run_folder
+
+        workdir = str(run_folder(args.workdir, "--workdir", lambda line: print(line)))
+        step, config, params, _, folder = load_policy(workdir)
+        device = jax.local_devices()[0]
+        params = jax.tree.map(lambda x: jax.device_put(x, device).astype(dtype), params)
+        return args.workdir, config, params, folder, step
+    from tba_jax.models import model as models
+
+    found = models.describe(args.model)
+    params = found.load_params(param_dtype=dtype)
+    return args.model, found.config, params, str(found.folder), 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

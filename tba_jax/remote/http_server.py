@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An ASGI application on a port, served on a thread of its own."""
+
+import logging
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+
+from tba_jax.devices.worker import StopFlag, Worker
+
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application: (scope, receive, send)."""
+
+_START_S = 30.0
+_STOP_S = 10.0
+
+
+class HttpServer:
+    """HTTP server of one application; listens from its construction, responds after `start`.
+
+    Args:
+        application: handles each request.
+        name: of the thread.
+        host: address to listen on.
+        port: to listen on, 0 for any free port.
+
+    Raises:
+        OSError: the port is in use, not permitted or not a port.
+    """
+
+    def __init__(self, application: Application, name: str, *, host: str, port: int) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except (OSError, OverflowError) as error:
+            self._socket.close()
+            raise OSError(str(error)) from error
+        config = uvicorn.Config(
+            application,
+            interface="asgi3",
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=1,
+        )
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self._name = name
+        self._server = uvicorn.Server(config)
+        self._stop = StopFlag()
+        self._worker = Worker(name, self._serve, self._stop)
+
+    def _serve(self) -> bool:
+        self._server.run(sockets=[self._socket])
+        self._stop.set()
+        return True
+
+    def start(self) -> None:
+        """Start the thread that accepts requests.
+
+        Raises:
+            TimeoutError: the server did not start in time.
+            WorkerError: its thread failed.
+        """
+        self._worker.start()
+        waited = threading.Event()
+        for _ in range(int(_START_S / 0.01)):
+            self._stop.check()
+            if self._server.started:
+                return
+            waited.wait(0.01)
+        raise TimeoutError(f"the {self._name} did not start within {_START_S:.0f} s")
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return self._socket.getsockname()[1]
+
+    def close(self) -> None:
+        """Stop listening; give unfinished requests a short time to end."""
+        self._server.should_exit = True
+        self._worker.join(_STOP_S)
+        self._socket.close()

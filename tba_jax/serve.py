@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m tba_jax.serve`: see `tba_jax.commands.serve`."""
+
+import sys
+
+from tba_jax.commands.entry_point import run_command
+from tba_jax.commands.serve import main
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

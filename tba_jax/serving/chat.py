@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chat formats: messages and tools to prompt tokens, sampled tokens to a message.
+
+The library `renderers` has the formats of models with tool calls. Without it the tokenizer's chat
+template formats messages, and tools are refused: nothing here parses tool calls. Invariant:
+sampled tokens are never re-encoded from text.
+"""
+
+import importlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from tba_jax.models.tokenizer import Tokenizer
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class ChatFormat(Protocol):
+    """How a model reads and writes chats."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end a message, besides the model's own."""
+        ...
+
+    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+        """Return the prompt tokens of messages, up to the start of the response.
+
+        Raises:
+            ValueError: the format cannot express the messages or the tools.
+        """
+        ...
+
+    def bridge(
+        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+    ) -> np.ndarray | None:
+        """Return a prompt that extends an earlier one with its completion by new messages.
+
+        None where the format does not permit it: the conversation forks there.
+        """
+        ...
+
+    def message(
+        self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
+    ) -> dict[str, Any]:
+        """Return the message of sampled tokens; `text` is their text up to a stop string."""
+        ...
+
+
+class TemplateFormat:
+    """The tokenizer's chat template."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return ()
+
+    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+        if tools:
+            raise ValueError(
+                "tools: the tool format of this model is not known. Set --renderer=NAME to a "
+                "format of the library renderers, such as qwen3, or leave out tools"
+            )
+        return self._tokenizer.encode(
+            self._tokenizer.format_chat([_plain(message) for message in messages]), add_bos=False
+        )
+
+    def bridge(
+        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+    ) -> np.ndarray | None:
+        whole = self.prompt(messages, tools)
+        before = np.concatenate([prompt, completion])
+        if np.array_equal(whole[: len(before)], before):
+            return whole
+        text = self._tokenizer.decode(whole, skip_special=False)
+        text_before = self._tokenizer.decode(before, skip_special=False)
+        if not text.startswith(text_before):
+            return None
+        rest = self._tokenizer.encode(text[len(text_before) :], add_bos=False)
+        return np.concatenate([before, rest])
+
+    def message(
+        self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
+    ) -> dict[str, Any]:
+        return {"role": "assistant", "content": text}
+
+
+class RendererFormat:
+    """A format of the library `renderers`, with tools.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        name: name of the format in the library.
+
+    Raises:
+        ValueError: the library is not installed, or has no such format.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        try:
+            library = importlib.import_module("renderers")
+            configs = importlib.import_module("renderers.configs")
+        except ImportError as error:
+            raise ValueError(
+                f"renderer={name!r} needs the library renderers. Run "
+                "pip install renderers 'openai<3'"
+            ) from error
+        config = configs.config_from_name(name)
+        if config is None:
+            raise ValueError(
+                f"renderer={name!r}: the library renderers has no such format. Give one of its "
+                "names, such as qwen3, llama3 or gpt-oss"
+            )
+        self._renderer: Any = library.create_renderer(tokenizer.library, config)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return tuple(self._renderer.get_stop_token_ids())
+
+    def prompt(self, messages: Messages, tools: Messages) -> np.ndarray:
+        ids = self._renderer.render_ids(
+            list(map(_checked, messages)),
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+        )
+        return np.array(ids, np.int32)
+
+    def bridge(
+        self, prompt: np.ndarray, completion: np.ndarray, messages: Messages, tools: Messages
+    ) -> np.ndarray | None:
+        last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        found = self._renderer.bridge_to_next_turn(
+            prompt.tolist(),
+            completion.tolist(),
+            list(map(_checked, messages[last + 1 :])),
+            tools=list(tools) or None,
+        )
+        return None if found is None else np.array(found.token_ids, np.int32)
+
+    def message(
+        self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
+    ) -> dict[str, Any]:
+        parsed = self._renderer.parse_response(
+            tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
+        )
+        calls = [
+            {
+                "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": _text(call.arguments)},
+            }
+            for call in parsed.tool_calls
+            if call.status == "ok"
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+
+def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
+    """Return the format of this name in the library `renderers`; "": the chat template.
+
+    Raises:
+        ValueError: as `RendererFormat`.
+    """
+    return RendererFormat(tokenizer, renderer) if renderer else TemplateFormat(tokenizer)
+
+
+def _text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
+
+
+def _plain(message: Mapping[str, Any]) -> dict[str, str]:
+    """Return a message whose content is one text.
+
+    Raises:
+        ValueError: a part of the content is not text.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        if any(part.get("type") != "text" for part in content):
+            raise ValueError("messages: only parts of type text are supported. Send text alone")
+        content = "".join(part["text"] for part in content)
+    return {"role": message["role"], "content": content}
+
+
+def _checked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is one text and whose tool calls are well formed."""
+    found = {**message, **_plain(message)}
+    for call in found.get("tool_calls") or ():
+        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+            raise ValueError("messages: every tool call needs a function with name and arguments")
+    return found

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that serves a model: flags that are refused, and one run from start to SIGTERM."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+
+import pytest
+
+from tba_jax.commands.serve import main
+
+MODEL = "embedded:start_model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --model=FOLDER or --workdir=RUN"),
+        ([f"--model={MODEL}", "--workdir=runs/a"], "and not both"),
+        ([f"--model={MODEL}", "--host=0.0.0.0"], "Add --token=SECRET"),
+        ([f"--model={MODEL}", "--host=example.com"], "Add --token=SECRET"),
+        ([f"--model={MODEL}", "--num_slots=0"], "--num_slots"),
+        (["--model=no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert main(flags) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("serve: ") and message in line
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_refused_and_a_free_one_serves_until_sigterm(capsys):
+    command = [sys.executable, "-m", "tba_jax.serve", f"--model={MODEL}", "--port=0"]
+    process = subprocess.Popen(
+        [*command, "--num_slots=2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdout is not None
+    try:
+        url = process.stdout.readline().split()[-1]
+        with urllib.request.urlopen(f"{url}/models", timeout=60) as response:
+            assert json.load(response)["data"][0]["id"] == MODEL
+        port = int(url.split(":")[-1].removesuffix("/v1"))
+        assert main([f"--model={MODEL}", f"--port={port}"]) == 1
+        assert f"serve: --port={port}: cannot listen on" in capsys.readouterr().err
+        for address in {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}:
+            if not str(address).startswith("127."):
+                with socket.socket() as probe:
+                    assert probe.connect_ex((str(address), port)) != 0
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 0, error

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded start model behind the HTTP routes, in this process."""
+
+import contextlib
+import json
+import shutil
+import urllib.error
+import urllib.request
+
+import jax.numpy as jnp
+
+from tba_jax.decoding.engine import Decoder
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.flow.padding import length_buckets
+from tba_jax.models import model as models
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.remote.http_server import HttpServer
+from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.chat import make_chat_format
+from tba_jax.serving.protocol import MAX_STOP_IDS, Served
+from tba_jax.serving.queue import RequestQueue
+from tba_jax.serving.server import Application, PlainScope
+
+MAX_LENGTH = 256
+NUM_SLOTS = 8
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
+)
+
+
+class ServedModel:
+    """Decoder, session, queue and server."""
+
+    def __init__(self, folder, *, token="", max_requests=64, renderer=""):
+        config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
+        self.params = params
+        self.tokenizer = Tokenizer.load(folder)
+        self.decoder = Decoder(
+            config,
+            compute_dtype=jnp.float32,
+            eos_ids=self.tokenizer.eos_ids,
+            pad_id=self.tokenizer.pad_id,
+            prompt_buckets=length_buckets(MAX_LENGTH, 4),
+            max_length=MAX_LENGTH,
+        )
+        self.session = self.decoder.session(
+            params,
+            num_slots=NUM_SLOTS,
+            prefill_prompts=NUM_SLOTS,
+            num_stop_ids=MAX_STOP_IDS,
+            is_fed=True,
+        )
+        chat = make_chat_format(self.tokenizer, renderer)
+        self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
+        self.queue = RequestQueue()
+        self.scope = scope = PlainScope(self.served)
+        application = Application(
+            lambda path: (scope, path),
+            self.queue,
+            self.served,
+            token=token,
+            max_requests=max_requests,
+            can_pause=True,
+        )
+        self.application = application
+        self.server = HttpServer(application, "http-server", host="127.0.0.1", port=0)
+        self.stop = StopFlag()
+
+    @contextlib.contextmanager
+    def running(self):
+        def step():
+            return self.queue.step(self.session)
+
+        worker = Worker("decoder", step, self.stop, idle_s=0.002).start()
+        self.server.start()
+        try:
+            yield self
+        finally:
+            self.server.close()
+            self.stop.set()
+            worker.join(10.0)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server.port}"
+
+    def post(self, path, body, headers=None):
+        """Status and JSON object, or the text of a stream."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(self.url + path, data, headers)
+        return self._opened(request)
+
+    def get(self, path):
+        return self._opened(urllib.request.Request(self.url + path))
+
+    def _opened(self, request):
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                status, text = response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, text = error.code, error.read().decode()
+        return status, text if text.startswith("data:") else json.loads(text)
+
+
+def folder_with_template(folder):
+    """A copy of the start model with a chat template."""
+    shutil.copytree(START_MODEL, folder, dirs_exist_ok=True)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real OpenAI clients, each in the venv of an interpreter that TBA_JAX_OPENAI names.
+
+TBA_JAX_OPENAI=venv2/bin/python:venv3/bin/python python -m pytest -m slow tests/serving
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from served_model import NUM_SLOTS, ServedModel, folder_with_template
+
+from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.serving.chat import RendererFormat
+
+PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
+SCRIPT = Path(__file__).with_name("openai_client.py")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHONS, reason="TBA_JAX_OPENAI names no interpreter"),
+]
+
+
+def client(python, model, what):
+    command = [python, str(SCRIPT), f"{model.url}/v1", what]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_client_gets_text_tokens_streams_stops_and_errors(python, tmp_path):
+    model = ServedModel(folder_with_template(tmp_path), token="secret")
+    with model.running():
+        client(python, model, "plain")
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_of_a_thousand_requests_none_is_lost_and_tokens_are_those_of_the_engine(python, tmp_path):
+    model = ServedModel(folder_with_template(tmp_path), token="secret")
+    with model.running():
+        found = json.loads(client(python, model, "many"))
+    assert len(found) == 1000
+    for i in range(0, 1000, 25):
+        decoded = model.decoder.decode(
+            model.params,
+            [model.tokenizer.encode(f"{i % 10}+{i % 7}-1=", add_bos=True)],
+            num_samples=1,
+            key=jax.random.key(i),
+            settings=SamplingSettings(8),
+            num_slots=NUM_SLOTS,
+            min_slots=NUM_SLOTS,
+        )
+        assert found[i] == decoded.tokens[0, 0, : decoded.lengths[0, 0]].tolist()
+
+
+class ScriptedSession:
+    """In the place of a decode session: a model that calls a tool."""
+
+    def __init__(self, tokens):
+        self.tokens, self.requests, self.prompts = tokens, [], []
+
+    @property
+    def is_idle(self):
+        return not self.requests
+
+    def submit(self, prompt, keys, settings):
+        self.prompts.append(prompt)
+        self.requests.append(len(self.prompts) - 1)
+        return self.requests[-1]
+
+    def cancel(self, request): ...
+
+    def unfinished(self, request):
+        return {}
+
+    def step(self):
+        done, self.requests = self.requests, []
+        zeros = np.zeros(len(self.tokens), np.float32)
+        return [Response(i, 0, self.tokens, zeros, True, 0, 0) for i in done]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_client_calls_tools(python, tmp_path):
+    pytest.importorskip("renderers")
+    model = ServedModel(folder_with_template(tmp_path), token="secret")
+    tokenizer = qwen_like_tokenizer(tmp_path / "qwen")
+    chat = RendererFormat(tokenizer, "qwen3")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
+    served = model.served._replace(tokenizer=tokenizer, chat=chat, eos_ids=tokenizer.eos_ids)
+    served = served._replace(max_length=4096)
+    model.application._scopes = lambda path: (type(model.scope)(served), path)
+    model.session = ScriptedSession(tokenizer.encode(call, add_bos=False))
+    with model.running():
+        client(python, model, "tools")
+    first, second, _ = model.session.prompts
+    # The sampled call is in the second prompt as it was sampled.
+    ids = [*first.tolist(), *model.session.tokens.tolist()]
+    messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "10"}]
+    bridged = chat.bridge(first, model.session.tokens, messages, [])
+    assert bridged[: len(ids)].tolist() == ids and len(second) > len(ids)
+
+
+def qwen_like_tokenizer(folder):
+    """A byte-level tokenizer with the special tokens of Qwen 3."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tba_jax.models.tokenizer import Tokenizer as Own
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    plain = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+    plain += ["<think>", "</think>"]
+    raw.add_special_tokens([AddedToken(x, special=True) for x in special])
+    raw.add_tokens([AddedToken(x, normalized=False) for x in plain])
+    whole = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    whole.save_pretrained(folder)
+    return Own.load(folder)

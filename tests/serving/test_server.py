@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The HTTP routes over a real decode session: exact tokens, streams, refusals, lost clients."""
+
+import concurrent.futures
+import json
+import socket
+import time
+
+import jax
+import numpy as np
+import pytest
+from served_model import NUM_SLOTS, ServedModel, folder_with_template
+
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.protocol import Deltas, parse
+from tba_jax.serving.queue import Update
+from tba_jax.serving.server import MAX_BODY_BYTES
+
+PROMPT = [1, 28, 16, 26, 18, 24, 34]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = folder_with_template(tmp_path_factory.mktemp("model"))
+    with ServedModel(folder).running() as found:
+        yield found
+
+
+def events(text):
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def eventually(condition, limit_s=20.0):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def decoded(model, prompt, seed, num, **settings):
+    return model.decoder.decode(
+        model.params,
+        [np.array(prompt, np.int32)],
+        num_samples=num,
+        key=jax.random.key(seed),
+        settings=SamplingSettings(**settings),
+        num_slots=NUM_SLOTS,
+        min_slots=NUM_SLOTS,
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32 - 1])
+def test_tokens_and_log_probs_are_those_of_the_engine(model, seed):
+    wanted = decoded(model, PROMPT, seed, 3, max_new_tokens=9, top_p=0.9)
+    body = {"prompt": PROMPT, "n": 3, "max_tokens": 9, "top_p": 0.9, "seed": seed}
+    body |= {"logprobs": 1, "return_token_ids": True}
+    status, found = model.post("/v1/completions", body)
+    assert status == 200
+    for i, choice in enumerate(found["choices"]):
+        n = wanted.lengths[0, i]
+        assert choice["token_ids"] == wanted.tokens[0, i, :n].tolist()
+        values = np.array(choice["logprobs"]["token_logprobs"], np.float32)
+        np.testing.assert_array_equal(values, wanted.token_logprobs[0, i, :n])
+        assert choice["finish_reason"] == ("stop" if wanted.has_eos[0, i] else "length")
+        assert choice["text"] == model.tokenizer.decode(choice["token_ids"])
+    assert found["usage"]["completion_tokens"] == wanted.lengths.sum()
+
+
+def test_the_generate_route_names_token_ids(model):
+    sampling = {"max_tokens": 5, "seed": 3, "logprobs": 1, "skip_special_tokens": False}
+    _, found = model.post(
+        "/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": sampling}
+    )
+    wanted = decoded(model, PROMPT, 3, 1, max_new_tokens=5)
+    (choice,) = found["choices"]
+    assert choice["token_ids"] == wanted.tokens[0, 0, : wanted.lengths[0, 0]].tolist()
+    names = [each["token"] for each in choice["logprobs"]["content"]]
+    assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["7+5-3=", "1+1="]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "7+5-3"}]}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "7"}], "stop": ["7", "1"], "seed": 5},
+        ),
+    ],
+)
+def test_a_stream_has_the_same_tokens_and_text(model, path, body):
+    body = {"max_tokens": 40, "seed": 1, "n": 2, "return_token_ids": True, "logprobs": True} | body
+    _, whole = model.post(path, body)
+    _, text = model.post(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    *chunks, last = events(text)
+    assert last["usage"] == whole["usage"] and last["choices"] == []
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert sum((c["token_ids"] for c in own), []) == choice["token_ids"]
+        parts = [c["text"] if "text" in c else c["delta"]["content"] for c in own]
+        wanted = choice["text"] if "text" in choice else choice["message"]["content"]
+        assert "".join(parts) == wanted
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        assert not any(stop in wanted for stop in body.get("stop", ()))
+
+
+def test_a_stop_string_of_one_request_does_not_end_another(model):
+    body = {"prompt": "7+5-3=", "max_tokens": 30, "seed": 1, "return_token_ids": True}
+    _, free = model.post("/v1/completions", body)
+    text = free["choices"][0]["text"]
+    stop = text[1:2]
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        stopped = pool.submit(model.post, "/v1/completions", {**body, "stop": stop})
+        again = pool.submit(model.post, "/v1/completions", body)
+        assert again.result()[1]["choices"] == free["choices"]
+        (choice,) = stopped.result()[1]["choices"]
+    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
+    assert len(choice["token_ids"]) < len(free["choices"][0]["token_ids"])
+
+
+@pytest.mark.parametrize(("end", "added"), [("5", ""), ("6", "7+6")])
+def test_a_stream_holds_back_what_may_become_a_stop_string(model, end, added):
+    call = parse("completions", {"prompt": "1", "stop": ["7+5"]}, model.served, 0)
+    deltas = Deltas(call, 0, 0)
+
+    def text_of(text, finish):
+        tokens = model.tokenizer.encode(text, add_bos=False)
+        return deltas.next(Update(0, tokens, np.zeros(len(tokens)), finish))["text"]
+
+    assert text_of("17+", "") == "1"
+    assert text_of("17+" + end, "stop") == added
+
+
+def test_models_health_and_pause(model):
+    (card,) = model.get("/v1/models")[1]["data"]
+    assert (card["id"], card["max_model_len"]) == ("start", 256)
+    assert model.post("/pause", {})[1] == {"is_paused": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(model.post, "/v1/completions", {"prompt": "1", "max_tokens": 2})
+        time.sleep(0.3)
+        assert not waiting.done() and model.get("/health")[1]["status"] == "paused"
+        model.post("/resume", {})
+        assert waiting.result()[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
+        ("/v1/completions", b"{", 400, "the body is not JSON"),
+        ("/v1/completions", b"[" * 100_000, 400, "the body is not JSON"),
+        ("/v1/completions", [1], 400, "not a JSON object"),
+        ("/v1/completions", {}, 400, "prompt: wanted a list of token IDs"),
+        ("/v1/completions", {"prompt": [1, 10**6]}, 400, "token id 1000000"),
+        ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "maximum context length"),
+        ("/v1/completions", {"prompt": "1", "temperature": -1}, 400, "temperature = -1"),
+        ("/v1/completions", {"prompt": "1", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "1", "n": 10**9}, 400, "1 to 128 samples"),
+        ("/v1/completions", {"prompt": "1", "model": "gpt"}, 404, "does not exist"),
+        ("/v1/completions", {"prompt": "1", "stop": [""]}, 400, "none empty"),
+        ("/v1/chat/completions", {"messages": "hi"}, 400, "messages: wanted a list"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function"}]},
+            400,
+            "--renderer=NAME",
+        ),
+    ],
+)
+def test_a_bad_request_is_refused_in_one_line(model, path, body, status, message):
+    found, answer = model.post(path, body)
+    assert found == status
+    assert message in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+
+
+def test_a_large_body_is_refused_and_half_a_body_costs_nothing(model):
+    assert model.post("/v1/completions", b" " * 10 * 2**20)[0] == 413
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    for more in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
+        with socket.create_connection(("127.0.0.1", model.server.port)) as link:
+            link.sendall(head + more)
+    eventually(lambda: model.application._num_requests == 0)
+    size = MAX_BODY_BYTES // 2
+    chunk = b"%x\r\n" % size + b" " * size + b"\r\n"
+    with socket.create_connection(("127.0.0.1", model.server.port)) as link:
+        link.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n")
+        assert b" 413 " in link.recv(100)
+    assert model.post("/v1/completions", {"prompt": "1", "max_tokens": 1})[0] == 200
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_vanishes_frees_its_slots(model, is_streamed):
+    body = {"prompt": "1+1=", "max_tokens": 250, "min_tokens": 250, "n": 100}
+    data = json.dumps({**body, "stream": is_streamed}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", model.server.port)) as link:
+        link.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        eventually(lambda: not model.session.is_idle)
+    eventually(lambda: model.session.is_idle, limit_s=5.0)  # 100 samples would take longer
+    assert model.session.room == NUM_SLOTS and not model.queue._live
+    eventually(lambda: model.application._num_requests == 0)
+
+
+def test_more_requests_than_slots_are_all_answered_once(model):
+    def ask(i):
+        body = {"prompt": f"{i}+1=", "max_tokens": 4, "seed": i, "return_token_ids": True}
+        return model.post("/v1/completions", body)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(ask, range(100)))
+    assert all(status == 200 for status, _ in found)
+    assert found[7] == (
+        200,
+        {**ask(7)[1], "id": found[7][1]["id"], "created": found[7][1]["created"]},
+    )
+    assert len({each["id"] for _, each in found}) == 100
+    assert model.session.is_idle
+
+
+def test_too_many_requests_and_a_wrong_token_are_refused():
+    model = ServedModel(START_MODEL, token="secret", max_requests=1)
+    with model.running():
+        assert model.get("/v1/models")[0] == 401
+        assert model.post("/v1/completions", {"prompt": "1"})[0] == 401
+        own = {"authorization": "Bearer secret"}
+        assert model.post("/pause", {}, own)[0] == 200
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            first = pool.submit(model.post, "/v1/completions", {"prompt": "1"}, own)
+            eventually(lambda: model.application._num_requests == 1)
+            assert model.post("/v1/completions", {"prompt": "1"}, own)[0] == 429
+            model.queue.fail(RuntimeError("out of memory"))
+            status, answer = first.result()
+        assert status == 500 and "RuntimeError" in answer["error"]["message"]
