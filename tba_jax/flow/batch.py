@@ -26,17 +26,16 @@ OF_GROUPS = (
 class Batch(NamedTuple):
     """p prompts with up to K distinct responses each, in padded rows: a prompt and c responses.
 
-    Place j of prompt i, [i, j] in the arrays of responses, is slot i * K + j + 1 of the batch (of
-    all hosts together). Places behind the distinct responses of a prompt are empty: 0 everywhere.
-    Rows are laid out as [prompt, left-padded to a bucket | c responses, right-padded to a bucket
-    each], so the first response of every row begins at the same position s - c t. With c > 1 all
-    responses of a row are to its prompt, which is there once; the last of them may be missing. The
-    order of rows means nothing.
+    Entry [i, j] of the arrays of responses, for response j to prompt i, is slot i * K + j + 1 of
+    the batch of all hosts. Entries after the distinct responses to a prompt are 0. Rows are laid
+    out as [prompt, left-padded to a bucket | c responses, right-padded to a bucket each], so the
+    first response of every row begins at the same position s - c t. With c > 1, a row has one copy
+    of its prompt and up to c responses to it. The order of rows has no meaning.
 
     Attributes:
         tokens: int32 [n s].
-        slots: int32 [n c], the slot of each response; 0 where there is none. The first of a row is
-            there, or the row is padding.
+        slots: int32 [n c], the slot of each response; 0 for a missing response. A row without a
+            first response is padding.
         behavior_token_logprobs: float32 [n c t], 0 at padding.
         prompt_lengths: int32 [p k], tokens of the prompt without padding.
         response_lengths: int32 [p k], tokens of the response, end-of-sequence included.
@@ -70,20 +69,20 @@ class Batch(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """The same in rows that hold several sequences: a prompt, then one or more responses to it.
+    """A batch as `Batch`, in rows of several sequences: a prompt, then one or more responses to it.
 
-    Sequences lie side by side in a row, whole, and padding (slot 0) is behind them. A prompt begins
-    at position 0; what follows up to the next prompt is responses to it.
+    A row has whole sequences one after the other, then padding (slot 0). A prompt begins at
+    position 0, and the responses to it follow up to the next prompt.
 
     Attributes:
         tokens: int32 [n s].
-        slots: int32 [n s], the slot whose response each position belongs to; of a prompt, that of
-            the response behind it.
+        slots: int32 [n s], the slot of the response at each position; at a prompt, the slot of the
+            response that follows it.
         positions: int32 [n s], position in the sequence; responses begin at their prompt's length.
         behavior_token_logprobs: float32 [n s], 0 at prompts and padding.
         prompt_lengths, response_lengths, rewards, reference_logprob, versions, weights: [p k], as
             in `Batch`.
-        is_sampled: bool [n s], False at prompts and padding; None: every response token is one.
+        is_sampled: bool [n s], False at prompts and padding; None: every response token is sampled.
         token_advantages: float32 [n s], 0 at prompts and padding; None as in `Batch`.
         prompts, soft_values: as in `Batch`.
         contexts: int32 [n s], which prompt of its row each position belongs or responds to, from 1,

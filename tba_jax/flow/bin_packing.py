@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bin packing: sequences into rows, and whole groups into micro-batches of rows.
 
-First fit, the largest first; equal sizes keep their order. Invariants: a sequence is never cut, and
-nothing needs more rows than `most_rows`. A step divides its micro-batches by the same
-`rows_at_once`.
+First fit, the largest first; equal sizes keep their order. A train step divides its rows into
+micro-batches with `rows_at_once`, as this module does. Invariants: a sequence is never cut, and a
+batch never needs more rows than `most_rows`.
 """
 
 import math
@@ -17,11 +17,11 @@ class Places(NamedTuple):
     """Positions of sequences, in the given order.
 
     Attributes:
-        rows: the row of each.
-        starts: its first position in the row.
+        rows: row of each sequence.
+        starts: first position of each sequence in its row.
         num_rows: number of rows.
-        leads: with shared prompts, whether the prompt is directly before this sequence, and not
-            before another one of its group; otherwise all True.
+        leads: whether the prompt is directly before this sequence; False if the sequence uses the
+            prompt before another sequence of its group.
     """
 
     rows: np.ndarray
@@ -106,7 +106,7 @@ def place(
 
 
 class _Fit(NamedTuple):
-    """(row and start of each sequence, new loads of the rows, whether its prompt is before it)."""
+    """Row and start of each sequence, new loads of the rows, and `leads` as in `Places`."""
 
     rows: np.ndarray
     starts: np.ndarray
@@ -117,9 +117,10 @@ class _Fit(NamedTuple):
 def _fit(
     loads: Sequence[int], sizes: Sequence[int], capacity: int, most: int, prompt: int
 ) -> _Fit | None:
-    """Apply first fit to rows with these `loads` and new ones up to `most`; None: does not fit.
+    """Place sequences by first fit in rows with these `loads`; None if they do not fit.
 
-    Rows with the prompt come first; there a sequence takes less by the prompt's length.
+    Rows are added, up to `most` rows. A row that holds the prompt already is tried first, because a
+    sequence there takes `prompt` tokens less.
     """
     loads, smallest, begin = list(loads), min(sizes), 0
     rows, starts = np.zeros(len(sizes), np.int64), np.zeros(len(sizes), np.int64)

@@ -26,7 +26,7 @@ class EvaluationShard(NamedTuple):
         has_eos: whether a response ended by itself, by prompt and response.
         texts: response texts, by prompt.
         rewards: rewards by prompt and response, None where one could not be computed.
-        parts: name -> values by prompt and response, reported beside the rewards.
+        parts: name -> values by prompt and response, reported in addition to the rewards.
         is_first_kind: whether a response is of the task's first kind, by prompt and response.
         measured: name -> values by prompt, of the measures that need weights.
     """

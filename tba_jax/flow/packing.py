@@ -29,9 +29,9 @@ class Shape(NamedTuple):
     """One possible row layout of a batch.
 
     Attributes:
-        responses: c, of a row.
-        at_once: rows of a micro-batch; 0: all.
-        buckets: numbers of rows that are compiled for, ascending.
+        responses: c, responses of a row.
+        at_once: rows of a micro-batch; 0: all rows of the batch.
+        buckets: compiled numbers of rows, ascending.
     """
 
     responses: int
@@ -43,10 +43,10 @@ class Shape(NamedTuple):
 class Packing:
     """Layout of this process's draws as rows of a batch.
 
-    With micro-batches the number of rows is constant, because those of padding are skipped.
-    Otherwise, and if packed rows all fit one micro-batch, it is one of a few. Row q of micro-batch
-    b of `num` is row q * num + b: a micro-batch has evenly spaced rows, so that sharded rows stay
-    on their device.
+    With micro-batches the number of rows is constant, because micro-batches of padding are skipped.
+    Without micro-batches, or if all packed rows fit one micro-batch, the number of rows is one of a
+    few compiled counts. Row q of micro-batch b of `num` is row q * num + b of the batch: a
+    micro-batch has evenly spaced rows, so that sharded rows stay on their device.
 
     Attributes:
         num_prompts: p of this process.
@@ -59,13 +59,13 @@ class Packing:
             before all of its responses; otherwise each response has its own copy of the prompt.
         row_multiple: divisor of the number of rows (devices that share them), also of rows with
             prompts alone.
-        micro_batch_rows: responses per micro-batch, which divide the rows, too; 0: all.
+        micro_batch_rows: responses of a micro-batch, a divisor of the number of rows; 0: all.
         is_whole: all rows of a draw are in one micro-batch.
         has_prompts: the batch has rows with prompts alone.
         has_soft_values: the batch has soft values of prompts.
         has_advantages: the batch has advantages of tokens.
-        has_equal_weights: distinct responses of a draw have equal weights, K together; otherwise
-            their numbers of draws.
+        has_equal_weights: distinct responses of a draw have equal weights with sum K; otherwise the
+            weight of a response is its number of draws.
     """
 
     num_prompts: int
@@ -86,8 +86,9 @@ class Packing:
     def shapes(self) -> tuple[Shape, ...]:
         """Compiled row layouts; the first always suffices.
 
-        Rows of up to K responses may hold half as many, and so on: they are shorter if few of a
-        group are distinct. A larger group is divided, and its prompt computed again.
+        Rows may hold K responses, half of K, and so on; narrower rows are shorter and suffice for
+        groups with few distinct responses. A larger group is divided over several rows, each with
+        its own copy of the prompt.
         """
         if not self.shares_prompts or self.row_length:
             return (self._shape(1),)
@@ -180,7 +181,9 @@ class Packing:
         )
 
     def _places(self, draws: Sequence[Draw], shape: Shape) -> Places:
-        """Return the positions of sequences, or of c responses of a group, before interleaving.
+        """Return positions before rows are interleaved over micro-batches.
+
+        Packed rows: of each sequence. Padded rows: of each c responses of a group.
 
         Raises:
             ValueError: a sequence is longer than a row.
@@ -216,8 +219,8 @@ class Packing:
         Args:
             draws: p draws.
             places: from `_places` for this shape.
-            shape: of the rows.
-            padded: lengths of prompt and response in padded rows; None: packed ones.
+            shape: shape of the rows.
+            padded: lengths of prompt and response in padded rows; None: rows are packed.
         """
         piece, starts, c = 0, places.starts.tolist(), shape.responses
         empty = np.zeros(0, np.int32)
@@ -253,7 +256,7 @@ def _cheapest(shapes: Sequence[Shape], needed: Sequence[int], prompt: int, respo
 
 
 def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
-    """Return row counts to compile for, ascending: up to `num` that halve from `most` down.
+    """Return up to `num` row counts to compile for, ascending: `most`, its half, its quarter, ...
 
     Args:
         most: rows that always suffice.
@@ -274,16 +277,16 @@ def _longest(draws: Sequence[Draw]) -> tuple[int, int]:
 
 
 class _Sequence(NamedTuple):
-    """A response and its prompt in a row.
+    """A response and its prompt, with their place in a packed row.
 
     Attributes:
-        slot: of the response.
-        prompt: its tokens, none where they lie before another response.
-        response: what was drawn.
-        row: where they are.
-        position: of the first token of the response, the length of the prompt.
-        prompt_end: position behind the prompt.
-        first: position of the first token of the response.
+        slot: slot of the response in the batch.
+        prompt: tokens of the prompt; empty if the prompt is placed before another response.
+        response: the response.
+        row: index of the row.
+        position: position of the first response token in its sequence: the length of the prompt.
+        prompt_end: column of the row after the prompt.
+        first: column of the row with the first response token.
     """
 
     slot: int
@@ -317,7 +320,7 @@ class _Rows:
     ) -> "_Rows":
         """Return rows with all sequences at their positions.
 
-        Without a token from an environment there is no mask.
+        `is_sampled` is None if no token comes from an environment.
         """
         sequences = list(sequences)
         has_environment = any(x.response.is_sampled is not None for x in sequences)
@@ -342,7 +345,7 @@ class _Rows:
                 if y.token_advantages is None:
                     raise ValueError(
                         f"a response to prompt {y.prompt_id} has no advantages, which this "
-                        "objective reads: it was drawn for another; begin in another --workdir"
+                        "objective needs; start the run in another --workdir"
                     )
                 rows.advantages[row, of_response] = y.token_advantages
             if rows.is_sampled is not None:

@@ -57,7 +57,8 @@ class RoundMetrics(NamedTuple):
         kind_share: share of the task's first response kind.
         cut_share: share of the responses that the length limit cut.
         equal_rewards_share: share of the groups whose responses all have the same reward.
-        reward_parts: mean of each of several rewards, by the name of its metric.
+        further: other means by the name of the metric: of each of several rewards, and of the
+            seconds that an episode waited for its environment.
     """
 
     tokens: int
@@ -67,7 +68,7 @@ class RoundMetrics(NamedTuple):
     kind_share: float
     cut_share: float
     equal_rewards_share: float
-    reward_parts: Mapping[str, float]
+    further: Mapping[str, float]
 
 
 class RoundReport(NamedTuple):
@@ -79,8 +80,8 @@ class RoundReport(NamedTuple):
     def record(self) -> dict[str, float]:
         """Return the fields of a `round` event, flat and JSON-compatible."""
         metrics = self.metrics._asdict()
-        parts = metrics.pop("reward_parts")
-        return {**self.times._asdict(), **metrics, **parts}
+        further = metrics.pop("further")
+        return {**self.times._asdict(), **metrics, **further}
 
     @classmethod
     def from_record(cls, record: Mapping[str, float]) -> "RoundReport":
@@ -89,7 +90,7 @@ class RoundReport(NamedTuple):
         Raises:
             ValueError: a field is missing.
         """
-        plain = RoundMetrics._fields[:-1]  # all except the parts, whose names depend on the task
+        plain = RoundMetrics._fields[:-1]  # all except those whose names depend on the task
         names = [*PhaseTimes._fields, *plain]
         if missing := [name for name in names if name not in record]:
             raise ValueError(
@@ -97,9 +98,9 @@ class RoundReport(NamedTuple):
                 "continue the run with that version, or begin again in another --workdir"
             )
         values: dict[str, Any] = {name: record[name] for name in plain}
-        parts = {name: value for name, value in record.items() if name not in names}
+        further = {name: value for name, value in record.items() if name not in names}
         times = PhaseTimes(*(record[name] for name in PhaseTimes._fields))
-        return cls(RoundMetrics(**values, reward_parts=parts), times)
+        return cls(RoundMetrics(**values, further=further), times)
 
 
 def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
@@ -118,8 +119,8 @@ def summarise_rounds(reports: Sequence[RoundReport]) -> dict[str, float]:
         "search/cut_share": mean_known([m.cut_share for m in metrics]),
         "search/equal_rewards_share": mean_known([m.equal_rewards_share for m in metrics]),
     }
-    for name in metrics[0].reward_parts:
-        out[f"search/{name}"] = mean_known([m.reward_parts[name] for m in metrics])
+    for name in dict.fromkeys(name for m in metrics for name in m.further):
+        out[f"search/{name}"] = mean_known([m.further.get(name, math.nan) for m in metrics])
     return out
 
 
@@ -137,11 +138,12 @@ class RoundCommit:
     Attributes:
         searcher: index of the searcher.
         round: number of the round or ticket, counted from 0 without gaps as prompts are taken.
-        version: policy version that it began with.
-        groups: the scored groups; one of a ticket.
-        prompt_state: JSON-compatible state of the prompt iterator after its prompts.
-        generated: responses drawn or given: trajectories plus rejected ones, over all groups.
-        report: what it measured, and its times.
+        version: policy version at the start of the round.
+        groups: the scored groups; a ticket has one group.
+        prompt_state: JSON-compatible state of the prompt stream after the prompts of the round.
+        generated: number of sampled or given responses: trajectories and rejected ones of all
+            groups.
+        report: metrics and times of the round.
     """
 
     searcher: int
@@ -169,7 +171,7 @@ def check_commit(commit: RoundCommit) -> None:
     counted = sum(len(g.trajectories) + sum(g.rejected.values()) for g in commit.groups)
     if counted != commit.generated:
         raise ValueError(
-            f"{where} says it generated {commit.generated} responses, but its groups hold "
+            f"{where} has a count of {commit.generated} responses, but its groups hold "
             f"{counted} (trajectories plus rejected); count every response once"
         )
     for group in commit.groups:
@@ -202,10 +204,10 @@ def check_commit(commit: RoundCommit) -> None:
                 len(y.is_sampled) != len(y.response_tokens) or not y.is_sampled.any()
             ):
                 raise ValueError(
-                    f"{where}, prompt {y.prompt_id}: {int(y.is_sampled.sum())} sampled tokens "
-                    f"among {len(y.is_sampled)} marks of {len(y.response_tokens)} response tokens, "
-                    "wanted a mark for each token and one sampled token; leave out responses that "
-                    "the policy had no part in"
+                    f"{where}, prompt {y.prompt_id}: is_sampled has {len(y.is_sampled)} values, "
+                    f"{int(y.is_sampled.sum())} of them True, for {len(y.response_tokens)} "
+                    "response tokens; wanted a value for each token and at least one True. Leave "
+                    "out responses without a token of the policy"
                 )
 
 

@@ -54,7 +54,8 @@ class Trajectory:
         finish_reason: why it ended.
         is_sampled: bool [t], True where the policy sampled the token and False where an environment
             wrote it; None: every token is sampled.
-        token_advantages: float32 [t], by drawing on from states of the response; None: none were.
+        token_advantages: float32 [t], estimated by sampling continuations from states of the
+            response; None: not estimated.
     """
 
     prompt_id: int
@@ -102,8 +103,8 @@ class Draw(NamedTuple):
         weights: how often each was drawn, at least once; they sum to K, if there are any.
         is_fresh: drawn from the newest data (True) or from the whole history (False).
         trajectory_ids: buffer ids of the n responses, for the schedule log.
-        num_repeats: how many of the K are repeats because fewer than K distinct were stored.
-        soft_value: of the prompt, as the buffer keeps it; nan where it does not.
+        num_repeats: repeats among the K draws, because fewer than K distinct responses were stored.
+        soft_value: soft value of the prompt in the buffer; nan if the buffer has none.
     """
 
     prompt: Prompt

@@ -84,7 +84,7 @@ class ReplayBuffer:
             return {name: n - before[name] for name, n in self._contents.totals().items()}
 
     def is_ready(self, num_prompts: int, group_size: int, step: int) -> bool:
-        """Return whether `sample` would return a batch; slot kinds that it chooses are kept."""
+        """Return whether `sample` would return a batch, with the same fresh and replay slots."""
         with self._lock:
             self._age(step)
             plan = self._slot_kinds(num_prompts)
@@ -186,7 +186,7 @@ class ReplayBuffer:
         return len(store) > 0
 
     def _draw_fresh(self, taken: set[int], group_size: int, fill: int) -> Draw | None:
-        """Return a fresh slot, of a waiting group or, recycled, of the newest merges."""
+        """Return a fresh slot from a waiting group, or a recycled one from the newest merges."""
         contents, economy = self._contents, self._contents.economy
         found = contents.fresh.draw(self._rng, taken, fill)
         if found is not None:

@@ -73,7 +73,7 @@ class Contents:
         """Count draws of these slots, `times` each, and evict rows that reached max_reuse.
 
         Returns:
-            Their rows before.
+            The rows of these slots before the eviction.
         """
         rows = self.store.use(slots, times)
         for slot, row, n in zip(slots.tolist(), rows, times.tolist(), strict=True):

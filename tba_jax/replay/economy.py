@@ -141,15 +141,6 @@ class Economy:
             setattr(economy, name, collections.Counter(dict(value)) if is_counter else value)
         return economy
 
-    @classmethod
-    def added(cls, states: list[Mapping[str, Any]]) -> "Economy":
-        """Return the sum of the counts of several hosts."""
-        total = cls()
-        for one in map(cls.restored, states):
-            for name, value in vars(one).items():
-                setattr(total, name, getattr(total, name) + value)
-        return total
-
 
 def _keep_groups(settings: ReplaySettings) -> str:
     """Return advice that lets more groups be trained on, by settings not yet chosen."""

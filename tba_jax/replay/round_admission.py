@@ -23,7 +23,7 @@ class RoundAdmission:
 
         Args:
             rounds: how many, by searcher ID.
-            version: of the weights that all of them sample with.
+            version: version of the weights that all of them sample with.
         """
         with self._lock:
             self._version = version

@@ -163,7 +163,7 @@ class TrajectoryStore:
             copies: number of responses to remove, never-drawn ones first; None: all.
 
         Returns:
-            The row before.
+            The row before the removal.
         """
         row = self.rows[slot].item()
         responses = self._prompts[row[PROMPT_ID]]

@@ -31,13 +31,14 @@ from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models.transformer import abstract_params
 from tba_jax.report.relay import Display
-from tba_jax.run import identity
+from tba_jax.run.errors import CheckpointError
 from tba_jax.run.evaluations import build_evaluator
-from tba_jax.run.host_state import CheckpointError, HostState, RunClock, with_searchers
+from tba_jax.run.host_state import HostState, RunClock, check_facts, with_searchers
+from tba_jax.run.logs import open_logs
 from tba_jax.run.model_parts import make_publication_program
-from tba_jax.run.peers import Follower, Link
-from tba_jax.run.preflight import all_problems
-from tba_jax.run.run import COMPILED_S, Run, forget_after, open_logs
+from tba_jax.run.peers import Follower, Peer
+from tba_jax.run.preflight import all_problems, functions, try_reward
+from tba_jax.run.run import COMPILED_S, Run, forget_after
 from tba_jax.run.search_parts import (
     Search,
     build_searchers,
@@ -110,6 +111,18 @@ def check_prompts(
     lines = prompt_survey.judge(found, task.name, task.max_prompt_tokens, task.long_prompts)
     for line in lines:
         note(line)
+
+
+def check_rewards(shared: Shared) -> None:
+    """Try the reward functions of a run on one row; also where other processes will call them.
+
+    Raises:
+        ValueError, RewardFailure, RuntimeError: a reward cannot be used.
+    """
+    shared.rewards.check()
+    if shared.cluster.is_primary and not shared.sites.searchers:
+        for function in functions(shared.config):
+            try_reward(shared.config, function, shared.task)
 
 
 def compile_ahead(shared: Shared, step: StepProgram, publish: Any) -> Precompiler:
@@ -222,12 +235,12 @@ def open_start(
         shared: parts of the run; all processes of the run call this function.
         phase: receives the name of a step that takes long.
         note: receives one line for each loss.
-        accepted: of `identity.KINDS`, what may have changed since the checkpoint was written.
+        accepted: kinds in `host_state.KINDS` that may have changed since the checkpoint.
 
     Raises:
-        ValueError: weights or prompts are not usable. UserError: what the run was made of changed.
-        CheckpointError: no checkpoint is intact, the newest that is cannot be read, or it is
-            another run's.
+        ValueError: weights or prompts are not usable. UserError: another input of the run changed.
+        CheckpointError: no checkpoint is intact, the newest intact one cannot be read, or it
+            belongs to another run.
     """
     config, sites, model = shared.config, shared.sites, shared.model
     policy, mesh = shared.policy, sites.trainer.mesh
@@ -259,7 +272,7 @@ def open_start(
     phase("restoring the newest checkpoint")
     target = abstract_state(config, model.config, mesh)
     _, state, host_state = shared.checkpoints.restore(target, newest)
-    for line in identity.check(newest, host_state.facts, facts, accepted):
+    for line in check_facts(newest, host_state.facts, facts, accepted):
         note(line)
     state = state if isinstance(state, TrainState) else TrainState(*state)
     if int(state.step) != newest:
@@ -290,10 +303,11 @@ def steps_made(workdir: Path) -> int:
 def _newest_intact(shared: Shared, note: Callable[[str], None]) -> int | None:
     """Return the step of the newest intact checkpoint; None without checkpoints.
 
-    Moves damaged checkpoints aside. All processes call this function and share the reading.
+    Moves damaged checkpoints aside. All processes call this function, and each reads a share of the
+    files.
 
     Raises:
-        CheckpointError: the oldest is damaged too; in all processes.
+        CheckpointError: all checkpoints are damaged; raised in all processes.
     """
     checkpoints, cluster = shared.checkpoints, shared.cluster
     while True:
@@ -330,7 +344,7 @@ def build(
     progress: Display,
     extra_writers: Sequence[Any] = (),
     accept_changed: Collection[str] = (),
-    link: Link | None = None,
+    link: Peer | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Run:
     """Build every part of a run and restore the newest checkpoint of its work directory.
@@ -342,7 +356,7 @@ def build(
         clock: clock that started with the process.
         progress: display of the phases.
         extra_writers: more metric sinks.
-        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
+        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
         link, confirm: as in `conduct` and in `open_shared`.
 
     Raises:
@@ -360,7 +374,7 @@ def build(
     with contextlib.ExitStack() as undo:
         undo.callback(ahead.close, COMPILED_S)
         with all_problems(config):  # before weights are read, while programs are compiled
-            shared.rewards.check()
+            check_rewards(shared)
         start = open_start(shared, progress.phase, progress.note, accept_changed)
         logs = open_logs(shared.workdir, cluster, progress, list(extra_writers), confirm)
         search = _build_search(
@@ -415,7 +429,7 @@ def _build_search(
     config, cluster = shared.config, shared.cluster
     if writes_versions(config):
         writer = make_version_writer(shared, publish, kept)
-        indices = range(shared.num_searchers if cluster.is_primary else 0)
+        indices = range(shared.sites.num_searchers if cluster.is_primary else 0)
         return Search(writer, remote=remote_searchers(config, indices))
     search = build_searchers(
         shared,
@@ -434,7 +448,7 @@ def _build_search(
         note=note,
     )
     if cluster.num_processes > 1 and cluster.is_primary:
-        indices = range(len(search.local), shared.num_searchers)
+        indices = range(len(search.local), shared.sites.num_searchers)
         return dataclasses.replace(search, remote=remote_searchers(config, indices))
     return search
 
@@ -450,8 +464,10 @@ def restore(run: Run, saved: HostState | None) -> None:
     if shared.is_follower:
         run.last_saved_step = run.trainer.step_index if saved is not None else -1
     elif saved is not None:
-        if saved.facts.num_searchers != shared.num_searchers:
-            saved = with_searchers(saved, shared.num_searchers, lambda: make_buffer(shared.config))
+        if saved.facts.num_searchers != shared.sites.num_searchers:
+            saved = with_searchers(
+                saved, shared.sites.num_searchers, lambda: make_buffer(shared.config)
+            )
         run.restore(saved)
     # Every process keeps the weights of the versions that the owner evaluates.
     run.evaluated.last_eval_step = shared.cluster.broadcast_json(run.evaluated.last_eval_step)

@@ -28,7 +28,8 @@ from etils import epath
 from orbax.checkpoint import future as ocp_future
 
 from tba_jax.devices.sharding import storable
-from tba_jax.run.host_state import CHECKPOINT_ENTRIES, CheckpointError, HostState, pack, unpack
+from tba_jax.run.errors import CheckpointError
+from tba_jax.run.host_state import CHECKPOINT_ENTRIES, HostState, pack, unpack
 from tba_jax.storage import digests, orbax_operations, saves
 from tba_jax.weights.versions import brief
 
@@ -139,10 +140,9 @@ class HostStateRestore(ocp.args.CheckpointArgs):
 class _Manager(ocp.CheckpointManager):
     """Orbax's manager without its check for preemption.
 
-    JAX agrees on one number at which all processes hear of it. Orbax would ask with the number of a
-    step, `Cluster.is_preempted` asks with the number of its calls, and there is one counter for
-    both: whichever asked last when a process was told moves the number to where the other never
-    looks.
+    JAX agrees on one counter value at which all processes report a preemption. Orbax would pass the
+    step, `Cluster.is_preempted` passes the number of its calls, and both share one counter: the
+    last caller before a preemption would set a value that the other caller never reaches.
     """
 
     def reached_preemption(self, step: int) -> bool:
@@ -486,7 +486,7 @@ class Checkpoints:
         )
 
     def close(self) -> None:
-        """Wait for the save under way, then release threads."""
+        """Wait for the current save, then release threads."""
         self.wait()
         self._manager.close()
 

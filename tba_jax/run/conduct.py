@@ -27,22 +27,26 @@ from tba_jax.report.jsonl import LogError, jsonable, sample_jsonl
 from tba_jax.report.lines import wrong_metrics
 from tba_jax.report.relay import Display
 from tba_jax.report.writers import ProgressDisplay, TensorBoardWriter, WandbWriter
-from tba_jax.run import evaluations, identity
-from tba_jax.run.async_search import drive_async
+from tba_jax.run import evaluations
 from tba_jax.run.build import build
-from tba_jax.run.checkpoint import CheckpointError, Checkpoints
-from tba_jax.run.errors import UserError, WorkdirLost
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.drivers import drive_async, drive_sync
+from tba_jax.run.errors import (
+    CheckpointError,
+    OutOfMemory,
+    UserError,
+    WorkdirLost,
+    out_of_memory,
+)
 from tba_jax.run.host_state import RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import Link
+from tba_jax.run.logs import ReportProcess, UserFunctions
+from tba_jax.run.peers import Peer
 from tba_jax.run.processes import follow
-from tba_jax.run.report_process import ReportProcess
 from tba_jax.run.run import Run
 from tba_jax.run.schedule_replay import Schedule, drive_schedule
 from tba_jax.run.shared import make_task
-from tba_jax.run.sync_search import drive_sync
-from tba_jax.run.user_functions import UserFunctions
-from tba_jax.run.workdir import Outcome, begin_run
+from tba_jax.run.workdir import Outcome, begin_run, run_id_of
 from tba_jax.storage import sealed
 
 Drive = Callable[[Run, Callable[[], bool]], None]
@@ -63,7 +67,7 @@ def conduct(
     start_s: float,
     display: Display | None = None,
     drive: Drive | None = None,
-    link: Link | None = None,
+    link: Peer | None = None,
 ) -> Outcome:
     """Build a run, train, evaluate the final policy, write the report.
 
@@ -73,13 +77,14 @@ def conduct(
         cluster: the processes of the run; all of them call this function.
         interrupted: checked between steps.
         hold: lease of the work directory in process 0; None in the others.
-        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
+        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
         start_s: `time.perf_counter` when the run's time began to count.
         display: where progress is shown; None: standard output.
         drive: replaces the configured driver, for example `replaying(schedule)`.
         link: connection to the other processes of the run; None: there are none.
 
     Raises:
+        OutOfMemory: device memory ran out before the first update.
         UserError: the reward function cannot be used.
         WorkdirLost: the directory is gone, or another process has taken it over.
         ValueError, RuntimeError, OSError: as `build` and the drivers.
@@ -104,6 +109,8 @@ def conduct(
         run.abort()
         lost = error if isinstance(error, WorkdirLost) else _taken_over(hold, workdir)
         if lost is None:
+            if run.trainer.step_index == 0 and (reason := out_of_memory(error)):
+                raise OutOfMemory(reason) from error
             raise
         raise WorkdirLost(f"{lost}. {rescue(run)}") from error
     run.close()
@@ -137,7 +144,7 @@ def _open(
     hold: Hold | None,
     accept_changed: Collection[str],
     progress: Display,
-    link: Link | None,
+    link: Peer | None,
 ) -> Run:
     """Build the run; close the display if that fails."""
     try:
@@ -234,7 +241,7 @@ def _writers(config: Config, workdir: Path, note: Callable[[str], None]) -> list
                 name=workdir.name,
                 workdir=workdir,
                 config=flatten(config),
-                run_id=identity.run_id_of(workdir),
+                run_id=run_id_of(workdir),
             )
         )
     return writers
@@ -353,7 +360,7 @@ def economy_summary(economy: Economy, waiting: int, settings: ReplaySettings) ->
     Args:
         economy: use of the responses of the replay buffer.
         waiting: groups of which no response was drawn.
-        settings: of the replay buffer.
+        settings: settings of the replay buffer.
     """
     figures = economy.stats(waiting, settings.max_staleness)
     return {
@@ -378,7 +385,7 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
 
 
 def rescue(run: Run) -> str:
-    """Write config.json and an emergency checkpoint where the lost work directory was.
+    """Write config.json and an emergency checkpoint at the path of the lost work directory.
 
     Args:
         run: aborted run, between two steps.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors a user can mend, and how an error is told, at the edge of every command.
+"""Errors that a user can fix, and the output of errors at the command-line entry points.
 
-Imports nothing heavy by itself. Invariant: a command that fails says one line; a traceback that
-may help is in a file.
+Invariant: a command that fails prints one line; the traceback of an unexpected error is in a file.
 """
 
 import errno
@@ -29,8 +28,28 @@ class StarvedError(RuntimeError):
     """No batch can be drawn from the replay buffer although searchers fill it."""
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read."""
+
+
 class FleetError(RuntimeError):
     """A fleet cannot continue; the message says why and what to do."""
+
+
+class OutOfMemory(RuntimeError):
+    """Device memory ran out before the first update of a run.
+
+    Args:
+        reason: first line of the runtime's error.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            f"device memory ran out before the first update ({reason}). Set fewer "
+            "--config.batch.micro_batch_rows or --config.search.num_slots; python -m tba_jax.plan "
+            "shows what a device holds"
+        )
+        self.reason = reason
 
 
 class WorkdirLost(RuntimeError):
@@ -89,7 +108,6 @@ def is_mendable(error: BaseException) -> bool:
     from tba_jax.remote.channel import ChannelError
     from tba_jax.report.jsonl import LogError
     from tba_jax.rewards.pool import RewardFailure
-    from tba_jax.run.host_state import CheckpointError
     from tba_jax.storage.bucket import StorageError
     from tba_jax.train.trainer import NonFiniteError
     from tba_jax.weights.versions import PublicationError
@@ -114,3 +132,14 @@ def is_mendable(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     raised_in = Path(frames[-1].filename) if frames else Path()
     return isinstance(error, ValueError) and Path(__file__).parents[1] in raised_in.parents
+
+
+def out_of_memory(error: BaseException | None) -> str:
+    """Return the first line of the runtime's error if device memory ran out, else ""."""
+    import jax
+
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+            return str(error).strip().splitlines()[0]
+        error = error.__cause__ or error.__context__
+    return ""

@@ -24,11 +24,11 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run.errors import FleetError
+from tba_jax.run.logs import UserFunctions
 from tba_jax.run.model_parts import make_padding, make_rollout_scoring, start_weights
 from tba_jax.run.peers import Owner
 from tba_jax.run.run import Run
 from tba_jax.run.shared import Shared, make_episodes
-from tba_jax.run.user_functions import UserFunctions
 from tba_jax.search.prompts import eval_prompts
 from tba_jax.search.reference import Reference
 from tba_jax.tasks.registry import Task, entry_of
@@ -61,7 +61,7 @@ def make_judging(
 
     Args:
         config: the config.
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         model_config: architecture of policy and reference.
         gold: judge of the win rate, or None.
         reference_params: returns the start model's weights at a site.
@@ -205,7 +205,7 @@ def request(run: Run, version: int) -> None:
 
     Searchers of this process that do not have the version any more take no part.
     """
-    latest = [run.search.transport.latest(i) for i in run.shared.stations]
+    latest = [run.search.transport.latest(i) for i in range(len(run.search.local))]
     found = [p.params if p is not None and p.version == version else None for p in latest]
     run.evaluations.request(version, found or [None])
 
@@ -237,7 +237,7 @@ def request_start_model(run: Run) -> None:
 
 
 def evaluate_now(run: Run, version: int) -> None:
-    """Evaluate the newest version while nobody samples, and record it.
+    """Evaluate the newest version while no searcher samples, and record it.
 
     The synchronous driver of one process evaluates on its only thread. Otherwise all searchers take
     shards.
@@ -282,7 +282,7 @@ def evaluate_last(run: Run) -> None:
 def _step_together(run: Run) -> None:
     """Evaluate on one thread for each searcher until all requested evaluations are done."""
     stop = StopFlag()
-    stations = run.shared.stations
+    stations = range(len(run.search.local))
     workers = [
         Worker(f"evaluator-{i}", functools.partial(run.evaluations.step, i), stop) for i in stations
     ]

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One process works on a work directory: a lease with a heartbeat and a fencing number.
+"""Exclusive use of a work directory by one process: a lease with heartbeats and a fencing number.
 
-`WORKDIR/lock/N.json` is made exclusively by whoever holds the directory for the N-th time; the
-highest N holds it. That needs no locks of the file system, so it works on network file systems and
-in object stores that can make an object only where there is none. The holder counts a beat in its
-file every few seconds. Whether a holder is gone is decided by the watcher's own monotonic clock: it
-saw no beat for `expire_s`; on the very machine it looks for the process itself. A holder that slept
-and was taken over finds a higher number and ends, before it writes a checkpoint.
+The N-th holder creates `WORKDIR/lock/N.json` exclusively; the highest N is the current holder. This
+needs no locks of the file system, so it works on network file systems and in object stores with
+conditional creation. The holder counts a heartbeat in its file every few seconds. A waiting process
+takes over after it has seen no heartbeat for `expire_s` by its own monotonic clock; on the same
+machine it checks the process itself. A holder that was suspended and replaced finds a higher number
+and ends before it writes a checkpoint.
 
-A work directory in an object store is held there and worked on in a folder of this machine;
-`Mirroring` uploads what is new. Invariant: nothing is uploaded under a lease that is lost, and a
-run that ends in order has all of it in the bucket.
+A run with its work directory in an object store works in a local folder, and `Mirroring` uploads
+new files. Invariant: nothing is uploaded under a lost lease, and a run that ends normally has
+uploaded everything.
 """
 
 import atexit
@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tba_jax.config.command_line import local_folder
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
@@ -40,44 +40,8 @@ EXPIRE_S = 30.0
 PERIOD_S = 5.0
 
 
-class Slots(Protocol):
-    """Store of numbered entries that only one of several processes can create."""
-
-    def numbers(self) -> set[int]:
-        """Return the numbers of all entries."""
-        ...
-
-    def create(self, number: int, text: str) -> bool:
-        """Create an entry unless it exists; return whether this call created it."""
-        ...
-
-    def read(self, number: int) -> str | None:
-        """Return the text of an entry; None where it does not exist."""
-        ...
-
-    def write(self, number: int, text: str) -> None:
-        """Replace the text of an entry."""
-        ...
-
-    def remove(self, number: int) -> None:
-        """Remove an entry if it exists."""
-        ...
-
-
-class Companion(Protocol):
-    """A worker that runs while a work directory is held, such as `Mirroring`."""
-
-    def start(self) -> None:
-        """Start: the work directory is ready for the run."""
-        ...
-
-    def check(self) -> None:
-        """Raise a failure of the worker, as an error for the user."""
-        ...
-
-
 class FolderSlots:
-    """Entries as files WORKDIR/lock/NUMBER.json."""
+    """Numbered entries that only one of several processes can create: WORKDIR/lock/NUMBER.json."""
 
     def __init__(self, workdir: Path) -> None:
         self._workdir, self._folder = workdir, workdir / FOLDER
@@ -95,7 +59,7 @@ class FolderSlots:
         return {int(stem) for stem in stems if stem.isdigit()}
 
     def create(self, number: int, text: str) -> bool:
-        """Create a file that does not exist."""
+        """Create a file unless it exists; return whether this call created it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         try:
             with open(self._file(number), "x") as file:
@@ -149,7 +113,7 @@ class Hold:
 
     def __init__(
         self,
-        slots: Slots,
+        slots: "FolderSlots | BucketSlots",
         *,
         beat_s: float = BEAT_S,
         expire_s: float = EXPIRE_S,
@@ -163,7 +127,7 @@ class Hold:
         self._stop = StopFlag()
         self.number, self.taken_over = self._acquire()
         self._beat_at = clock()
-        self.companion: Companion | None = None
+        self.companion: Mirroring | None = None
         self._worker = Worker("workdir-lock", self._beat, self._stop, idle_s=beat_s)
         self._worker.start()
 
@@ -204,7 +168,7 @@ class Hold:
             other = self._read(max(numbers)) or {}
             raise WorkdirLost(
                 f"process {other.get('pid', '?')} on {other.get('host', '?')} has taken over "
-                f"{self._slots}: no sign of life came from this one for {self._expire_s:.0f} s "
+                f"{self._slots}: this process sent no heartbeat for {self._expire_s:.0f} s "
                 "(was it suspended?)"
             )
         if self.number not in numbers:
@@ -231,7 +195,7 @@ class Hold:
         except OSError as error:  # temporary errors are ignored while the lease is valid
             if self._clock() - self._beat_at > self._expire_s:
                 raise WorkdirLost(
-                    f"no sign of life could be written to {self._slots} for {self._expire_s:.0f} s "
+                    f"no heartbeat could be written to {self._slots} for {self._expire_s:.0f} s "
                     f"({error}), so that another process may take it over"
                 ) from error
         return False  # and sleeps until the next
@@ -346,7 +310,7 @@ class BucketSlots:
         return {int(stem) for stem in stems if stem.isdigit()}
 
     def create(self, number: int, text: str) -> bool:
-        """Create an object that does not exist."""
+        """Create an object unless it exists; return whether this call created it."""
         return self._bucket.create(self._name(number), text.encode())
 
     def read(self, number: int) -> str | None:
@@ -394,7 +358,7 @@ class Mirroring:
         self._begun = self._has_forgotten = False
 
     def start(self) -> None:
-        """Start to upload."""
+        """Start uploading."""
         self._begun = True
         self._pushed_at = self._clock()
         self._worker.start()
@@ -457,10 +421,10 @@ class Mirroring:
     def _give_up_late(self, error: OSError) -> None:
         if self._clock() - self._pushed_at > self._patience_s:
             raise StorageError(
-                f"the store has taken nothing for {self._patience_s:.0f} s "
-                f"(config.checkpoint.timeout_s): {error}. What it lacks is in "
-                f"{self._mirror.folder}; mend the store and run the same command again to continue "
-                "from what it has"
+                f"no upload to the store has succeeded for {self._patience_s:.0f} s "
+                f"(config.checkpoint.timeout_s): {error}. The newer files are in "
+                f"{self._mirror.folder}. Repair the store, then run the same command again to "
+                "continue from the newest uploaded checkpoint"
             ) from error
 
 

@@ -8,8 +8,8 @@
     every step:                 trainer.step()      draw groups, loss, gradient, update
                                 log and save
 
-Both drivers run this loop. They differ in who samples when: `sync_search.SynchronousSearch` samples
-on this thread between publication and merge; with `async_search.AsynchronousSearch` searchers work
+Both drivers run this loop. They differ in who samples when: `drivers.SynchronousSearch` samples
+on this thread between publication and merge; with `drivers.AsynchronousSearch` searchers work
 concurrently, on threads of this process or in other processes. With several trainer processes each
 runs the same loop; publications, steps and checkpoints are calls of all of them, which the StepPlan
 decides.
@@ -21,9 +21,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
-from tba_jax.run.advice import Times
 from tba_jax.run.errors import StarvedError
-from tba_jax.run.run import Run
+from tba_jax.run.run import Run, Times
 
 
 class Search(Protocol):
@@ -45,7 +44,7 @@ class Search(Protocol):
         ...
 
     def published(self, step: int, interrupted: Callable[[], bool]) -> None:
-        """React to a publication, before the merge."""
+        """Process a publication, before the merge."""
         ...
 
     def merge(self) -> list[RoundReport]:

@@ -40,7 +40,7 @@ def describe_model(config: Config, *, with_weights: bool = True) -> models.Descr
     """Describe the start model of a run, with the configured attention.
 
     Args:
-        config: of the run.
+        config: config of the run.
         with_weights: as in `models.describe`.
 
     Raises:
@@ -143,7 +143,7 @@ def make_publication_program(
     the trainer's layout. The caller takes the device lock (`locked`).
 
     Args:
-        config: of the run.
+        config: config of the run.
         model_config: the architecture.
         where: `Placement.publication_mesh`.
     """
@@ -165,7 +165,7 @@ def decoder_weights(
     """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
 
     Args:
-        config: of the run.
+        config: config of the run.
         model_config: the architecture.
         params: parameters, layers stacked.
         source: mesh of `params`, with the axes `sharding.MESH_AXES`.
@@ -180,7 +180,7 @@ def start_weights(config: Config, model_config: TransformerConfig, source: Mesh,
     """Load the start model's weights in the form of `decoder_weights`.
 
     Args:
-        config: of the run.
+        config: config of the run.
         model_config: the architecture that is wanted.
         source: mesh on which the files are read.
         mesh: the searcher's.
@@ -248,7 +248,7 @@ def make_decoder(
     """Make the decoder of a run, for training and evaluation.
 
     Args:
-        config: of the run.
+        config: config of the run.
         model_config: the architecture.
         tokenizer: the model's.
         site: the searcher's; one device serves weights on any one device.

@@ -10,9 +10,9 @@ import ipaddress
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from tba_jax.config.schema import Config
+from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MODES
 from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
@@ -22,20 +22,24 @@ from tba_jax.remote.step_server import StepClient, StepServer, step_handlers
 from tba_jax.run.errors import UserError
 from tba_jax.train.step_plan import Decision, pack_decision, unpack_decision
 
-if TYPE_CHECKING:
-    from tba_jax.devices.cluster import Cluster
-
 
 def start_cluster(
     config: Config,
     coordinator: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
-) -> "Cluster":
-    """Set what must precede the first use of a device, and join the other processes of a job."""
-    from tba_jax.devices import cluster as clusters
+) -> Cluster:
+    """Set what must precede the first use of a device, and join the other processes of a job.
 
-    if MODES[config.placement].spans_hosts:
+    Args:
+        config: config of the run.
+        coordinator, num_processes, process_id: as in `resolve_address`; a placement of one process
+            joins a job only if `coordinator` is given.
+
+    Raises:
+        PeerError: the other processes do not join.
+    """
+    if coordinator or MODES[config.placement].spans_hosts:
         address = clusters.resolve_address(coordinator, num_processes, process_id, os.environ)
         if address.num_processes != 1:
             return clusters.start(
@@ -46,7 +50,7 @@ def start_cluster(
             )
     if config.num_cpu_devices > 1:
         _divide_cpu(config.num_cpu_devices)
-    return clusters.Cluster()
+    return Cluster()
 
 
 def _divide_cpu(num_devices: int) -> None:
@@ -73,7 +77,7 @@ class Owner:
     """The owner's side; `Peers` of its trainer.
 
     Args:
-        config: of the run.
+        config: config of the run.
         token: bearer token of the channel.
         is_local: every process runs on this machine.
         address: a host name under which other machines reach this one, tried first; "": unknown.
@@ -118,7 +122,7 @@ class Owner:
 
     @property
     def wants_stop(self) -> bool:
-        """Whether another process of the run was told to stop."""
+        """Return whether another process of the run has a request to stop."""
         server = self.search_server
         return self._steps.wants_stop or (server is not None and server.wants_stop)
 
@@ -137,7 +141,7 @@ class Owner:
             self._steps.answer(step, pack_decision(decision))
 
     def close(self) -> None:
-        """Stop to listen."""
+        """Stop listening."""
         self._channel.close()
 
 
@@ -145,7 +149,7 @@ class Follower:
     """The side of a process that does not own the buffer.
 
     Args:
-        config: of the run.
+        config: config of the run.
         endpoint: of the owner.
         number: of this process in the job.
 
@@ -174,19 +178,19 @@ class Follower:
             self._steps.close()
 
 
-Link = Owner | Follower
+Peer = Owner | Follower
 
 
 def connect(
     config: Config, cluster: Cluster, trainers: Sequence[int], owner: Owner | None = None
-) -> Link | None:
-    """Connect the processes of a job with the owner; a call of all of them.
+) -> Peer | None:
+    """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
-        config: of the run.
+        config: config of the run.
         cluster: all processes.
-        trainers: numbers of those that train; the first owns the buffer.
-        owner: in the first of them, where it listens already.
+        trainers: numbers of the trainer processes; the first owns the buffer.
+        owner: in the owner's process, an owner that listens already; None: make it.
 
     Returns:
         This process's side; None where there is only one process.

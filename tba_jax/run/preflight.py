@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that a launch would refuse, found before weights are read and listed at once.
+"""Before weights are read: lengths that a config leaves open, and all problems of a run together.
 
-A run meets its problems one at a time, where it needs what is wrong. When it meets the first one,
-and with --dry_run, this module looks for all of them.
+The problems are listed with --dry_run, and when a run meets its first one.
 """
 
 import contextlib
@@ -25,9 +24,15 @@ from tba_jax.run.peers import start_cluster
 from tba_jax.run.shared import first_row, make_task
 from tba_jax.search.prompts import text_of
 from tba_jax.settings import ConfigError, listed
-from tba_jax.tasks.registry import Task, entry_of
+from tba_jax.tasks.mixture import Mixture, data_sets
+from tba_jax.tasks.registry import Task, entry_of, get_task
+from tba_jax.tasks.rows import has_split
 
 T = TypeVar("T")
+
+_LOOKED_AT = 2000  # prompts, evenly spaced
+_MULTIPLE = 32  # programs are compiled for few lengths
+_HELD_OUT_SHARE = 5  # at most one row in so many
 
 
 @contextlib.contextmanager
@@ -46,7 +51,7 @@ def all_problems(config: Config) -> Iterator[None]:
 
 
 def command_problems(argv: Sequence[str]) -> list[str]:
-    """Return what is wrong with the settings of a command, and with what they name.
+    """Return the errors in a command's settings, and in the files and models that they name.
 
     Args:
         argv: program name and arguments.
@@ -72,8 +77,8 @@ def problems(config: Config) -> list[str]:
     if task is not None and tokenizer is not None:
         found.attempt(lambda: text_of(task, tokenizer, "train", 0))
     if not found.mentions("task.name", "task.reward"):
-        for function in _functions(config):
-            found.attempt(lambda function=function: _try_reward(config, function, task))
+        for function in functions(config):
+            found.attempt(lambda function=function: try_reward(config, function, task))
         found.attempt(lambda: _find_reward_models(config))
     if not found.mentions("mesh", "num_searchers", "search.num_devices", "placement"):
         found.attempt(lambda: _check_devices(config))
@@ -88,7 +93,7 @@ class _Found:
         self.lines: dict[str, None] = {}
 
     def attempt(self, step: Callable[[], T]) -> T | None:
-        """Return what a step gives, None where it fails for a problem."""
+        """Return the result of a check; if it fails, record its error and return None."""
         try:
             return step()
         except ConfigError as error:
@@ -119,16 +124,21 @@ def _open_model(config: Config) -> Tokenizer:
     return model.load_tokenizer()
 
 
-def _functions(config: Config) -> list[str]:
+def functions(config: Config) -> list[str]:
     """Return the reward functions, each by its name."""
     own = "" if config.reward.model_path else entry_of(config.task.name).task.reward
     named = config.task.reward or own
-    if MODES[config.placement].searches_elsewhere or named in KINDS:
+    if named in KINDS:
         return []
     return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
 
 
-def _try_reward(config: Config, function: str, task: Task | None) -> None:
+def try_reward(config: Config, function: str, task: Task | None) -> None:
+    """Load a reward function in a process of its own, and try it on a row of the task.
+
+    Raises:
+        ValueError, RewardFailure: the function cannot be used.
+    """
     pool = RewardPool(
         function,
         num_workers=1,
@@ -172,3 +182,51 @@ def _check_packages(config: Config) -> None:
     ]
     if missing:
         raise ConfigError(*missing)
+
+
+def with_lengths(config: Config) -> tuple[Config, str]:
+    """Return a config with lengths, and what they were chosen for.
+
+    Where `task.max_prompt_tokens` is 0, the limit of a prompt is the longest of the data, responses
+    are at most as long as the model's context then allows, and at most a fifth of the rows are held
+    out. The choice depends on data, model and config alone, so that a resumed run chooses the same.
+
+    Args:
+        config: validated.
+
+    Raises:
+        ValueError: data or model are not usable.
+    """
+    if config.task.max_prompt_tokens:
+        return config, ""
+    task_settings = config.task
+    task = get_task(
+        task_settings.name,
+        task_settings.data_path,
+        num_held_out=1,
+        chat=task_settings.chat,
+        columns=task_settings.columns,
+    )
+    size = task.train_size()
+    model = describe_model(config, with_weights=False)
+    tokenizer = model.load_tokenizer()
+    step = max(1, size // _LOOKED_AT)
+    texts = (text_of(task, tokenizer, "train", i)[0] for i in range(0, size, step))
+    longest = max(len(tokenizer.encode(text, add_bos=True)) for text in texts)
+    context = model.config.max_positions
+    response = min(config.search.max_new_tokens, context // 2)
+    prompt = min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response)
+    fields = {
+        "task.max_prompt_tokens": prompt,
+        "search.max_new_tokens": response,
+        "eval.max_new_tokens": min(config.eval.max_new_tokens, context - prompt),
+    }
+    sets = [path for path, _ in data_sets(task_settings.data_path) if path]
+    if not sets or not all(has_split(path, "test") for path in sets):
+        most = max(1, (size + 1) // _HELD_OUT_SHARE)
+        if isinstance(task, Mixture):
+            most = task.most_held_out(1 / _HELD_OUT_SHARE)
+        fields["task.num_eval_prompts"] = min(task_settings.num_eval_prompts, most)
+    return replace(config, fields), (
+        f"prompts of up to {longest} tokens, and a context of {context}"
+    )

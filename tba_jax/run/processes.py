@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from tba_jax.devices.cluster import PeerError
+from tba_jax.devices.placement import MODES
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
 from tba_jax.remote.messages import RUN_ENDED
@@ -25,16 +26,14 @@ from tba_jax.run import evaluations
 from tba_jax.run.loop import loop
 from tba_jax.run.peers import Follower, Owner
 from tba_jax.run.run import Run
-from tba_jax.run.search_parts import RemoteSearcher
 from tba_jax.run.search_process import (
     DELIVERY_S,
     POLL_S,
     STOP_S,
     PublishedWeights,
-    make_search_process,
+    SearchProcess,
     search,
 )
-from tba_jax.weights.checkpoints import CheckpointTransport
 from tba_jax.weights.merged_adapters import MergingTransport
 
 _WAIT_S = 0.02  # between two checks whether searchers have joined
@@ -55,8 +54,8 @@ class SearchService:
     def __init__(self, run: Run, owner: Owner, admission: TicketAdmission) -> None:
         self._run = run
         self._owner = owner
-        remote = run.search.searchers if run.is_fleet else run.search.remote
-        self._searchers: dict[int, Any] = {s.index: s for s in remote}
+        remote = run.search.remote
+        self._searchers = {s.index: s for s in remote}
         self._before = {s.index: (s.idle_s, s.decoded_tokens) for s in remote}
         self._server = self._make_server(admission)
         run.sections["fleet"] = lambda: {
@@ -88,23 +87,19 @@ class SearchService:
 
     def _note_given(self, searcher: int, responses: int, rounds: int) -> None:
         found = self._searchers[searcher]
-        if isinstance(found, RemoteSearcher):
-            found.num_given, found.num_given_rounds = responses, rounds
+        found.num_given, found.num_given_rounds = responses, rounds
 
     def _note_chunks(self, searcher: int, chunks: int) -> None:
         self._searchers[searcher].num_chunks = chunks
 
     def open(self) -> None:
-        """Let searchers join; wait for those of this job.
+        """Let searchers join; wait for them, unless they may come and go.
 
         Raises:
             PeerError: a process of the job does not join.
         """
         self._owner.search_server = self._server
-        transport = self._weights()
-        if isinstance(transport, CheckpointTransport):
-            transport.keep_also(lambda: self._run.evaluations.wanted)
-        if self._run.is_fleet:
+        if MODES[self._run.config.placement].searches_elsewhere:
             return
         self._run.logs.progress.phase("waiting for the processes that search")
         limit_s = self._run.config.log.watchdog_s
@@ -119,9 +114,9 @@ class SearchService:
             time.sleep(_WAIT_S)
 
     def close(self, *, has_failed: bool) -> None:
-        """Tell searchers that the run has ended.
+        """Notify searchers of the end of the run.
 
-        After a failure searchers are told nothing: the run may continue in another process.
+        After a failure searchers are not notified: the run may continue in another process.
         """
         if has_failed:
             self._owner.search_server = None
@@ -129,13 +124,12 @@ class SearchService:
             self._server.close()
         self._server.stop_leases()
 
-    def _weights(self) -> Any:
-        transport = self._run.search.transport
-        return transport.source if isinstance(transport, MergingTransport) else transport
-
     def announce(self) -> None:
         """Announce the newest delivered version."""
-        published = self._weights().latest(0)
+        transport = self._run.search.transport
+        if isinstance(transport, MergingTransport):
+            transport = transport.source  # its weights are merged where a searcher takes them
+        published = transport.latest(0)
         if published is not None:
             self._server.set_version(published.version)
 
@@ -145,13 +139,6 @@ class SearchService:
             more_idle_s, more_tokens = self._server.totals(index)
             self._searchers[index].idle_s = idle_s + more_idle_s
             self._searchers[index].decoded_tokens = tokens + more_tokens
-        if self._run.is_fleet:
-            for stream, searcher in zip(
-                self._run.search.streams, self._run.search.local, strict=True
-            ):
-                _, position = searcher.outbox.committed
-                if position is not None:
-                    stream.num_skipped = position["num_skipped"]
 
     def slot_use(self) -> tuple[int, int]:
         """Return (tokens sampled, decode-slot steps) since the last call."""
@@ -164,13 +151,11 @@ class SearchService:
         return {**self._server.metrics(), "fleet/trainer_restarts": restarts}
 
     def workers(self, stop: StopFlag) -> list[Worker]:
-        """Return the workers that find lost searchers, and evaluate where no searcher does."""
+        """Return the workers that find lost searchers, and compute metrics of evaluations."""
 
-        def evaluate() -> bool:
-            if self._server.gives_leases or not self._run.search.local:
-                self._run.evaluations.merge()
-                return False
-            return self._run.evaluations.step(0)
+        def merge() -> bool:
+            self._run.evaluations.merge()
+            return False
 
         found = [
             Worker(
@@ -180,18 +165,17 @@ class SearchService:
                 idle_s=self._run.config.fleet.silence_s / 8,
             )
         ]
-        if self._run.is_fleet or not self._run.search.local:
-            found.append(Worker("evaluator", evaluate, stop, idle_s=POLL_S))
+        if not self._run.search.local:  # else a searcher of this process does it
+            found.append(Worker("evaluator", merge, stop, idle_s=POLL_S))
         return found
 
     def finish(self) -> None:
-        """Evaluate the final policy while searchers are there; a fleet's single trainer can wait.
+        """Evaluate the final policy while searchers are there.
 
         Raises:
             FleetError: no searcher is there.
         """
-        if self._run.search.remote:
-            evaluations.evaluate_last(self._run)
+        evaluations.evaluate_last(self._run)
 
 
 class NoSearchService:
@@ -223,7 +207,7 @@ class NoSearchService:
 def serving(run: Run, admission: TicketAdmission) -> Iterator[SearchService | NoSearchService]:
     """Let searchers of other processes join; at the end tell them that the run has ended."""
     owner = run.link
-    if not (run.is_fleet or run.search.remote):
+    if not run.search.remote:
         yield NoSearchService()
         return
     assert isinstance(owner, Owner), "searchers of other processes join the owner of the buffer"
@@ -248,13 +232,8 @@ def follow(run: Run, interrupted: Callable[[], bool]) -> None:
     assert isinstance(link, Follower)
     failed, ended = StopFlag(), StopFlag()
     weights = PublishedWeights(run.search.transport, len(run.search.local))
-    process = make_search_process(
-        run.shared,
-        run.search,
-        weights,
-        run.evaluator,
-        run.clock,
-        lambda: run.is_interrupted(interrupted),
+    process = SearchProcess(
+        run.shared, run.search, weights, run.evaluator, lambda: run.is_interrupted(interrupted)
     )
     host = f"process {run.cluster.number} on {socket.gethostname()}"
     server = RemoteSearchServer(link.channel)

@@ -9,7 +9,7 @@ touched, before an actor is asked to work.
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,26 +17,24 @@ import ray
 import ray.exceptions
 import ray.util
 
-from tba_jax.config.resolved import has_trainer_group
-from tba_jax.config.schema import Config, freeze
-from tba_jax.devices.cluster import Address, Cluster, peer_errors, start
+from tba_jax.config.schema import freeze
+from tba_jax.devices.cluster import peer_errors
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Channel, Endpoint, Unreachable
 from tba_jax.remote.messages import RUN_ENDED
 from tba_jax.remote.search_channel import RemoteSearchServer
 from tba_jax.report.relay import Relay
-from tba_jax.run.ray_machines import machine_name
-from tba_jax.run.workdir import Outcome
+from tba_jax.run.peers import Owner, connect, start_cluster
 
 _TRAINER = "trainer-"
 _ENDED_S = 2.0  # between join requests after the end of the run
 
 
-class TrainerHost:
-    """A trainer process of a fleet; `run` returns when the run ends.
+class TrainerProcess:
+    """A trainer process of a fleet, as a Ray actor; `run` returns when the run ends.
 
     Args:
-        config: validated.
+        fields: config of the run as plain values.
         workdir: work directory, claimed by the driver.
         accept_changed: as in `conduct`.
         token: bearer token of the run's channel; "" in processes that do not own the buffer.
@@ -45,16 +43,14 @@ class TrainerHost:
 
     def __init__(
         self,
-        config: Config,
-        workdir: Path,
-        accept_changed: Collection[str],
+        fields: dict[str, Any],
+        workdir: str,
+        accept_changed: list[str],
         token: str,
         num_restarts: int = 0,
     ) -> None:
-        from tba_jax.run.peers import Owner
-
-        self._config = config
-        self._workdir = workdir
+        self._config = config = freeze(fields)
+        self._workdir = Path(workdir)
         self._accept_changed = accept_changed
         self._relay = Relay()
         self._interrupted = threading.Event()
@@ -68,30 +64,29 @@ class TrainerHost:
                 num_restarts=num_restarts,
             )
 
-    @property
-    def endpoint(self) -> Endpoint:
-        """Return the endpoint of the search server."""
-        assert self._owner is not None, "searchers ask the owner of the buffer"
-        return self._owner.endpoint
+    @ray.method(concurrency_group="driver")
+    def address(self) -> str:
+        """Return HOST:PORT of this machine with a free port."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
 
-    def run(self, number: int = 0, coordinator: str = "") -> Outcome:
-        """Begin or continue the run.
+    @ray.method(concurrency_group="run")
+    def run(self, number: int, *addresses: str) -> dict[str, Any]:
+        """Begin or continue the run; return its outcome.
 
         Args:
             number: number of this process in the trainer group.
-            coordinator: HOST:PORT of the coordinator of `jax.distributed`.
+            addresses: addresses of all members; Ray waits for them before this call.
 
         Raises:
             PeerError: another process of the group is gone. Else what `conduct` raises.
         """
         start_s = time.perf_counter()
         from tba_jax.run.conduct import conduct
-        from tba_jax.run.peers import connect, start_cluster
 
-        if has_trainer_group(self._config):
-            cluster = join_group(self._config, coordinator, number)
-        else:
-            cluster = start_cluster(self._config)
+        cluster = start_cluster(self._config, addresses[0], len(addresses), number)
         with peer_errors(cluster):
             link = connect(self._config, cluster, range(cluster.num_processes), self._owner)
             outcome = conduct(
@@ -106,39 +101,29 @@ class TrainerHost:
                 link=link,
             )
         cluster.close()
-        return outcome
+        return outcome._asdict()
 
+    @ray.method(concurrency_group="driver")
+    def endpoint(self) -> Endpoint:
+        """Return the endpoint of the search server."""
+        assert self._owner is not None, "searchers ask the owner of the buffer"
+        return self._owner.endpoint
+
+    @ray.method(concurrency_group="driver")
     def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
         """Return progress for the display of the driver; see `Relay.since`."""
         return self._relay.since(since)
 
+    @ray.method(concurrency_group="driver")
     def searchers_died(self, searchers: Sequence[int]) -> None:
         """Count these searchers as lost; a trainer that is starting has none."""
         if self._owner is not None and self._owner.search_server is not None:
             self._owner.search_server.lose_host(searchers)
 
+    @ray.method(concurrency_group="driver")
     def interrupt(self) -> None:
         """Save after the current step and end."""
         self._interrupted.set()
-
-
-def join_group(config: Config, coordinator: str, number: int) -> Cluster:
-    """Join the other processes of a trainer group; before the first use of a device.
-
-    Args:
-        config: config of the run.
-        coordinator: HOST:PORT of the first process.
-        number: number of this process, from 0.
-
-    Raises:
-        PeerError: the other processes do not join.
-    """
-    return start(
-        Address(coordinator, config.fleet.trainer_hosts, number),
-        num_cpu_devices=config.num_cpu_devices,
-        heartbeat_s=config.pod.heartbeat_s,
-        shutdown_s=int(config.log.watchdog_s),
-    )
 
 
 def trainer_name(number: int, member: int = 0) -> str:
@@ -159,67 +144,8 @@ _GONE = (
 )
 
 
-def restored(fields: dict[str, Any]) -> Config:
-    """Return a config from plain values, which every version of the package can receive."""
-    return freeze(fields)
-
-
 def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
-
-
-class TrainerProcess:
-    """`TrainerHost` as a Ray actor."""
-
-    def __init__(
-        self,
-        fields: dict[str, Any],
-        workdir: str,
-        accept_changed: list[str],
-        token: str,
-        num_restarts: int = 0,
-    ) -> None:
-
-        config = restored(fields)
-        self._host = TrainerHost(config, Path(workdir), accept_changed, token, num_restarts)
-
-    @ray.method(concurrency_group="driver")
-    def address(self) -> str:
-        """Return HOST:PORT of this machine with a free port."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
-
-    @ray.method(concurrency_group="run")
-    def run(self, number: int = 0, *addresses: str) -> dict[str, Any]:
-        """`TrainerHost.run`.
-
-        Args:
-            number: of this process in the trainer group.
-            addresses: addresses of all members; Ray waits for them before this call.
-        """
-        return self._host.run(number, addresses[0] if addresses else "")._asdict()
-
-    @ray.method(concurrency_group="driver")
-    def endpoint(self) -> Endpoint:
-        """Return the endpoint of the search server."""
-        return self._host.endpoint
-
-    @ray.method(concurrency_group="driver")
-    def news(self, since: int) -> tuple[int, list[tuple[str, tuple[Any, ...]]]]:
-        """`TrainerHost.news`."""
-        return self._host.news(since)
-
-    @ray.method(concurrency_group="driver")
-    def searchers_died(self, searchers: Sequence[int]) -> None:
-        """`TrainerHost.searchers_died`."""
-        self._host.searchers_died(searchers)
-
-    @ray.method(concurrency_group="driver")
-    def interrupt(self) -> None:
-        """`TrainerHost.interrupt`."""
-        self._host.interrupt()
 
 
 class TrainerLocator:
@@ -263,7 +189,7 @@ class SearcherProcess:
     def __init__(
         self, fields: dict[str, Any], workdir: str, searchers: Sequence[int], namespace: str
     ) -> None:
-        self._config = restored(fields)
+        self._config = freeze(fields)
         self._workdir, self._searchers = Path(workdir), tuple(searchers)
         timeout_s = self._config.fleet.silence_s
         locator = TrainerLocator(namespace, timeout_s)
@@ -275,7 +201,6 @@ class SearcherProcess:
 
     def _search(self) -> bool:
         from tba_jax.devices.program_cache import open_cache
-        from tba_jax.run.peers import start_cluster
         from tba_jax.run.search_process import open_search_process, search
 
         start_cluster(self._config)
@@ -283,7 +208,8 @@ class SearcherProcess:
         process = open_search_process(
             self._config, self._workdir, self._searchers, lambda text: None
         )
-        host = machine_name(socket.gethostname(), ray.get_runtime_context().get_node_id())
+        # As `Machines` names it: one host can have several nodes.
+        host = f"{socket.gethostname()}/{ray.get_runtime_context().get_node_id()[:6]}"
         try:
             self._end = self._until_dismissed(
                 lambda: search(process, self._server, host, self._lines.append)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of a fleet: it makes every process of a run, and makes those again that die.
+"""The driver of a fleet: starts every process of a run, and restarts processes that die.
 
-It holds the work directory, shows what the trainer relays, and owns all actors, so that they end
-with it. A trainer that dies is made again from its newest checkpoint while searchers wait; Ray
-restarts searchers, wherever there is room. It computes nothing and touches no device. Invariant: a
-death is one line, and deaths without progress between them end the run with the last cause.
+It holds the work directory, shows the trainer's progress, and owns all actors, so that they end
+with it. A trainer that dies restarts from its newest checkpoint while searchers wait; Ray restarts
+searchers on free machines. The driver computes nothing and uses no device.
+
+Invariant: a death is one line, and deaths without progress between them end the run with the last
+cause.
 """
 
 import contextlib
@@ -14,27 +16,33 @@ import logging
 import os
 import secrets
 import signal
+import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tba_jax.config.schema import Config, plain
 from tba_jax.devices.cluster import PeerError
 from tba_jax.devices.config import parse_resources
-from tba_jax.devices.worker import StopFlag
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.remote.searcher_table import BoundedClock
 from tba_jax.report.relay import Display, show
 from tba_jax.run.errors import FleetError, UserError
-from tba_jax.run.identity import run_id_of
 from tba_jax.run.lock import Hold
-from tba_jax.run.ray_machines import Machines, refuses_connections
-from tba_jax.run.workdir import Outcome, claim, finished_before
+from tba_jax.run.workdir import Outcome, claim, finished_before, run_id_of
 
 _LOOK_S = 0.2  # between two checks of all actors
 _REMIND_S = 60.0  # between two lines about a missing machine
 _LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # read by Ray when it is imported
 _AGAIN_S = 1.0  # before a failed searcher is restarted
+# Ray ends a process without an exception when the GCS has been away for 60 s.
+GCS_TIMEOUT_S = 30.0
+# A GCS of this machine that does not answer for this long and refuses connections has ended.
+REFUSED_S = 6.0
+_PERIOD_S = 2.0
 
 
 def train_fleet(
@@ -421,8 +429,7 @@ class _Fleet:
                 self._trainer.searchers_died.remote(list(searchers.numbers))
             searchers.is_up, searchers.num_lines, searchers.reminded_at = False, 0, now
             return
-        if not searchers.is_up:
-            searchers.is_up = True
+        searchers.is_up = True
         searchers.num_lines += len(lines)
         for line in lines:
             self._display.note(f"{searchers.name}: {line}")
@@ -459,3 +466,78 @@ def _brief(error: BaseException) -> str:
 
 def _at(step: int) -> str:
     return f" (step {step})" if step >= 0 else " (there is none: from the start)"
+
+
+class Machines:
+    """Machines of a Ray cluster, polled on a thread, because the call has no deadline.
+
+    Ray reports late, or not at all, on which machine a process died. Its list of machines is
+    current within seconds. Each machine that joins or leaves is reported in one line, once.
+
+    Args:
+        list_nodes: `ray.nodes`.
+        own: Ray's ID of the node that this process belongs to.
+        clock: seconds.
+        is_refused: whether the GCS has ended: it refuses connections and will not be restarted.
+    """
+
+    def __init__(
+        self,
+        list_nodes: Callable[[], Sequence[Mapping[str, Any]]],
+        own: str,
+        clock: Callable[[], float] = time.monotonic,
+        is_refused: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._list_nodes = list_nodes
+        self._own = own
+        self._is_refused = is_refused
+        self._time = BoundedClock(clock, max_jump_s=GCS_TIMEOUT_S / 4)
+        self._lock = threading.Lock()
+        self._alive: dict[str, str] | None = None  # name by node ID, of the newest list
+        self._lines: list[str] = []
+        self._answered_s = self._time()
+
+    def start(self, stop: StopFlag) -> None:
+        """Poll until `stop`; `stop.check()` raises what a call raised."""
+        Worker("machines", self.poll, stop, idle_s=_PERIOD_S).start()
+
+    def poll(self) -> bool:
+        """Get the list once."""
+        alive = {
+            str(node["NodeID"]): f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}"
+            for node in self._list_nodes()
+            if node["Alive"]
+        }
+        with self._lock:
+            before = alive if self._alive is None else self._alive
+            self._lines += [f"machine {before[i]} is gone" for i in before if i not in alive]
+            self._lines += [f"machine {alive[i]} has come" for i in alive if i not in before]
+            self._alive, self._answered_s = alive, self._time()
+        return False
+
+    def changes(self) -> list[str]:
+        """Return a line for each machine that joined or left since the last call."""
+        with self._lock:
+            lines, self._lines = self._lines, []
+            return lines
+
+    def failure(self) -> str:
+        """Return why this process cannot use the cluster any more; "" while it can."""
+        with self._lock:
+            silent_s = self._time() - self._answered_s
+            is_dead = self._alive is not None and self._own not in self._alive
+        if silent_s > GCS_TIMEOUT_S or (silent_s > REFUSED_S and self._is_refused()):
+            return f"Ray's control service (GCS) has not answered for {silent_s:.0f} s"
+        return "the Ray node of the driver (its raylet process) is dead" if is_dead else ""
+
+
+def refuses_connections(address: str) -> bool:
+    """Return whether no process listens at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=0.5).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass  # a host that is away for a moment refuses nothing
+    return False

@@ -1,157 +1,127 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run: the connected parts of one run with their logs, and what all drivers do with them.
 
-Invariants: what `host_state` saves, `restore` puts back. A log that is shorter than its checkpoint
-says is named, on the display and in the log itself.
+Invariant: what `host_state` saves, `restore` puts back.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.placement import MODES
 from tba_jax.devices.precompilation import Precompiler
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.evaluation.service import EvaluationService, Finished
 from tba_jax.flow.state import PartState, Saveable
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.jsonl import JsonlWriter
-from tba_jax.report.relay import Display
-from tba_jax.report.writers import MultiWriter
-from tba_jax.run.advice import Advice
 from tba_jax.run.host_state import HostState, RunClock
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import Link, Owner
-from tba_jax.run.samples import Samples
+from tba_jax.run.logs import Logs, Samples
+from tba_jax.run.peers import Owner, Peer
 from tba_jax.run.search_parts import Search
 from tba_jax.run.shared import Shared
 from tba_jax.train.trainer import Trainer
 
-Wanted = Callable[[dict[str, Any]], bool]
-
-
+_NUM_REPORTS = 3  # of rounds, before a share is judged
+_MAX_CUT_SHARE = 0.2
+_MAX_EQUAL_SHARE = 0.8
+_EARLY_STEPS = 50  # a policy that has learned gives equal rewards, too
+_WAIT_FROM, _WAIT_TO = 5, 30  # steps between which waiting is measured
+_MAX_WAIT_SHARE = 0.3
 # Time for a background compilation to end: the interpreter must not exit while a thread runs native
 # code.
 COMPILED_S = 30.0
 
 
-class Logs:
-    """The log files of a process and its display.
+class Times(NamedTuple):
+    """Seconds since the run began: all, and those in which a side waited; searchers: their mean."""
 
-    Args:
-        metrics: all sinks of metrics, including `own` and the display.
-        progress: the display.
-        schedule: log of the order of events.
-        own: metrics.jsonl; None in processes other than 0.
-        samples: samples.jsonl; None in processes other than 0.
+    elapsed: float
+    trainer: float
+    searchers: float
+
+
+class Advice:
+    """Sentences about a run that learns little or waits, with the setting that helps; each once.
+
+    It receives the metrics of every step.
     """
 
-    def __init__(
-        self,
-        metrics: MultiWriter,
-        progress: Display,
-        schedule: JsonlWriter,
-        own: JsonlWriter | None,
-        samples: JsonlWriter | None,
-    ) -> None:
-        self.metrics = metrics
-        self.progress = progress
-        self.schedule = schedule
-        self.samples = samples
-        self._own = own
-        self._saved: dict[str, int] = {}
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._cut: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
+        self._equal: collections.deque[float] = collections.deque(maxlen=_NUM_REPORTS)
+        self._begin: Times | None = None
 
-    def state(self) -> PartState:
-        """Return the lengths of the files, which contain all earlier events."""
-        return PartState({}, {file.path.name: file.num_bytes() for file in self._files()})
-
-    def restore(self, state: PartState) -> None:
-        """Remember the saved lengths for `cut_back`."""
-        self._saved = dict(state.meta)
-
-    def cut_back(self, step: int, is_kept_metric: Wanted, is_kept_event: Wanted) -> None:
-        """Drop lines of work that will be repeated, and report files that lost lines.
+    def lines(
+        self, config: Config, step: int, values: Mapping[str, Any], times: Times
+    ) -> list[str]:
+        """Return new sentences after a step.
 
         Args:
-            step: step of the restored checkpoint, 0 without one.
-            is_kept_metric: whether a line of metrics.jsonl or samples.jsonl stays.
-            is_kept_event: whether a line of the schedule log stays.
+            config: config of the run.
+            step: steps made so far.
+            values: metrics of the last step, and of the rounds merged before it.
+            times: times at the end of the last step.
         """
-        lost = [found for file in self._files() if (found := self._lost(file)) is not None]
-        for file in self._files():
-            start = self._saved.get(file.path.name, 0)
-            if any(one.path == file.path for one in lost):
-                start = 0  # check every line: the file was replaced or cut
-            file.keep(is_kept_event if file is self.schedule else is_kept_metric, start)
-        for path, then, now in lost:
-            self.progress.note(
-                f"{path} is not whole: it had {then:,} bytes when checkpoint {step} was written, "
-                f"and has {now:,} now. The report lacks what is gone, and --replay_schedule needs "
-                "the whole of a schedule log"
-            )
-            facts = {"log": path.name, "num_bytes": then, "found_bytes": now}
-            self.schedule.append({"event": "lost", "step": step, **facts})
+        if "search/cut_share" in values:
+            self._cut.append(values["search/cut_share"])
+            self._equal.append(values["search/equal_rewards_share"])
+        found = {"cut": self._about_cut(config), "equal": self._about_equal(config, step)}
+        if step == _WAIT_FROM:
+            self._begin = times
+        if step == _WAIT_TO and self._begin is not None:
+            seconds = Times(*(now - then for now, then in zip(times, self._begin, strict=True)))
+            found["wait"] = about_waiting(config, seconds)
+        new = {name: line for name, line in found.items() if line and name not in self._said}
+        self._said |= new.keys()
+        return list(new.values())
 
-    def _lost(self, file: JsonlWriter) -> "_Lost | None":
-        then = self._saved.get(file.path.name)
-        if then is None or file.has_line_end(then):
-            return None
-        return _Lost(file.path, then, file.num_bytes())
+    def _about_cut(self, config: Config) -> str:
+        share, limit = _mean(self._cut), config.search.max_new_tokens
+        if share <= _MAX_CUT_SHARE:
+            return ""
+        return (
+            f"{share:.0%} of responses are cut by search.max_new_tokens={limit}. Set --config."
+            f"search.max_new_tokens={2 * limit} if the model's context allows it, or ask for "
+            "shorter responses"
+        )
 
-    def replaced(self) -> list[str]:
-        """Return the names of logs that another process has replaced."""
-        return [file.path.name for file in self._files() if file.is_replaced()]
-
-    def _files(self) -> list[JsonlWriter]:
-        return [file for file in (self.schedule, self._own, self.samples) if file is not None]
-
-    def close(self) -> None:
-        """Close all files."""
-        self.progress.close()
-        self.metrics.close()
-        self.schedule.close()
-        if self.samples is not None:
-            self.samples.close()
+    def _about_equal(self, config: Config, step: int) -> str:
+        share, size = _mean(self._equal), config.search.samples_per_prompt
+        if share <= _MAX_EQUAL_SHARE or step > _EARLY_STEPS:
+            return ""
+        return (
+            f"all responses have the same reward in {share:.0%} of the groups, which says nothing "
+            "about what is better. Use prompts that are solved sometimes, a reward with more "
+            f"values, or more responses: --config.search.samples_per_prompt={2 * size}"
+        )
 
 
-class _Lost(NamedTuple):
-    """A log file that is shorter than its checkpoint says."""
-
-    path: Path
-    then: int
-    now: int
-
-
-def open_logs(
-    workdir: Path,
-    cluster: Cluster,
-    progress: Display,
-    extra: list[Any],
-    confirm: Callable[[], None] = lambda: None,
-) -> Logs:
-    """Open the logs of a process for appending.
-
-    Args:
-        workdir: work directory of the run.
-        cluster: processes of the run; only process 0 writes metrics.jsonl and samples.jsonl.
-        progress: the display.
-        extra: more metric sinks.
-        confirm: raises where this process no longer holds the work directory.
-    """
-    own = JsonlWriter(workdir / "metrics.jsonl", confirm) if cluster.is_primary else None
-    samples = JsonlWriter(workdir / "samples.jsonl", confirm) if cluster.is_primary else None
-    sinks = [*([own] if own else []), progress, *extra]
-    schedule = JsonlWriter(workdir / schedule_name(cluster.process_id), confirm)
-    return Logs(MultiWriter(sinks), progress, schedule, own, samples)
+def about_waiting(config: Config, times: Times) -> str:
+    """Return which side is the bottleneck and what helps; "" where neither waits much."""
+    trainer, searchers = times.trainer / times.elapsed, times.searchers / times.elapsed
+    if trainer > max(_MAX_WAIT_SHARE, searchers):
+        faster = f"--config.num_searchers={2 * config.num_searchers} where devices are free"
+        if config.replay.pace == "trainer":
+            faster += ", or --config.replay.pace=off, which trains on replayed responses meanwhile"
+        return f"the trainer waits {trainer:.0%} of the time: searching is slower. Set {faster}"
+    if searchers > _MAX_WAIT_SHARE:
+        fewer = ""
+        if config.num_searchers > 1:
+            fewer = f", or --config.num_searchers={config.num_searchers // 2}"
+        return (
+            f"searchers wait {searchers:.0%} of the time: training is slower. Set "
+            f"--config.model.remat=dots where memory allows it{fewer}"
+        )
+    return ""
 
 
-def schedule_name(process_id: int) -> str:
-    """Return the file name of a process's schedule log."""
-    return "schedule.jsonl" if process_id == 0 else f"schedule.{process_id}.jsonl"
+def _mean(shares: "collections.deque[float]") -> float:
+    return sum(shares) / len(shares) if len(shares) == _NUM_REPORTS else 0.0
 
 
 @dataclasses.dataclass
@@ -215,7 +185,7 @@ class Run:
     hold: Hold | None = None
     sections: dict[str, Callable[[], Any]] = dataclasses.field(default_factory=dict)
     callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
-    link: Link | None = None
+    link: Peer | None = None
     advice: Advice = dataclasses.field(default_factory=Advice)
 
     @property
@@ -228,11 +198,6 @@ class Run:
         """Writes some of the responses."""
         track = self.logs.metrics.write_samples
         return Samples(self.logs.samples, self.shared.tokenizer, self.config, track)
-
-    @property
-    def is_fleet(self) -> bool:
-        """Whether searchers are processes that come and go."""
-        return MODES[self.config.placement].searches_elsewhere
 
     @property
     def cluster(self) -> Cluster:
@@ -269,7 +234,7 @@ class Run:
         self.last_saved_step = self.trainer.step_index
 
     def is_interrupted(self, interrupted: Callable[[], bool]) -> bool:
-        """Return whether this process, or another one that reports to it, was told to stop."""
+        """Return whether this process, or another one that reports to it, has a request to stop."""
         return interrupted() or (isinstance(self.link, Owner) and self.link.wants_stop)
 
     def save(self) -> None:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Re-execute an asynchronous run in one thread from its schedule log.
 
-`schedule.jsonl` says in which order weights were published, rounds merged and steps made, before
-which decode chunk each prompt was admitted, and which versions were used. Everything else of a run
-follows from its config, so the same order gives the same losses: bit-equal on CPU with the same
-device layout. What an asynchronous run did once can be looked at again as often as it takes.
-Rewards are computed anew; where one times out differently the replay says so instead of going on.
-A log is streamed, once for each searcher and twice besides: that of a long run fits into no memory.
-The first time, before anything is done, every line of it is judged; what stays are counts.
+`schedule.jsonl` contains the order of publications, merged rounds and steps, the decode chunk at
+which each prompt was admitted or a response of an environment was processed, and the used versions.
+The config determines everything else, so the same order gives the same losses: bit-equal on CPU
+with the same device layout. Environments are not asked. Rewards of functions are computed again; if
+a reward times out differently, the replay ends with an error. The log is read as a stream, because
+the log of a long run does not fit in memory. A first pass checks every line and keeps only counts.
 """
 
 import collections
@@ -17,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tba_jax.environments.episodes import TakenAnswer
+from tba_jax.environments.pool import Answer
 from tba_jax.flow.rounds import RoundReport, summarise_rounds
 from tba_jax.report.jsonl import parse_line, read_lines, stream_jsonl
 from tba_jax.report.lines import wrong_event
-from tba_jax.run.async_search import searches_of
+from tba_jax.run.drivers import searches_of
 from tba_jax.run.loop import after_step
 from tba_jax.run.run import Run
 from tba_jax.run.search_parts import Search
@@ -142,9 +143,9 @@ def read_schedule(path: str | os.PathLike[str]) -> Schedule:
         schedule.note(event)
         if event["event"] == "lost" and event["log"] == "schedule.jsonl":
             raise ReplayError(
-                f"{path} is not whole: before the run was resumed at step {event['step']} it had "
-                f"{event['num_bytes']:,} bytes, and {event['found_bytes']:,} then. What is gone "
-                "cannot be replayed; give the log of another run"
+                f"{path} is not whole: it had {event['found_bytes']:,} of {event['num_bytes']:,} "
+                f"bytes when the run was resumed at step {event['step']}, and the missing events "
+                "cannot be replayed. Give the log of another run"
             )
     if not has_steps:
         raise ReplayError(f"{path} holds no step; there is nothing to replay")
@@ -157,14 +158,16 @@ def drive_schedule(run: Run, schedule: Schedule, interrupted: Callable[[], bool]
     Raises:
         ReplayError: prompts, rejections or drawn responses differ; the message says where.
     """
-    if run.config.task.environment:
+    if run.config.task.environment and run.config.driver == "sync":
         raise ReplayError(
-            "a run with task.environment cannot be replayed: its schedule does not hold what the "
-            "environment said"
+            "a run with task.environment and driver=sync cannot be replayed: its schedule does not "
+            "hold the responses of the environment. Replay a run with driver=async"
         )
     trainer = run.trainer
     weights = _Weights(run, schedule)
     searches = searches_of(run, Admitted())
+    for search in searches:
+        search.searcher.parts.sampler.replay_environments()
     again = [
         SearcherReplay(
             s,
@@ -278,6 +281,7 @@ class SearcherReplay:
         assert self._admissions is not None
         published: Published | None = None
         tickets: list[Ticket] = []
+        answers: list[TakenAnswer] = []
         event = self._next_chunk
         if event is not None and event["chunk"] == searcher.num_chunks:
             self._next_chunk = next(self._chunks, None)
@@ -285,10 +289,12 @@ class SearcherReplay:
                 self._search = self._search.renewed()
             published = self._use(event["version"], searcher.index)
             tickets = [self._ticket(number) for number in event["tickets"]]
+            logged = event.get("answers", ())
+            answers = [TakenAnswer(i, j, Answer(*answer)) for i, j, answer in logged]
             self._admission.update(dict.fromkeys(event["tickets"], event["chunk"]))
         elif self._search.is_idle:
             raise ReplayError(f"round {wanted} of searcher {searcher.index} never ends")
-        self._search.advance(published, tickets)
+        self._search.advance(published, tickets, answers)
         for finished in self._search.take_finished(sys.maxsize):
             number = finished.ticket.number
             if self._admissions.is_last(number, self._admission.pop(number)):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searchers of a process and what they stand on: references, decoders, start data, transport.
+"""The searchers of a process, with their references, decoders, start data and transport.
 
-Searchers are made of what all parts share and of the start; they never see the trainer.
+Searchers are built from the shared parts and the start data, without the trainer.
 """
 
 import dataclasses
 import functools
 import sys
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +40,6 @@ from tba_jax.run.model_parts import (
     searcher_shardings,
 )
 from tba_jax.run.shared import Shared, Sites, make_episodes, make_grader, make_vine
-from tba_jax.search.continuous import ContinuousSearch, TicketOffice
 from tba_jax.search.prompts import PromptStream
 from tba_jax.search.reference import Reference, make_reference_program
 from tba_jax.search.rollout import Sampler
@@ -183,10 +182,10 @@ def make_transport(
     """Make the weight transport; with adapters only they are published.
 
     Args:
-        config: of the run.
+        config: config of the run.
         policy: architecture that is trained.
         sites: sites of trainer and searchers.
-        workdir: of the run.
+        workdir: work directory of the run.
         base: frozen parameters under adapters; None without adapters.
         publish: program of a publication; None in a process that only reads.
         confirm: raises where this process no longer holds the work directory.
@@ -215,7 +214,6 @@ def make_transport(
             keep=config.sync.keep,
             timeout_s=timeout_s,
             layout=arrival.layout,
-            reads_back=config.placement != "fleet",
             confirm=confirm,
         )
     return MergingTransport(transport, merges) if merges else transport
@@ -398,14 +396,14 @@ def build_searchers(
     outboxes = tuple(Outbox(outbox_bytes(config)) for _ in sites.searchers)
     streams = tuple(_stream(shared, i) for i in range(len(sites.searchers)))
     given = None
-    if wants_given and shared.first_searcher == 0:
+    if wants_given and shared.sites.first_searcher == 0:
         given = make_start_data(config, task, shared.tokenizer, shared.model.config, sites)
     if given is not None:
         note(f"{given.num_responses:,} given responses come first, in {given.num_rounds:,} rounds")
     key = jax.random.key(config.seed)
     episodes = make_episodes(config, task, shared.tokenizer, shared.rewards.environments)
     samplers = [
-        Sampler(decoders[site], config.search, key, shared.first_searcher + i, episodes)
+        Sampler(decoders[site], config.search, key, shared.sites.first_searcher + i, episodes)
         for i, site in enumerate(sites.searchers)
     ]
     graders = [
@@ -415,7 +413,7 @@ def build_searchers(
     searchers = tuple(
         Searcher(
             SearchParts(
-                index=shared.first_searcher + i,
+                index=shared.sites.first_searcher + i,
                 stream=streams[i],
                 weights=functools.partial(transport.latest, i),
                 sampler=samplers[i],
@@ -427,7 +425,7 @@ def build_searchers(
                 shares_prompts=config.batch.share_prompts,
                 vine=make_vine(config, samplers[i], graders[i]),
             ),
-            given if shared.first_searcher + i == 0 else None,
+            given if shared.sites.first_searcher + i == 0 else None,
         )
         for i, site in enumerate(sites.searchers)
     )
@@ -439,8 +437,8 @@ def _stream(shared: Shared, i: int) -> PromptStream:
     return PromptStream(
         shared.task,
         shared.tokenizer,
-        searcher=shared.first_searcher + i,
-        num_searchers=shared.num_searchers,
+        searcher=shared.sites.first_searcher + i,
+        num_searchers=shared.sites.num_searchers,
         ownership=ownership_of(config),
         seed=config.seed,
         max_prompt_tokens=config.task.max_prompt_tokens,
@@ -467,17 +465,3 @@ def swaps_in_flight(config: Config) -> bool:
     needs_behavior = config.objective.built.needs_behavior
     swap = config.search.swap
     return swap == "in_flight" or (swap == "auto" and not needs_behavior)
-
-
-def make_searches(
-    config: Config,
-    searchers: Sequence[Searcher],
-    admission: TicketOffice,
-    log_event: Callable[[Mapping[str, Any]], None],
-) -> list[ContinuousSearch]:
-    """Return the continuous searches of this process's searchers."""
-    in_flight = swaps_in_flight(config)
-    return [
-        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)
-        for searcher in searchers
-    ]

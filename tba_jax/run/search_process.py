@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ from tba_jax.run.search_parts import (
     make_transport,
     swaps_in_flight,
 )
-from tba_jax.run.shared import Seat, Shared, Sites, open_shared
+from tba_jax.run.shared import Shared, Sites, open_shared
 from tba_jax.search.continuous import ContinuousSearch
 from tba_jax.search.searcher import Searcher
 from tba_jax.weights.merged_adapters import MergingTransport
@@ -75,39 +75,15 @@ STOP_S = 10.0
 """Time that threads get to end their current step."""
 _CHECK_S = 0.1  # between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # between two join requests to a trainer that does not respond
-_UNUSED_S = 60.0  # after which a version that nobody evaluates is dropped
-
-
-class Weights(Protocol):
-    """Policy weights on the devices of the searchers of a process."""
-
-    def reset(self, version: int) -> None:
-        """Forget all versions: this one is the newest of the search server that was joined."""
-        ...
-
-    def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
-        """Set the newest complete version, and the versions under evaluation."""
-        ...
-
-    def poll(self) -> bool:
-        """Load what was announced; called by a worker of its own."""
-        ...
-
-    def newest(self, i: int) -> int:
-        """Return the version that the i-th searcher would sample with, -1 for none."""
-        ...
-
-    def at(self, version: int, i: int) -> Any:
-        """Return a version for the i-th searcher; None where it is gone."""
-        ...
+_UNUSED_S = 60.0  # after which a version without evaluation is dropped
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredWeights:
-    """`Weights` that are read from the work directory.
+    """Weights on the devices of the searchers of a process, read from the work directory.
 
     Args:
-        shared: what the searchers stand on.
+        shared: parts that every process of the run opens.
         transport: from which the searchers take weights.
         reader: reads published versions for it.
     """
@@ -117,21 +93,26 @@ class StoredWeights:
     reader: VersionReader
 
     def reset(self, version: int) -> None:
+        """Forget all versions: this one is the newest of the search server that was joined."""
         self.reader.forget()
-        self.reader.ring(version)
+        self.reader.announce(version)
 
     def announce(self, version: int, evaluated: tuple[int, ...]) -> None:
+        """Set the newest complete version, and the versions under evaluation."""
         del evaluated
-        self.reader.ring(version)
+        self.reader.announce(version)
 
     def poll(self) -> bool:
+        """Load what was announced; called by a worker of its own."""
         return self.reader.poll(DELIVERY_S)
 
     def newest(self, i: int) -> int:
+        """Return the version that the i-th searcher would sample with, -1 for none."""
         published = self.reader.latest(i)
         return -1 if published is None else published.version
 
     def at(self, version: int, i: int) -> Any:
+        """Return a version for the i-th searcher; None where it is gone."""
         latest = self.transport.latest(i)
         if latest is not None and latest.version == version:
             return latest.params
@@ -147,9 +128,10 @@ class StoredWeights:
 
 
 class PublishedWeights:
-    """`Weights` that a trainer process publishes in memory to its own searchers.
+    """Weights that a trainer process publishes in memory to its own searchers.
 
-    A version that is evaluated is kept after newer ones were published.
+    The methods are those of `StoredWeights`. A version that is evaluated is kept after newer ones
+    were published.
 
     Args:
         transport: from which the searchers take weights.
@@ -247,22 +229,22 @@ class SearchProcess:
     """The searchers of a process, before they have joined.
 
     Attributes:
-        searchers: their IDs in the run.
-        weights: what they sample with.
+        weights: source of the weights that the searchers sample with.
         evaluator: works on evaluation shards, with a station for each searcher.
+        wants_stop: returns whether this process has a request to stop; reported to the owner.
         first_positions: state of each prompt stream before its first prompt.
-        clock: running time of the run, set by the join response.
-        wants_stop: whether this process was told to stop, which the owner hears of.
     """
 
     shared: Shared
     search: Search
-    searchers: tuple[int, ...]
-    weights: Weights
+    weights: StoredWeights | PublishedWeights
     evaluator: Evaluator
-    first_positions: tuple[Mapping[str, Any], ...]
-    clock: RunClock
     wants_stop: Callable[[], bool] = lambda: False
+    first_positions: tuple[Mapping[str, Any], ...] = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        positions = tuple(stream.state() for stream in self.search.streams)
+        object.__setattr__(self, "first_positions", positions)
 
 
 def open_search_process(
@@ -278,21 +260,23 @@ def open_search_process(
 
     Args:
         config: validated.
-        workdir: of the run; every machine sees it.
+        workdir: work directory of the run; every machine sees it.
         searchers: consecutive searcher IDs.
         note: receives one line about the task.
-        cluster: of this process alone, in a job where others train; None: of a fleet.
-        wants_stop: whether this process was told to stop.
+        cluster: cluster of this process alone, in a job whose other processes train; None: the
+            process belongs to a fleet.
+        wants_stop: returns whether this process has a request to stop.
 
     Raises:
         PlacementError: too few devices. ValueError: as `open_shared`.
     """
-    clock = RunClock(time.perf_counter, time.perf_counter())
-    seat = None
-    if cluster is None:
-        seat = Seat(_sites(config), searchers[0], config.fleet.max_searchers)
     shared = open_shared(
-        config, workdir, cluster=cluster or Cluster(), clock=clock, note=note, seat=seat
+        config,
+        workdir,
+        cluster=cluster or Cluster(),
+        clock=RunClock(time.perf_counter, time.perf_counter()),  # the join response sets it
+        note=note,
+        sites=_fleet_sites(config, searchers[0]) if cluster is None else None,
     )
     plain, mesh = shared.model.config, shared.sites.trainer.mesh
     references, base = {}, None
@@ -319,24 +303,10 @@ def open_search_process(
     graders = [searcher.parts.grader for searcher in search.local]
     evaluator = build_evaluator(shared, search.decoders, graders, references, note)
     weights = StoredWeights(shared, transport, reader)
-    return make_search_process(shared, search, weights, evaluator, clock, wants_stop)
+    return SearchProcess(shared, search, weights, evaluator, wants_stop)
 
 
-def make_search_process(
-    shared: Shared,
-    search: Search,
-    weights: Weights,
-    evaluator: Evaluator,
-    clock: RunClock,
-    wants_stop: Callable[[], bool],
-) -> SearchProcess:
-    """Connect the parts; arguments as the fields of `SearchProcess`."""
-    positions = tuple(stream.state() for stream in search.streams)
-    indices = tuple(searcher.index for searcher in search.local)
-    return SearchProcess(shared, search, indices, weights, evaluator, positions, clock, wants_stop)
-
-
-def _sites(config: Config) -> Sites:
+def _fleet_sites(config: Config, first_searcher: int) -> Sites:
     """All devices of this process for its searchers; the first ones' devices read weights."""
     each, num = config.search.num_devices, config.num_searchers
     devices = jax.local_devices()
@@ -350,7 +320,9 @@ def _sites(config: Config) -> Sites:
     reading = Mesh(np.array(groups[0]).reshape(1, 1, each), MESH_AXES)
     lock = device_lock_for([reading, *meshes], timeout_s=config.log.watchdog_s / 2)
     where = Site(reading, lock)
-    return Sites(where, where, tuple(Site(mesh, lock) for mesh in meshes))
+    searching = tuple(Site(mesh, lock) for mesh in meshes)
+    num_searchers = config.fleet.max_searchers
+    return Sites(where, where, searching, first_searcher, num_searchers, trains=False)
 
 
 def search(
@@ -379,10 +351,11 @@ def search(
         timeout_s = 2 * config.fleet.trainer_silence_s
     stop = StopFlag() if stop is None else stop
     local = process.search.local
+    indices = tuple(searcher.index for searcher in local)
     given = tuple((s.num_given, s.num_given_rounds) for s in local)
     while not stop.is_set():
-        request = JoinRequest(process.searchers, host, identity, given)
-        response = _join(server, request, process.clock, timeout_s, stop)
+        request = JoinRequest(indices, host, identity, given)
+        response = _join(server, request, process.shared.clock, timeout_s, stop)
         if response is None:
             break
         if response.refusal == RUN_ENDED:
@@ -391,7 +364,7 @@ def search(
         if response.refusal:
             return f"refused: {response.refusal}"
         try:
-            _search_once(process, server, response, timeout_s, stop)
+            _search_once(process, server, response, timeout_s, stop, log)
         except Rewind as rewind:
             log(str(rewind))
         except Dismissed as dismissed:
@@ -430,6 +403,7 @@ def _search_once(
     response: JoinResponse,
     timeout_s: float,
     outer: StopFlag,
+    log: Callable[[str], None],
 ) -> None:
     """Search for this search server until a client raises Rewind or Dismissed, or `outer`."""
     stop = StopFlag()
@@ -439,7 +413,7 @@ def _search_once(
         *(
             worker
             for i, start in enumerate(response.starts)
-            for worker in _workers(process, i, start, server, stop, timeout_s)
+            for worker in _workers(process, i, start, server, stop, timeout_s, log)
         ),
     ]
     for worker in workers:
@@ -472,6 +446,7 @@ def _workers(
     server: SearchRequests,
     stop: StopFlag,
     timeout_s: float,
+    log: Callable[[str], None],
 ) -> list[Worker]:
     """Return the workers of one searcher: decoding, grading, messages."""
     config, weights = process.shared.config, process.weights
@@ -496,7 +471,7 @@ def _workers(
         )
 
     def step() -> bool:
-        """Work: evaluation shards before chunks, given responses before sampled ones."""
+        """Evaluate a leased shard, else commit given responses, else sample responses."""
         if (lease := leased.start()) is not None:
             leased.finish(lease, _evaluate(process, i, *lease))
             return True
@@ -527,6 +502,7 @@ def _workers(
             ),
             trace=trace,
             versions=weights.announce,
+            log=log,
         ),
         clock=time.monotonic,
         timeout_s=timeout_s,

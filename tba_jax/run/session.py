@@ -1,30 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run from its config to its report, for the command and for whoever calls from Python.
+"""A run from its config to its report: in one process, with a bucket, as a fleet, or as a job.
 
-It claims the work directory and joins the processes; `conduct` does the rest. Imports nothing
-heavy before there is something to do. Flags, and what is printed, belong to the command.
+Each function claims the work directory and joins the processes; `conduct` does the rest. Nothing
+heavy is imported before there is something to do. In a job of `jax.distributed` every process
+calls `run_job`; the placement says which of them train, search, or do both. They exchange the
+command and the owner's address first; afterwards processes that only search take part in no
+collective.
 """
 
+import contextlib
+import gc
+import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from tba_jax.config.schema import Config
-from tba_jax.devices.placement import MODES
-from tba_jax.run.errors import UserError
-from tba_jax.run.peers import start_cluster
+from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.schema import Config, flatten
+from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
+from tba_jax.devices.placement import MODES, arrange
+from tba_jax.devices.slices import hosts_of
+from tba_jax.remote.channel import Unreachable
+from tba_jax.remote.messages import RUN_ENDED, JoinRequest
+from tba_jax.remote.search_channel import RemoteSearchServer
+from tba_jax.run.errors import OutOfMemory, UserError
+from tba_jax.run.peers import Follower, connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_or_continue,
+    begin_run,
     claim,
+    claim_together,
     finished_before,
     holds_run,
+    inspect,
     is_finished,
 )
 
 if TYPE_CHECKING:
     from tba_jax.run.schedule_replay import Schedule
+
+T = TypeVar("T")
+Lower = Callable[[Config], Config | None]
+"""Returns the config with smaller choices; None where the run chose nothing that can be smaller."""
+_POLL_S = 1.0  # between two questions of an idle process whether the run has ended
 
 
 def train(
@@ -35,6 +55,7 @@ def train(
     accept_changed: Collection[str] = (),
     schedule: "Schedule | None" = None,
     start_s: float | None = None,
+    lower: Lower = lambda config: None,
 ) -> Outcome:
     """Train in this process: begin a run, or continue the one in the work directory.
 
@@ -42,9 +63,10 @@ def train(
         config: validated; its placement is not pod.
         workdir: is created, or holds a run with this config.
         interrupted: checked between steps; an interrupted run can be continued.
-        accept_changed: of `identity.KINDS`, what may have changed since the run was saved.
+        accept_changed: of `host_state.KINDS`, what may have changed since the run was saved.
         schedule: schedule to replay; the directory must not hold a run.
         start_s: `time.perf_counter` at the start of the run's time; None: now.
+        lower: as in `_attempt`; by default a run that exceeds the device memory ends.
 
     Raises:
         UserError: the directory holds another run, or another process holds it; model, data or
@@ -63,16 +85,53 @@ def train(
         cluster = start_cluster(config)
         from tba_jax.run.conduct import conduct, replaying
 
-        return conduct(
-            config,
-            workdir,
-            cluster,
-            interrupted,
-            hold=hold,
-            accept_changed=accept_changed,
-            start_s=start_s,
-            drive=None if schedule is None else replaying(schedule),
-        )
+        def again(smaller: Config, line: str) -> None:
+            begin_run(workdir, smaller, inspect(workdir).run_id)
+            print(line, flush=True)
+
+        def run(config: Config) -> Outcome:
+            return conduct(
+                config,
+                workdir,
+                cluster,
+                interrupted,
+                hold=hold,
+                accept_changed=accept_changed,
+                start_s=start_s,
+                drive=None if schedule is None else replaying(schedule),
+            )
+
+        return _attempt(config, run, lower, again)
+
+
+def _attempt(
+    config: Config,
+    run: Callable[[Config], T],
+    lower: Lower,
+    again: Callable[[Config, str], None],
+) -> T:
+    """Return what a run returns; where device memory runs out, make it again with smaller choices.
+
+    Args:
+        config: of the run.
+        run: makes the run with a config.
+        lower: chooses smaller.
+        again: prepares the second run; receives its config, and a line for the user.
+
+    Raises:
+        OutOfMemory: there is nothing to lower, or memory runs out again.
+    """
+    try:
+        return run(config)
+    except OutOfMemory as error:
+        smaller, reason = lower(config), error.reason
+        if smaller is None:
+            raise
+    gc.collect()  # arrays of the first run, which frames of its error have kept
+    before, after = flatten(config), flatten(smaller)
+    changes = ", ".join(f"{n}={v} (was {before[n]})" for n, v in after.items() if v != before[n])
+    again(smaller, f"device memory ran out before the first update: {changes}. {reason}")
+    return run(smaller)
 
 
 def train_in_bucket(
@@ -162,3 +221,152 @@ def _train_fleet(
         )
     finally:
         display.close()
+
+
+class Roles(NamedTuple):
+    """What the processes of a job do, by their numbers.
+
+    Attributes:
+        train: processes with devices of the trainer; the first owns the replay buffer.
+        search: IDs of the searchers of each process that has some.
+    """
+
+    train: tuple[int, ...]
+    search: Mapping[int, tuple[int, ...]]
+
+
+def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
+    """Return what every process of a job does.
+
+    Args:
+        config: config of the run.
+        devices: devices of all processes.
+
+    Raises:
+        PlacementError: the devices cannot be divided as the placement says.
+    """
+    hosts = hosts_of(devices)
+    found = {h: arrange(config.placement, devices, asked(config), h) for h in hosts}
+    train = tuple(hosts_of(found[hosts[0]].trainer))
+    search = {
+        h: tuple(range(a.first_searcher, a.first_searcher + len(a.groups)))
+        for h, a in found.items()
+        if a.groups
+    }
+    return Roles(train, search)
+
+
+def run_job(
+    config: Config,
+    workdir: Path,
+    cluster: Cluster,
+    interrupted: Callable[[], bool],
+    *,
+    accept_changed: Collection[str],
+    start_s: float,
+    held: contextlib.ExitStack,
+) -> tuple[Cluster, Outcome | None]:
+    """Do what this process of a job does, until the run ends or is interrupted.
+
+    Args:
+        config: validated.
+        workdir: work directory of the run; every process sees it.
+        cluster: all processes of the job, all of which call this.
+        interrupted: returns whether this process has a request to stop.
+        accept_changed: as in `conduct`.
+        start_s: `time.perf_counter` when the run's time began to count.
+        held: releases the work directory and the channel when it closes.
+
+    Returns:
+        The processes that train, and the outcome; None in a process that only searches.
+
+    Raises:
+        UserError: the commands of the processes differ, or the work directory is refused.
+        PeerError: another process is gone. Else what `conduct` raises.
+    """
+    import jax
+
+    from tba_jax.run.conduct import conduct
+
+    validate_devices(config, len(jax.local_devices()), cluster.num_processes)
+    roles = roles_of(config, jax.devices())
+    is_finished, hold = claim_together(cluster, config, workdir, held, owner=roles.train[0])
+    trains = cluster.number in roles.train
+    if is_finished:
+        trainers = cluster.among(roles.train) if trains else cluster
+        return trainers, finished_before(config, workdir) if trains else None
+    link = connect(config, cluster, roles.train)
+    if link is not None:
+        held.callback(link.close)
+    if not trains:
+        assert isinstance(link, Follower)
+        _search(config, workdir, cluster, link, roles, interrupted)
+        return cluster, None
+    trainers = cluster.among(roles.train)
+    with peer_errors(trainers):
+        outcome = conduct(
+            config,
+            workdir,
+            trainers,
+            interrupted,
+            hold=hold,
+            accept_changed=accept_changed,
+            start_s=start_s,
+            link=link,
+        )
+    return trainers, outcome
+
+
+def _search(
+    config: Config,
+    workdir: Path,
+    cluster: Cluster,
+    link: Follower,
+    roles: Roles,
+    interrupted: Callable[[], bool],
+) -> None:
+    """Search until the run ends; a process without searchers waits for the end."""
+    from tba_jax.run.search_process import open_search_process, search
+
+    server = RemoteSearchServer(link.channel)
+    host = f"process {cluster.number} on {socket.gethostname()}"
+    searchers = roles.search.get(cluster.number)
+    if searchers is None:
+        _wait_for_end(server, host, config.log.watchdog_s)
+        return
+    process = open_search_process(
+        config,
+        workdir,
+        searchers,
+        lambda text: None,
+        cluster=cluster.alone(),
+        wants_stop=interrupted,
+    )
+    try:
+        process.shared.rewards.check()
+        reason = search(process, server, host, lambda text: None)
+    finally:
+        process.shared.rewards.close()
+    if not reason.endswith(RUN_ENDED):
+        raise PeerError(f"process {cluster.number} may not search: {reason}")
+
+
+def _wait_for_end(server: RemoteSearchServer, host: str, limit_s: float) -> None:
+    """Wait until the run ends.
+
+    Raises:
+        PeerError: the owner does not respond for `limit_s`.
+    """
+    last_s = time.monotonic()
+    while True:
+        try:
+            if server.join(JoinRequest((), host, {})).refusal == RUN_ENDED:
+                return
+            last_s = time.monotonic()
+        except Unreachable as error:
+            if time.monotonic() - last_s > limit_s:
+                raise PeerError(
+                    f"the first trainer process has not responded for {limit_s:.0f} s ({error}). "
+                    f"{CONTINUE}"
+                ) from error
+        time.sleep(_POLL_S)

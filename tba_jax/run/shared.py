@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all parts of a run stand on: config, placement, task, model, rewards, checkpoints.
+"""Parts that every process of a run opens: config, placement, task, model, rewards, checkpoints.
 
-A process that only searches, or only evaluates, opens the same. It makes no searcher and no
-trainer, and reads no weights but those of rewards. Invariant: a config whose devices, rewards or
+Processes that only search or only evaluate open the same parts. This module makes no searcher and
+no trainer, and reads only the weights of rewards. Invariant: a config whose devices, rewards or
 judge cannot be used is refused here, before anything is decoded.
 """
 
@@ -19,11 +19,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import has_trainer_group, transport_of, writes_versions
+from tba_jax.config.resolved import transport_of, writes_versions
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.device_lock import device_lock_for
-from tba_jax.devices.placement import MODES
 from tba_jax.devices.sharding import MESH_AXES, Placement, place
 from tba_jax.devices.site import Site
 from tba_jax.environments.episodes import Episodes
@@ -36,9 +35,9 @@ from tba_jax.rewards.kinds import FUNCTIONS, Use, kind_of
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RemoteRewards, RewardSource
 from tba_jax.run.checkpoint import Checkpoints, Saving
-from tba_jax.run.host_state import Facts, RunClock
-from tba_jax.run.identity import code_name, fingerprints, run_id_of
+from tba_jax.run.host_state import Facts, RunClock, code_name, fingerprints
 from tba_jax.run.model_parts import describe_model, policy_config
+from tba_jax.run.workdir import run_id_of
 from tba_jax.search.rollout import Sampler
 from tba_jax.search.vine import Vine
 from tba_jax.tasks.mixture import Mixture
@@ -56,13 +55,7 @@ def place_run(config: Config, devices: Sequence[Any], process_index: int = 0) ->
     Raises:
         PlacementError: the devices cannot be divided so.
     """
-    wanted = asked(config)
-    if has_trainer_group(config):
-        mesh = np.array(sorted(devices, key=lambda d: (d.process_index, d.id)))
-        return Placement(
-            Mesh(mesh.reshape(wanted.mesh), MESH_AXES), (), num_searchers=wanted.num_searchers
-        )
-    return place(config.placement, devices, wanted, process_index)
+    return place(config.placement, devices, asked(config), process_index)
 
 
 def reading_mesh(model_config: TransformerConfig, devices: Sequence[Any]) -> Mesh:
@@ -207,6 +200,12 @@ def make_episodes(
     if environments is None:
         return None
     environments.check()
+    has_other = config.task.reward or task.reward or config.reward.model_path
+    if not (environments.has_reward or has_other):
+        raise ValueError(
+            f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
+            "set. Add the method, or set --config.task.reward=my_rewards.py:score"
+        )
     search = config.search
     episodes = Episodes(environments, tokenizer, search.max_turns, search.max_episodes)
     if isinstance(task.eval_problem(0)[0], list):
@@ -280,7 +279,7 @@ def make_gold(
         config: the config.
         task: its task.
         policy_tokenizer: of the responses.
-        site: of the searcher that evaluates; a model is divided over it.
+        site: site of the searcher that evaluates; a model is divided over it.
 
     Raises:
         ValueError: it cannot be used, there is nothing to compare responses with, or the task's
@@ -306,7 +305,7 @@ def make_gold(
         return FUNCTIONS.make(config, use)
     if task.metric == "win_rate":
         raise ValueError(
-            f"task {task.name} is judged by its win rate, and nothing judges; set "
+            f"task {task.name} has the metric win rate, which needs a judge; set "
             "--config.eval.gold_model to a reward model other than the one that trains, or "
             "--config.eval.gold_reward=package.module:function"
         )
@@ -320,20 +319,6 @@ def make_vine(config: Config, sampler: Sampler, grader: Grader) -> Vine | None:
     return Vine(sampler, grader, config.search.vine_tokens, config.search.vine_samples)
 
 
-class Seat(NamedTuple):
-    """Placement and IDs of the searchers of a process that only searches.
-
-    Attributes:
-        sites: sites; weights are read on the trainer's.
-        first_searcher: ID of the first searcher of this process.
-        num_searchers: searchers of the whole run.
-    """
-
-    sites: Sites
-    first_searcher: int
-    num_searchers: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Shared:
     """Parts that trainer, searchers and evaluator of a process share.
@@ -341,8 +326,6 @@ class Shared:
     Attributes:
         cluster: the processes of the run.
         clock: seconds of running time, accumulated over resumes.
-        first_searcher: ID of the first searcher of this process.
-        num_searchers: searchers of all processes.
         model: the start model.
     """
 
@@ -356,20 +339,11 @@ class Shared:
     tokenizer: Tokenizer
     rewards: Rewards
     checkpoints: Checkpoints
-    first_searcher: int
-    num_searchers: int
 
     @property
     def policy(self) -> TransformerConfig:
         """Return the architecture that is trained."""
         return policy_config(self.config, self.model.config)
-
-    @property
-    def stations(self) -> range:
-        """Return the indices of this process's searchers that evaluate."""
-        elsewhere = MODES[self.config.placement].searches_elsewhere
-        number = len(self.sites.searchers)
-        return range(min(1, number) if elsewhere else number)
 
     @property
     def is_follower(self) -> bool:
@@ -381,7 +355,7 @@ class Shared:
         """Return the facts that checkpoints of this run hold; reads files of model and data."""
         return Facts(
             self.config.seed,
-            self.num_searchers,
+            self.sites.num_searchers,
             run_id_of(self.workdir),
             fingerprints(self.config, self.task, self.model.folder),
             config=flatten(self.config),
@@ -405,7 +379,7 @@ def open_shared(
     cluster: Cluster,
     clock: RunClock,
     note: Callable[[str], None],
-    seat: Seat | None = None,
+    sites: Sites | None = None,
     confirm: Callable[[], None] = lambda: None,
 ) -> Shared:
     """Place the run on its devices and open the shared parts.
@@ -416,7 +390,7 @@ def open_shared(
         cluster: the processes of the run; all of them call this function.
         clock: clock that started with the process.
         note: receives one line about the task.
-        seat: placement of a process that only searches; such a process writes no checkpoints.
+        sites: of a process that only searches and takes part in no job; None: as the config says.
         confirm: raises where this process no longer holds the work directory.
 
     Raises:
@@ -424,14 +398,10 @@ def open_shared(
         ValueError: model folder, data or reward function are not usable; says which and why.
     """
     folder = Path(workdir).absolute()
-    if seat is None:
+    if sites is None:
         validate_devices(config, len(jax.local_devices()), jax.process_count())
         # In a job of one process these are the local devices.
         sites = open_sites(config, place_run(config, jax.devices(), cluster.number))
-        seat = Seat(sites, sites.first_searcher, sites.num_searchers)
-        is_reader = not sites.trains
-    else:
-        sites, is_reader = seat.sites, True
     task = make_task(config)
     # Before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
@@ -452,10 +422,8 @@ def open_shared(
             str(folder / "checkpoints"),
             keep=config.checkpoint.keep,
             timeout_s=config.checkpoint.timeout_s,
-            read_only=is_reader,
+            read_only=not sites.trains,
             processes=Saving(cluster.members, keeps_state=cluster.is_primary),
             confirm=confirm,
         ),
-        first_searcher=seat.first_searcher,
-        num_searchers=seat.num_searchers,
     )

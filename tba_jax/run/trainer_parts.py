@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,10 +13,11 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
+from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config
 from tba_jax.devices import xla
 from tba_jax.devices.precompilation import Precompiler
-from tba_jax.devices.sharding import placed_shapes
+from tba_jax.devices.sharding import batch_axes, placed_shapes
 from tba_jax.flow.batch import Batch, PackedBatch
 from tba_jax.flow.packing import Packing
 from tba_jax.models import lora
@@ -72,7 +74,7 @@ def make_step_settings(
         micro_batch_rows=micro_batch_rows(config),
         row_multiple=_row_parts(config, mesh) * objective.minibatches,
         is_whole=groups_stay_whole(config),
-        remat=config.model.remat,
+        remat=remat_of(config),
         epochs=objective.epochs,
         minibatches=objective.minibatches,
         shows_tokens=True,
@@ -106,9 +108,9 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
     """Return how draws become the rows of a batch.
 
     Args:
-        config: of the run.
-        pad_id: of the tokenizer.
-        mesh: of the trainer; None: as `config.mesh`.
+        config: config of the run.
+        pad_id: padding token of the tokenizer.
+        mesh: mesh of the trainer; None: as `config.mesh`.
     """
     objective = config.objective.built
     return Packing(
@@ -131,8 +133,8 @@ def make_packing(config: Config, pad_id: int, mesh: Mesh | None = None) -> Packi
 def _row_parts(config: Config, mesh: Mesh | None) -> int:
     """Return the number of devices that share the rows of a batch."""
     if mesh is None:
-        return config.mesh.data * config.mesh.fsdp
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+        return config.mesh.data * config.mesh.fsdp * config.mesh.expert
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 def make_step_shardings(
@@ -167,7 +169,7 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
     """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint.
 
     Args:
-        config: of the run.
+        config: config of the run.
         model_config: the architecture.
         mesh: any mesh with the axes `sharding.MESH_AXES`.
     """
@@ -300,6 +302,8 @@ def own_batches(shared: Shared, buffer: ReplayBuffer, peers: Peers) -> OwnBatche
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
+        # Without newer weights a strict bound would admit no tickets, and no step would follow.
+        needs_versions=config.replay.late == "wait",
         peers=peers,
     )
 

@@ -204,7 +204,7 @@ def _check_kind(path: Path) -> None:
 
 
 def _check_beginning(path: Path) -> None:
-    """Refuse a file that no run has written: it begins in another way."""
+    """Refuse a file whose first bytes differ from those that a run writes."""
     wanted = _PAGE_BEGINNING if path.name == "report.html" else _BEGINNINGS.get(path.name, b"")
     if _SCHEDULE.fullmatch(path.name):
         wanted = _BEGINNINGS["metrics.jsonl"]
@@ -231,8 +231,8 @@ def _run_of(path: Path) -> tuple[str, dict[str, object]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         why = f"there is no {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
-            f"{path} is not readable as the config of a run of tba_jax ({why}). Put it back as it "
-            "was, or give another --workdir"
+            f"{path} is not readable as the config of a run of tba_jax ({why}). Restore the "
+            "file, or give another --workdir"
         ) from error
     return run_id, config
 
@@ -384,10 +384,18 @@ def saved_config(workdir: Path) -> dict[str, Any]:
             raise TypeError(f"config is a {type(config).__name__}")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{path} is not readable as the config of a run ({error}). Put it back as it was, or "
+            f"{path} is not readable as the config of a run ({error}). Restore the file, or "
             "give another --workdir"
         ) from error
     return config
+
+
+def run_id_of(workdir: str | os.PathLike[str]) -> str:
+    """Return the run ID in the config.json of a work directory; "" without one."""
+    try:
+        return str(sealed.read(Path(workdir) / "config.json").get("run_id", ""))
+    except (OSError, ValueError):
+        return ""  # parts of a run that were built without a claimed directory
 
 
 def begun_config(workdir: Path) -> dict[str, Any]:
@@ -414,6 +422,7 @@ def begin_run(workdir: Path, config: Config, run_id: str = "") -> None:
     path = workdir / "config.json"
     facts = {
         "config": config_lib.flatten(config),
+        "chosen": dict(config.chosen),
         "versions": versions(),
         "run_id": run_id or uuid.uuid4().hex[:16],
     }
@@ -431,7 +440,7 @@ def begin_or_continue(workdir: Path, config: Config) -> bool:
 
     Args:
         workdir: held by this process.
-        config: of the run.
+        config: config of the run.
 
     Raises:
         UserError: as `holds_run` and `begin_run`.

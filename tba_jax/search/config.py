@@ -34,7 +34,11 @@ class SearchSettings(Section):
         at_least=1,
         on_resume=True,
     )
-    num_slots: int = field(0, "responses decoded at a time; 0: all of a round", at_least=0)
+    num_slots: int = field(
+        0,
+        "responses decoded at a time; 0: all of a round, or as many as fit the devices",
+        at_least=0,
+    )
     chunk_steps: int = field(
         8,
         "decode steps between two checks by the host; a finished slot idles for half of them on "

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tba_jax.decoding.requests import Statistics
-from tba_jax.environments.episodes import EpisodeSession
+from tba_jax.environments.episodes import EpisodeSession, TakenAnswer
 from tba_jax.flow.rounds import PhaseTimes, RoundCommit, RoundReport
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.groups import measure
@@ -73,8 +73,8 @@ class Finished(NamedTuple):
     published: Published | None = None
 
 
-class TicketOffice(Protocol):
-    """Admission, as seen by a searcher."""
+class SearcherAdmission(Protocol):
+    """The methods of `Admission` that a searcher calls."""
 
     def admit(self, searcher: int, version: int) -> bool:
         """Return whether this searcher may begin a prompt with this version; if so, count it."""
@@ -98,7 +98,7 @@ class ContinuousSearch:
     def __init__(
         self,
         searcher: Searcher,
-        admission: TicketOffice,
+        admission: SearcherAdmission,
         *,
         swaps_in_flight: bool,
         log_event: LogEvent,
@@ -133,12 +133,19 @@ class ContinuousSearch:
         self.advance(None if is_draining else published, tickets)
         return True
 
-    def advance(self, published: Published | None, tickets: Sequence[Ticket]) -> None:
+    def advance(
+        self,
+        published: Published | None,
+        tickets: Sequence[Ticket],
+        replayed: Sequence[TakenAnswer] | None = None,
+    ) -> None:
         """Decode one chunk.
 
         Args:
             published: weights to swap in if they are newer; None: keep the session's.
             tickets: submitted before the chunk.
+            replayed: responses of environments from a log; None: send requests to
+                environments.
         """
         session = self._session
         if published is not None:
@@ -151,10 +158,13 @@ class ContinuousSearch:
             is_swapped = True
         for ticket in tickets:
             self._submit(session, ticket)
+        answers: dict[str, Any] = {}
+        if isinstance(session, EpisodeSession) and (taken := session.take_answers(replayed)):
+            answers = {"answers": taken}
         number = self.searcher.num_chunks
         # Counted before logging, so that a checkpoint with the log line has the count.
         self.searcher.num_chunks += 1
-        if tickets or is_swapped or self._is_first:
+        if tickets or is_swapped or self._is_first or answers:
             self._log_event(
                 {
                     "event": "chunk",
@@ -163,6 +173,7 @@ class ContinuousSearch:
                     "begins": self._is_first,
                     "version": session.version,
                     "tickets": [ticket.number for ticket in tickets],
+                    **answers,
                 }
             )
             self._is_first = False
@@ -229,7 +240,7 @@ class ContinuousSearch:
         self._published = published if self._parts.vine is not None else None
 
     def _admit(self, session: Session | EpisodeSession, version: int) -> list[Ticket]:
-        """Prompts for the free slots, to begin with weights of this version."""
+        """Return tickets for the free slots, admitted with weights of this version."""
         tickets: list[Ticket] = []
         size = self._settings.samples_per_prompt
         # At most a session's worth waits for grading, however slow that is.
@@ -267,7 +278,7 @@ class ContinuousSearch:
         )
 
     def _decode(self, session: Session | EpisodeSession) -> None:
-        """One chunk; tickets that are complete go to whoever grades."""
+        """Decode one chunk; complete tickets go to the grader."""
         for response in session.step():
             group = self._open[response.request]
             temperature = group.temperatures[response.sample]

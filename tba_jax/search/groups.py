@@ -246,6 +246,9 @@ def _assemble(
 def measure(rollouts: Sequence[Rollout], grades: Grades, num_drawn_tokens: int) -> RoundMetrics:
     """Return metrics of the responses; `num_drawn_tokens` is 0 for given responses."""
     responses = [(i, y.tokens) for i, r in enumerate(rollouts) for y in r.transcripts]
+    waited_s = [y.environment_s for r in rollouts for y in r.transcripts]
+    known_s = [seconds for seconds in waited_s if seconds is not None]
+    waited = {"environment_s": float(np.mean(known_s))} if known_s else {}
     are_cut = [not y.has_eos for r in rollouts for y in r.transcripts]
     rewards = iter(grades.rewards)
     groups = [set(itertools.islice(rewards, len(r.transcripts))) for r in rollouts]
@@ -257,5 +260,5 @@ def measure(rollouts: Sequence[Rollout], grades: Grades, num_drawn_tokens: int) 
         kind_share=grades.kind_share,
         cut_share=float(np.mean(are_cut)),
         equal_rewards_share=float(np.mean([len(group) == 1 for group in groups if group])),
-        reward_parts=part_means(grades.parts),
+        further={**part_means(grades.parts), **waited},
     )

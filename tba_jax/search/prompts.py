@@ -31,7 +31,7 @@ class Encoder(Protocol):
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """Number of characters of the longest token."""
         ...
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
@@ -119,7 +119,9 @@ def _formatted(messages: Messages, tokenizer: Encoder, where: str) -> str:
     try:
         return tokenizer.format_chat(messages)
     except ValueError as error:
-        raise ValueError(f"{where} is a chat, by the data or by task.chat: {error}") from error
+        raise ValueError(
+            f"{where} is a chat (in the data, or by task.chat=True): {error}"
+        ) from error
 
 
 def train_prompt(

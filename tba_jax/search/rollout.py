@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollouts: prompts and a sampler give transcripts, with the author of each token.
 
-A response is one turn of the policy, or an episode of several with what an environment said
-between. This module knows neither reward functions nor references. Invariant: a transcript has the
-log-prob of the distribution that each of its sampled tokens was drawn from.
+A response is one turn of the policy, or an episode of several turns with an environment's
+observations between them. Invariant: a transcript has the log-prob of each sampled token under the
+distribution that the token was drawn from.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from tba_jax.decoding.engine import Decoded, Decoder, row_keys
 from tba_jax.decoding.keys import fold_in, key_data
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.session import Session
-from tba_jax.environments.episodes import Episode, Episodes, EpisodeSession
+from tba_jax.environments.episodes import Episode, Episodes, EpisodeSession, ReplayedEnvironment
 from tba_jax.flow.trajectory import FinishReason, Prompt
 from tba_jax.rewards.source import Verdict
 from tba_jax.search.config import SearchSettings
@@ -41,6 +41,7 @@ class Transcript(NamedTuple):
         temperature: it was drawn at.
         finish: why it ended; None: `has_eos` says.
         verdict: of its environment; None: reward functions are asked.
+        environment_s: seconds that an episode waited for its environment; None without one.
     """
 
     tokens: np.ndarray
@@ -52,15 +53,16 @@ class Transcript(NamedTuple):
     temperature: float
     finish: FinishReason | None = None
     verdict: Verdict | None = None
+    environment_s: float | None = None
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why it ended."""
+        """Return the reason of the response's end."""
         return self.finish or ("eos" if self.has_eos else "length")
 
     @property
     def num_sampled(self) -> int:
-        """Tokens of the policy."""
+        """Return the number of tokens that the policy sampled."""
         return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
@@ -127,6 +129,7 @@ def transcript_of(response: Response | Episode, temperature: float) -> Transcrip
             temperature,
             response.finish,
             response.verdict,
+            response.environment_s,
         )
     return Transcript(
         tokens=response.tokens.astype(np.int32),
@@ -163,6 +166,11 @@ class Sampler:
         self._decoder = decoder
         self._sampling = sampling_settings(settings)
         self._key = fold_in(fold_in(key_data(key), SEARCHER_ROLE), searcher)
+
+    def replay_environments(self) -> None:
+        """Take the responses of environments from a log: no environment is asked any more."""
+        if self.episodes is not None:
+            self.episodes = dataclasses.replace(self.episodes, environments=ReplayedEnvironment())
 
     def draw(
         self,

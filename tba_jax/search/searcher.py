@@ -185,7 +185,7 @@ class Searcher:
 
     @property
     def outbox(self) -> Outbox:
-        """Outbox of its finished rounds."""
+        """Return the outbox of the searcher's finished rounds."""
         return self.parts.outbox
 
     def state(self) -> PartState:

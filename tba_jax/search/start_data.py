@@ -100,14 +100,14 @@ def load_start_groups(
         tokens = tokenizer.encode(text, add_bos=False)
         if np.isin(tokens, tokenizer.eos_ids).any():
             raise ValueError(
-                f"{where}: the response holds an end-of-sequence token, which is appended to it "
-                f"anyway; write it without; got {text!r:.80}"
+                f"{where}: the response contains an end-of-sequence token: {text!r:.80}. Remove "
+                "that token; a run appends one to every response"
             )
         if not min_new_tokens <= len(tokens) < max_new_tokens:
             raise ValueError(
-                f"{where}: the response has {len(tokens)} tokens, and the policy could draw one of "
-                f"{min_new_tokens} (search.min_new_tokens) to {max_new_tokens - 1} and the end "
-                "(search.max_new_tokens); change these, or leave the row out"
+                f"{where}: the response has {len(tokens)} tokens; wanted {min_new_tokens} "
+                f"(search.min_new_tokens) to {max_new_tokens - 1} (search.max_new_tokens - 1). "
+                "Change these settings, or leave the row out"
             )
         tokens = np.append(tokens, tokenizer.eos_ids[0]).astype(np.int32)
         responses.setdefault(index, []).append(tokens)

@@ -104,7 +104,7 @@ class Vine:
 
 
 def of_others(rewards: np.ndarray, index: int) -> float:
-    """Return the mean reward of the other responses to a prompt; its own if no other has one."""
+    """Return the mean reward of a prompt's other responses; the own reward if none has a reward."""
     others = np.delete(rewards, index)
     others = others[~np.isnan(others)]
     return float(others.mean()) if others.size else float(rewards[index])

@@ -6,7 +6,7 @@ get the contents of the files.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,8 +33,6 @@ class CheckpointTransport(DeliveringTransport):
         layout: converts restored params to the searchers' layout; None: they have it.
         shardings, timeout_s: as in DeliveringTransport.
         keep: versions kept on disk, at least 2.
-        reads_back: whether the mailbox gets the contents of the files, for searchers of this
-            process; otherwise the published weights, because remote searchers verify the files.
         confirm: raises if this process may no longer write to the work directory; called before a
             version is written, before it becomes visible and before it is listed.
     """
@@ -48,15 +46,12 @@ class CheckpointTransport(DeliveringTransport):
         keep: int,
         timeout_s: int,
         layout: Layout | None = None,
-        reads_back: bool = True,
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(program, shardings, timeout_s=timeout_s)
-        self._reads_back = reads_back
         self._confirm = confirm
         self._versions = Versions(workdir)
         self._keep = keep
-        self._wanted: Callable[[], Collection[int]] = tuple
         self._layout: Layout = (lambda params: params) if layout is None else layout
         self._files = saves.Writer(self._versions.folder, confirm)
         self._writer = ocp.AsyncCheckpointer(
@@ -67,20 +62,14 @@ class CheckpointTransport(DeliveringTransport):
         self._reader = ocp.Checkpointer(ocp.StandardCheckpointHandler())
         self._abstract: Any = None
 
-    def keep_also(self, wanted: Callable[[], Collection[int]]) -> None:
-        """Keep the versions that `wanted` returns, too; it is called at every publication."""
-        self._wanted = wanted
-
     def _carry(self, parcel: Parcel) -> None:
         """Write and list the version, and restore it for the searchers."""
         version = parcel.version
         self._write(version, parcel.params)
-        if self._reads_back:
-            if self._versions.damage(version):
-                self._write(version, parcel.params)  # a second time, from memory
-            parcel.params = None  # the restored copy replaces it
-            parcel.params = self._read(version)
-        parcel.params = self._layout(parcel.params)
+        if self._versions.damage(version):
+            self._write(version, parcel.params)  # a second time, from memory
+        parcel.params = None  # the restored copy replaces it
+        parcel.params = self._layout(self._read(version))
 
     def _write(self, version: int, params: Any) -> None:
         """Save a whole version, then mark it complete and delete old ones."""
@@ -98,7 +87,7 @@ class CheckpointTransport(DeliveringTransport):
                 self._writer.save(path, args=ocp.args.StandardSave(params), force=True)
                 self._writer.wait_until_finished()
             self._confirm()
-            self._versions.add(version, self._keep, self._wanted())
+            self._versions.add(version, self._keep)
         except (OSError, ValueError, RuntimeError) as error:
             with contextlib.suppress(OSError):  # the folder is gone, or the storage failed
                 self._files.remove_unfinished()

@@ -34,7 +34,7 @@ class Transport(Protocol):
 
     @property
     def delivery_s(self) -> float:
-        """Seconds from the newest delivered publication until searchers had it."""
+        """Publication latency of the newest delivered version, in seconds."""
         ...
 
     @property

@@ -52,23 +52,23 @@ class VersionReader:
         self._clock = clock
         self._changed = threading.Condition()
         self._mailbox = Mailbox(shardings)
-        self._told = self._read = -1
+        self._announced = self._read = -1
         self._failing_since: float | None = None
 
-    def ring(self, version: int) -> None:
+    def announce(self, version: int) -> None:
         """Announce that this version is complete; announcements of older versions are ignored."""
         with self._changed:
-            self._told = max(self._told, version)
+            self._announced = max(self._announced, version)
             self._changed.notify_all()
 
     def forget(self) -> None:
         """Forget all versions that were read: their trainer was replaced."""
         with self._changed:
-            self._told = self._read = -1
+            self._announced = self._read = -1
             self._mailbox = Mailbox(self._shardings)
 
     def latest(self, reader: int) -> Published | None:
-        """Return the newest version that was read, on that reader's devices."""
+        """Return the newest version that was read, on the devices of searcher `reader`."""
         return self._mailbox.latest(reader)
 
     def poll(self, wait_s: float = 0.0) -> bool:
@@ -78,8 +78,8 @@ class VersionReader:
             PublicationError: it cannot be read.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._told > self._read, wait_s)
-            version, mailbox = self._told, self._mailbox
+            self._changed.wait_for(lambda: self._announced > self._read, wait_s)
+            version, mailbox = self._announced, self._mailbox
             if version <= self._read:
                 return False
         start = self._clock()

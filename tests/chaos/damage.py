@@ -31,15 +31,22 @@ from tba_jax.flow.state import PartState
 from tba_jax.report import page
 from tba_jax.report.files import load_run
 from tba_jax.report.writers import ProgressDisplay
-from tba_jax.run import identity
 from tba_jax.run.build import _newest_intact
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.conduct import resume_display
 from tba_jax.run.errors import is_mendable
+from tba_jax.run.host_state import check_facts
 from tba_jax.run.lock import FolderSlots, Hold
-from tba_jax.run.run import forget_after, open_logs
+from tba_jax.run.logs import open_logs
+from tba_jax.run.run import forget_after
 from tba_jax.run.schedule_replay import read_schedule
-from tba_jax.run.workdir import begin_run, finished_before, holds_run, is_finished
+from tba_jax.run.workdir import (
+    begin_run,
+    finished_before,
+    holds_run,
+    is_finished,
+    run_id_of,
+)
 
 KINDS = {
     "config": "config.json",
@@ -239,9 +246,7 @@ def _resume(template: Template, workdir: Path) -> Resumed:
             return Resumed(None, "", {}, tuple(notes))
         _, state, host_state = checkpoints.restore(template.target, step)
         facts = host_state.facts
-        identity.check(
-            step, facts, dataclasses.replace(facts, run_id=identity.run_id_of(workdir)), ()
-        )
+        check_facts(step, facts, dataclasses.replace(facts, run_id=run_id_of(workdir)), ())
         notes += _cut_logs(workdir, step, host_state.parts)
         hold.confirm()
         checkpoints.close()

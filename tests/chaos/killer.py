@@ -3,6 +3,7 @@
 
     python -m tests.chaos.killer --seed=0 --budget_min=25 [--at_once=2] [--out=DIR]
     python -m tests.chaos.killer --seed=0 --kills=100   # of one run of each driver
+    python -m tests.chaos.killer --seed=0 --kills=10 --environment   # episodes of several turns
     python -m tests.chaos.killer --out=DIR --again=NUMBER   # one damaged file of an earlier call
 
 Real runs of the main command, some at once, are killed (in starting, stepping, saving, closing),
@@ -49,7 +50,15 @@ from tba_jax.run.shared import reading_mesh
 from tba_jax.run.trainer_parts import abstract_state
 from tba_jax.weights.versions import Versions
 from tests.chaos import damage
-from tests.integration.commands import ROOT, children, command, environment, lines, losses
+from tests.integration.commands import (
+    IN_AN_ENVIRONMENT,
+    ROOT,
+    children,
+    command,
+    environment,
+    lines,
+    losses,
+)
 
 NUM_STEPS = 24
 STEPS_PER_KILL = 5
@@ -117,10 +126,12 @@ class Killer:
         num_steps: of each run.
     """
 
-    def __init__(self, seed: int, out: Path, num_steps: int = NUM_STEPS) -> None:
+    def __init__(
+        self, seed: int, out: Path, num_steps: int = NUM_STEPS, more: tuple[str, ...] = ()
+    ) -> None:
         self.seed, self.out, self.num_steps = seed, out, num_steps
         self.most_s = MOST_S + num_steps
-        self.overrides = (*OVERRIDES, f"num_steps={num_steps}")
+        self.overrides = (*OVERRIDES, f"num_steps={num_steps}", *more)
         self.reading = threading.RLock()  # whoever reads checkpoints in this process
         self.numbers = itertools.count()
         self.cache = Path(os.environ.get("JAX_COMPILATION_CACHE_DIR") or out / "compiled")
@@ -544,13 +555,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--at_once", type=int, default=2, help="runs")
     parser.add_argument("--out", default="", help="folder; kept where something is wrong")
     parser.add_argument("--kills", type=int, default=0, help="of one run of each driver")
+    parser.add_argument("--environment", action="store_true", help="episodes of several turns")
     parser.add_argument("--again", type=int, default=None, help="number of a damaged file")
     args = parser.parse_args(argv)
     out = Path(args.out or tempfile.mkdtemp(prefix="killer-")).absolute()
     out.mkdir(parents=True, exist_ok=True)
     end_s = time.monotonic() + 60 * args.budget_min
     num_steps = NUM_STEPS if not args.kills else args.kills * STEPS_PER_KILL
-    killer = Killer(args.seed, out, num_steps)
+    killer = Killer(args.seed, out, num_steps, IN_AN_ENVIRONMENT if args.environment else ())
     if args.again is not None:
         killer.damage_one(args.again)
     elif args.kills:

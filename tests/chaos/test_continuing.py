@@ -75,7 +75,7 @@ def test_a_model_that_changed_meanwhile_is_noticed_and_can_be_accepted(cache, tm
 
 
 @pytest.mark.slow
-def test_a_second_process_is_refused_and_disturbs_nobody(cache, tmp_path):
+def test_a_second_process_is_refused_without_effect_on_the_first(cache, tmp_path):
     workdir = tmp_path / "run"
     first = start(workdir, *QUICK, "num_steps=60", "checkpoint.period=5", cache=cache)
     wait_for(lambda: losses(workdir), process=first)

@@ -15,10 +15,9 @@ from fake_workdir import fake_workdir
 from tba_jax.config.schema import Config
 from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Group
-from tba_jax.run import identity
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.host_state import Facts, HostState
-from tba_jax.run.workdir import begin_run
+from tba_jax.run.host_state import KINDS, Facts, HostState
+from tba_jax.run.workdir import begin_run, run_id_of
 from tba_jax.storage import sealed
 
 
@@ -33,7 +32,7 @@ def template(tmp_path_factory):
     report["eval"]["after"] = {"pass_at_1": 0.5, "n": 512, "step": 6}
     sealed.write(folder / "report.json", report)
     begin_run(folder, config)
-    facts = Facts(0, 1, identity.run_id_of(folder), dict.fromkeys(identity.KINDS, "f00d"))
+    facts = Facts(0, 1, run_id_of(folder), dict.fromkeys(KINDS, "f00d"))
     buffer = make_buffer()
     drawn = tuple(make_trajectory(0, [token], version=1) for token in (5, 6, 7))
     group = Group(make_prompt(0), drawn, {})
@@ -67,8 +66,8 @@ def test_whatever_file_is_damaged_the_next_command_is_right_or_says_so(template,
             what, wrong, found = tried
             assert not wrong, f"{number}: {what}: {wrong}"
             kinds.add(what.split()[0])
-            is_told = any(isinstance(value, Exception) for value in found.values())
-            outcomes["told" if is_told else "right"] += 1
+            is_reported = any(isinstance(value, Exception) for value in found.values())
+            outcomes["told" if is_reported else "right"] += 1
     assert len(kinds) >= 7 and min(outcomes.values()) >= 8, (kinds, outcomes)
 
 
@@ -88,8 +87,8 @@ def test_what_is_silently_other_is_seen(template, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"a": 1}', "has no entry 'crc32c'"),
-        ('{"a": 1, "crc32c": "00000000"}', "and was written with 00000000"),
+        ('{"a": 1}', "lacks the entry 'crc32c'"),
+        ('{"a": 1, "crc32c": "00000000"}', "expected 00000000"),
         ("[1]", "got list, wanted a JSON object"),
         ("[" * 10**5, "nested too deep"),
         ("\ufffe", "Expecting value"),

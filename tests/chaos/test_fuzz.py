@@ -14,13 +14,12 @@ from tba_jax.flow.state import PartState
 from tba_jax.report.files import load_run
 from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
-from tba_jax.run import identity
 from tba_jax.run.checkpoint import _READ_ERRORS
 from tba_jax.run.errors import UserError, is_mendable
 from tba_jax.run.host_state import Facts, HostState, pack, unpack
 from tba_jax.run.lock import FolderSlots, Hold
 from tba_jax.run.schedule_replay import read_schedule
-from tba_jax.run.workdir import is_finished, saved_config
+from tba_jax.run.workdir import is_finished, run_id_of, saved_config
 from tba_jax.storage import digests, sealed
 from tba_jax.weights.versions import Versions
 
@@ -76,7 +75,7 @@ def keep(folder):
 
 
 READERS = {
-    "config.json": (saved_config, identity.run_id_of, report),
+    "config.json": (saved_config, run_id_of, report),
     "report.json": (lambda folder: is_finished(folder, 3), report),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
     "schedule.jsonl": (lambda folder: read_schedule(str(folder / "schedule.jsonl")), report),

@@ -7,7 +7,7 @@ import numpy as np
 from chaos import soak
 
 
-def test_what_grows_is_told_from_what_wavers():
+def test_growth_is_distinguished_from_noise():
     rng = np.random.default_rng(0)
     samples = []
     for i in range(200):

@@ -11,7 +11,7 @@ from tba_jax.flow.rounds import RoundReport, summarise_rounds
 
 
 def test_a_report_comes_back_from_a_flat_record():
-    report = make_report(3, reward_mean=0.75, reward_parts={"reward_part_length": 0.5})
+    report = make_report(3, reward_mean=0.75, further={"reward_part_length": 0.5})
     record = json.loads(json.dumps(report.record()))
     assert record == {
         "start_s": 3.0,
@@ -41,8 +41,10 @@ def test_a_record_of_another_version_is_refused_by_the_field_it_lacks():
 def test_search_metrics_are_means_over_rounds_and_leave_out_what_is_nan():
     assert summarise_rounds([]) == {}
     reports = [
-        make_report(0, tokens=30, reward_mean=0.5, reward_parts={"reward_part_a": 1.0}),
-        make_report(4, tokens=10, reward_mean=math.nan, reward_parts={"reward_part_a": 2.0}),
+        make_report(
+            0, tokens=30, reward_mean=0.5, further={"reward_part_a": 1.0, "environment_s": 3.0}
+        ),
+        make_report(4, tokens=10, reward_mean=math.nan, further={"reward_part_a": 2.0}),
     ]
     assert summarise_rounds(reports) == {
         "search/rounds": 2.0,
@@ -54,4 +56,5 @@ def test_search_metrics_are_means_over_rounds_and_leave_out_what_is_nan():
         "search/equal_rewards_share": 0.0,
         "search/unique_fraction": 1.0,
         "search/reward_part_a": 1.5,
+        "search/environment_s": 3.0,
     }

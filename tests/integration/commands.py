@@ -23,6 +23,17 @@ SYNC = ("driver=sync",)
 POD = ("placement=pod",)
 
 
+IN_AN_ENVIRONMENT = (
+    "task.environment=tba_jax.tasks.calculator:Calculator",
+    "search.stop_strings=:",
+    "search.max_new_tokens=24",
+    "eval.max_new_tokens=24",
+    "search.max_turns=4",
+    "search.max_episodes=16",
+)
+"""Changes of a small run whose episodes have a calculator."""
+
+
 def command(workdir, *overrides, config="configs/math.py", flags=()):
     """argv of a small run."""
     return [

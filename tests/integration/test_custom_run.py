@@ -171,8 +171,14 @@ def needs_level(completions, level):
         slow({"reward": "missing.py:f"}, "", "needs 'no_such_package', which is not installed"),
         slow({"reward": "absent.py:f"}, "", "cannot be loaded: FileNotFoundError: no file"),
         slow({"data": "absent.jsonl"}, "", "absent.jsonl': no such folder or file"),
-        slow({"chat": True}, "", "of task custom is a chat, by the data or by task.chat: this tok"),
-        slow({"task.chat": True}, "", "by task.chat: this tokenizer has no chat template. Use"),
+        slow(
+            {"chat": True},
+            "",
+            "task custom is a chat (in the data, or by task.chat=True): this tok",
+        ),
+        slow(
+            {"task.chat": True}, "", "by task.chat=True): this tokenizer has no chat template. Use"
+        ),
     ],
 )
 def test_bad_input_is_one_line_that_names_its_place(cache, tmp_path, changes, text, message):

@@ -56,17 +56,18 @@ def test_random_kills_leave_every_response_under_one_heading(tmp_path):
     check(fleet.workdir, 16)
 
 
-def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
+GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
+
+
+@pytest.mark.parametrize("trainer", [{}, GROUP], ids=["one", "group"])
+def test_a_fleet_that_waits_for_its_bound_keeps_it(trainer, tmp_path):
     """Weights take steps to arrive here, and nothing is trained more than two steps late."""
-    fields = {"replay.late": "wait", "replay.max_staleness": 2, "replay.recency_prob": 1.0}
-    fleet = Fleet(tmp_path / "run", num_steps=30, **fields)
+    bound = {"replay.late": "wait", "replay.max_staleness": 2, "replay.recency_prob": 1.0}
+    fleet = Fleet(tmp_path / "run", num_steps=30, **trainer, **bound)
     assert fleet.end() == 0, fleet.told()
     report = check(fleet.workdir, 30)
     assert 0 < report["staleness"]["max"] <= 2
     assert report["idle_s"]["trainer"] > 0
-
-
-GROUP = {"fleet.trainer_hosts": 2, "mesh.data": 2, "fleet.max_searchers": 1}
 
 
 @pytest.mark.parametrize("member", [0, 1])

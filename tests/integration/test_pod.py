@@ -3,6 +3,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -108,6 +109,42 @@ def test_two_processes_make_the_losses_of_one(cache, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(cache, folder):
+    fields = (
+        *SAME,
+        "num_searchers=4",
+        "mesh.data=4",
+        "search.prompts_per_round=1",
+        "eval.period=0",
+        "num_steps=20",
+        "checkpoint.period=10",
+    )
+    found = {}
+    for number in (1, 2, 4):
+        workdir, devices = folder / f"of{number}", f"num_cpu_devices={8 // number}"
+        code, _, err = run_pod(number, workdir, *fields, devices, cache=cache, cwd=folder)
+        assert code == 0, err
+        found[number] = losses(workdir)
+    assert len(found[1]) == 20
+    for number in (2, 4):
+        np.testing.assert_allclose([*found[number].values()], [*found[1].values()], rtol=1e-6)
+    for number in (1, 2):
+        workdir = folder / f"resumed{number}"
+        shutil.copytree(folder / "of4", workdir)
+        edit_config(workdir, num_steps=24)
+        more = ("num_steps=24", f"num_cpu_devices={8 // number}")
+        code, out, err = run_pod(number, workdir, *fields, *more, cache=cache, cwd=folder)
+        assert code == 0, err
+        assert "at step 20 of 24" in out and len(losses(workdir)) == 24
+        assert balance(report(workdir)["ledger"]) == report(workdir)["ledger"]["generated"]
+        found[f"resumed{number}"] = losses(workdir)
+    np.testing.assert_allclose(
+        [*found["resumed1"].values()], [*found["resumed2"].values()], rtol=1e-6
+    )
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cache, tmp_path):
     workdir = tmp_path / "run"
@@ -147,7 +184,7 @@ def test_the_whole_asynchronous_job_and_its_checkpoint_on_other_host_counts(cach
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_host_that_evaluates_slowly_makes_nobody_wait(cache, folder):
+def test_a_slow_evaluation_on_one_host_delays_no_process(cache, folder):
     slow, _ = Arithmetic().eval_problem(8)  # the first problem of the second part: host 1's
     (folder / "my_rewards.py").write_text(
         textwrap.dedent(f"""

@@ -141,6 +141,6 @@ def test_a_strict_bound_gives_way_to_nothing():
     assert not admission.holds(5)
 
 
-def test_a_bound_that_gives_way_holds_nobody():
+def test_a_soft_bound_delays_no_searcher():
     admission = make_admission()
     assert admission.admit(0, 0) and not admission.holds(100)

@@ -37,7 +37,7 @@ def test_groups_prompt_state_and_round_number_commit_together():
     assert outbox.committed == (1, {"position": 1})
     bad = make_commit({1: [[5]]}, round=1)
     bad = dataclasses.replace(bad, generated=7)
-    with pytest.raises(ValueError, match="generated 7 responses, but its groups hold 1"):
+    with pytest.raises(ValueError, match="has a count of 7 responses, but its groups hold 1"):
         outbox.put(bad)
     with pytest.raises(ValueError, match="committed round 0 again; wanted round 1"):
         outbox.put(make_commit({1: [[5]]}, round=0))
@@ -81,11 +81,11 @@ def test_rounds_that_end_out_of_order_are_each_committed_once():
         ),
         (
             dataclasses.replace(make_trajectory(1, [5, 6]), is_sampled=np.zeros(2, bool)),
-            "0 sampled tokens among 2 marks of 2 response tokens, wanted a mark for each token",
+            "is_sampled has 2 values, 0 of them True, for 2 response tokens; wanted a value for",
         ),
         (
             dataclasses.replace(make_trajectory(1, [5, 6]), is_sampled=np.ones(1, bool)),
-            "1 sampled tokens among 1 marks of 2 response tokens, wanted a mark for each token",
+            "is_sampled has 1 values, 1 of them True, for 2 response tokens; wanted a value for",
         ),
     ],
 )

@@ -57,7 +57,7 @@ def test_saved_on_eight_devices_restored_on_four_and_one(tmp_path):
         assert host.parts["clock"].meta["elapsed_s"] == 1.5
 
 
-def test_a_save_does_not_ask_whether_a_process_was_told_to_end(tmp_path, monkeypatch):
+def test_a_save_does_not_check_for_preemption(tmp_path, monkeypatch):
     # JAX's preemption service is off: a signal is told to the other processes as a message.
     asked = []
     monkeypatch.setattr(
@@ -260,7 +260,8 @@ import logging, sys
 from pathlib import Path
 import jax, jax.numpy as jnp
 from absl import logging as absl_logging
-from tba_jax.run.checkpoint import CheckpointError, Checkpoints
+from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.errors import CheckpointError
 from tba_jax.run.host_state import Facts, HostState
 
 folder = Path(sys.argv[1])

@@ -8,8 +8,8 @@ from fake_rounds import distinct_responses, make_buffer, make_commit
 from tba_jax.config.schema import make_config
 from tba_jax.replay.admission import Admission, Demand
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.run.async_search import diagnostics
 from tba_jax.run.conduct import economy_summary
+from tba_jax.run.drivers import diagnostics
 
 
 def host(num_prompts, num_batches, **settings):

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from tba_jax.config.devices import validate_devices
-from tba_jax.config.resolved import has_trainer_group, writes_versions
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
@@ -24,7 +24,7 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     "change, words",
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
-        ({"sync.transport": "memory"}, "read weights from the work directory"),
+        ({"sync.transport": "memory"}, "weights go to other processes as files"),
         ({"search.ownership": "by_prompt"}, "prompts of a missing searcher"),
         (
             {"num_searchers": 3},
@@ -54,10 +54,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
 def test_a_trainer_group_has_all_devices_of_its_processes():
     config = make_config({**FLEET, "fleet.trainer_hosts": 2, "mesh.fsdp": 2})
     validate(config)
-    assert has_trainer_group(config) and writes_versions(config)
-    assert not has_trainer_group(
-        make_config({**FLEET, "placement": "auto", "fleet.trainer_hosts": 2})
-    )
+    assert writes_versions(config) and writes_versions(make_config(FLEET))
     validate_devices(config, 1, 2)
     with pytest.raises(ValueError, match=r"mesh = '1 x 2 x 1': the 2 processes .* 2 devices each"):
         validate_devices(config, 2, 2)
@@ -67,18 +64,21 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
     assert sites.searchers == () and sites.num_searchers == 4
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "trainer"},
-            "skip a publication while the one before is",
-        ),
-    ],
-)
-def test_what_a_trainer_group_cannot_do_is_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        validate(make_config({**FLEET, "fleet.trainer_hosts": 2, **change}))
+@pytest.mark.parametrize("changes", [{}, {"fleet.trainer_hosts": 2}, {"placement": "whole_hosts"}])
+def test_a_strict_bound_is_kept_where_weights_are_written_to_disk(changes):
+    strict = {"replay.late": "wait", "replay.max_staleness": 2, "replay.pace": "trainer"}
+    validate(make_config({**FLEET, **strict, **changes}))
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_the_trainer_of_a_fleet_has_no_searchers(num_devices):
+    config = make_config({**FLEET, "mesh.fsdp": num_devices})
+    validate_devices(config, 2)
+    sites = open_sites(config, place_run(config, jax.devices()[:2]))
+    assert sites.trainer.mesh.size == num_devices
+    assert sites.searchers == () and sites.num_searchers == 4
+    with pytest.raises(ValueError, match="the trainer's mesh needs 4 devices"):
+        validate_devices(make_config({**FLEET, "mesh.fsdp": 4}), 2)
 
 
 def test_the_first_of_a_trainer_group_keeps_count_of_searchers_as_a_checkpoint_names_them():

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.state import PartState
-from tba_jax.run.host_state import FORMAT, CheckpointError, Facts, HostState, pack, unpack
+from tba_jax.run.errors import CheckpointError
+from tba_jax.run.host_state import FORMAT, Facts, HostState, pack, unpack
 
 FACTS = Facts(seed=3, num_searchers=2, run_id="f00d", fingerprints={"model": "beef"})
 ARRAYS = {"tokens": np.arange(7, dtype=np.int32), "empty": np.zeros((0, 3))}

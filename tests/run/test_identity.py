@@ -10,9 +10,8 @@ import pytest
 import safetensors.numpy
 
 import tba_jax
-from tba_jax.run.errors import UserError
-from tba_jax.run.host_state import CheckpointError, Facts
-from tba_jax.run.identity import KINDS, check, fingerprints
+from tba_jax.run.errors import CheckpointError, UserError
+from tba_jax.run.host_state import KINDS, Facts, check_facts, fingerprints
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.run.shared import make_task
 
@@ -97,19 +96,19 @@ THEN = Facts(1, 1, "run-a", dict.fromkeys(KINDS, "f00d"))
 
 def test_what_changed_is_named_with_the_way_on():
     now = dataclasses.replace(THEN, fingerprints=THEN.fingerprints | {"data": "d00d", "model": "1"})
-    assert check(20, THEN, THEN, ()) == []
+    assert check_facts(20, THEN, THEN, ()) == []
     older = {kind: "f00d" for kind in KINDS if kind != "objective"}
-    assert check(20, dataclasses.replace(THEN, fingerprints=older), THEN, ()) == []
+    assert check_facts(20, dataclasses.replace(THEN, fingerprints=older), THEN, ()) == []
     with pytest.raises(UserError) as caught:
-        check(20, THEN, now, ())
+        check_facts(20, THEN, now, ())
     assert str(caught.value) == (
         "data and model changed since checkpoint 20 was written (data: f00d then, d00d now; "
         "model: f00d then, 1 now). Put back what the run began with, or go on with what is there "
         "now: --accept_changed=data --accept_changed=model"
     )
     with pytest.raises(UserError, match="^model changed.*--accept_changed=model$"):
-        check(20, THEN, now, ["data"])
-    assert check(20, THEN, now, ["data", "model"]) == [
+        check_facts(20, THEN, now, ["data"])
+    assert check_facts(20, THEN, now, ["data", "model"]) == [
         "data changed since checkpoint 20 was written; accepted",
         "model changed since checkpoint 20 was written; accepted",
     ]
@@ -119,4 +118,4 @@ def test_what_changed_is_named_with_the_way_on():
 def test_a_checkpoint_of_another_run_is_not_continued(changes):
     now = dataclasses.replace(THEN, **changes)
     with pytest.raises(CheckpointError, match="checkpoint 20 is of .* it was copied in"):
-        check(20, THEN, now, KINDS)
+        check_facts(20, THEN, now, KINDS)

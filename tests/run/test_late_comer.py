@@ -21,16 +21,14 @@ def test_a_run_that_has_ended_is_no_refusal(refusal, end):
     config = make_config({"placement": "fleet"})
     clock = SimpleNamespace(set=lambda seconds: None)
     process = SimpleNamespace(
-        shared=SimpleNamespace(config=config, identity={}),
-        searchers=(0,),
-        clock=clock,
+        shared=SimpleNamespace(config=config, identity={}, clock=clock),
         search=SimpleNamespace(local=()),
     )
     told = []
     assert search_process.search(process, server, "here", told.append) == end and not told
 
 
-def test_who_is_told_of_the_end_asks_again(monkeypatch):
+def test_a_searcher_repeats_its_request_after_the_end_of_the_run(monkeypatch):
     """The trainer may die after that, and another one go on; who knows ends the process."""
     actors = pytest.importorskip("tba_jax.run.ray_actors")
     monkeypatch.setattr(actors, "_ENDED_S", 0.0)

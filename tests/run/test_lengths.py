@@ -7,8 +7,7 @@ import pytest
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import get_field
-from tba_jax.run.lengths import with_lengths
+from tba_jax.run.preflight import with_lengths
 
 
 def custom(tmp_path, num_rows, words, *overrides):
@@ -23,14 +22,13 @@ def custom(tmp_path, num_rows, words, *overrides):
 
 @pytest.mark.parametrize("words", [2, 2000])
 def test_lengths_fit_the_data_and_the_context(tmp_path, words):
-    config, line = with_lengths(custom(tmp_path, 40, words))
+    config, reason = with_lengths(custom(tmp_path, 40, words))
     prompt, response = config.task.max_prompt_tokens, config.search.max_new_tokens
     assert prompt > 0 and prompt % 32 == 0 and response > 0
     if words == 2:
         assert prompt == 32  # the longest of the data, rounded up
     assert config.task.num_eval_prompts == 8  # a fifth of 40 rows
-    for name in ("task.max_prompt_tokens", "search.max_new_tokens", "task.num_eval_prompts"):
-        assert f"{name}={get_field(config, name)}" in line
+    assert reason.startswith("prompts of up to ") and "a context of " in reason
     validate(config)
 
 

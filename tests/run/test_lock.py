@@ -116,7 +116,7 @@ def test_of_many_who_find_a_stale_lock_one_takes_it(tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["taken over", "deleted"])
-def test_who_lost_the_directory_hears_of_it_from_the_heartbeat(tmp_path, lost):
+def test_the_heartbeat_reports_a_lost_directory(tmp_path, lost):
     hold = Hold(FolderSlots(tmp_path / "run"), beat_s=0.01)
     hold.check()
     if lost == "deleted":
@@ -143,6 +143,6 @@ def test_a_beat_that_storage_refuses_may_pass_but_not_for_long(tmp_path):
     (tmp_path / "lock" / "00000001.unfinished").mkdir()  # cannot be written to
     hold._beat()
     clock.now_s = 31.0
-    with pytest.raises(WorkdirLost, match="no sign of life could be written to .* for 30 s"):
+    with pytest.raises(WorkdirLost, match="no heartbeat could be written to .* for 30 s"):
         hold._beat()
     hold.release()

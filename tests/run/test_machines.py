@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tba_jax.devices.worker import StopFlag
-from tba_jax.run.ray_machines import GCS_TIMEOUT_S, REFUSED_S, Machines, refuses_connections
+from tba_jax.run.ray_cluster import GCS_TIMEOUT_S, REFUSED_S, Machines, refuses_connections
 
 
 def node(number, is_alive=True):
@@ -67,7 +67,7 @@ def test_a_control_service_that_ended_has_a_short_deadline(is_refused):
     assert bool(machines.failure()) == is_refused
 
 
-def test_a_port_that_nobody_listens_at_refuses_connections():
+def test_a_port_without_a_listener_refuses_connections():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         assert not refuses_connections(address)

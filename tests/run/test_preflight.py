@@ -4,11 +4,15 @@
 import json
 import subprocess
 import sys
+import types
 
 import pytest
 
 from tba_jax.config.command_line import override
+from tba_jax.rewards.source import RemoteRewards
+from tba_jax.run.build import check_rewards
 from tba_jax.run.preflight import command_problems, problems
+from tba_jax.run.shared import Rewards, make_task
 
 REWARDS = """
 def score(completions, answer, **kwargs):
@@ -90,6 +94,24 @@ BROKEN = {
         },
         ["returned 0 rewards for 1", "there is no 'nothing' in", "names 2 functions"],
     ),
+    "several rules of one section and of one check": (
+        {
+            "placement": "fleet",
+            "task__reward": "{}/rewards.py:scroe",
+            "reference__reset_period": 5,
+            "reference__ema_decay": 0.5,
+            "search__samples_per_prompt": 300,
+            "objective__group_size": 301,
+        },
+        [
+            "there is no 'scroe' in",
+            "reference.reset_period = 5: a reference that is reset",
+            "reference.ema_decay = 0.5: a moving-average",
+            "reference.ema_decay = 0.5: reference.reset_period=5 also",
+            "samples_per_prompt = 300: a group",
+            "replay.capacity_per_prompt = 100: must hold",
+        ],
+    ),
     "lengths above the context, no device for searchers, a schedule that cannot be read": (
         {
             "task__max_prompt_tokens": 5000,
@@ -109,6 +131,21 @@ def test_all_problems_of_a_command_are_listed(folder, name):
     found = command_problems(command(folder, **fields))
     missing = [text for text in expected if not any(text in line for line in found)]
     assert not missing and len(found) == len(expected), found
+
+
+def test_a_trainer_without_searchers_tries_the_reward(folder):
+    config = override(
+        None, command(folder, task__reward="{}/rewards.py:raises", task__num_eval_prompts=4)[1:]
+    )
+    shared = types.SimpleNamespace(
+        config=config,
+        task=make_task(config),
+        rewards=Rewards(RemoteRewards(), None),
+        cluster=types.SimpleNamespace(is_primary=True),
+        sites=types.SimpleNamespace(searchers=()),
+    )
+    with pytest.raises(ValueError, match="'undefined' is not defined"):
+        check_rewards(shared)
 
 
 def test_a_sound_command_has_no_problems(folder):

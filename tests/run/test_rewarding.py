@@ -2,7 +2,9 @@
 """Sources of rewards follow the config; one that cannot be used is refused in one line."""
 
 import contextlib
+import json
 import os
+import types
 
 import jax
 import numpy as np
@@ -17,7 +19,7 @@ from tba_jax.planning.judges import judge_paths
 from tba_jax.rewards import kinds
 from tba_jax.rewards.kinds import RewardKind
 from tba_jax.rewards.source import ScoreResult
-from tba_jax.run.shared import make_gold, make_rewards, make_task
+from tba_jax.run.shared import make_episodes, make_gold, make_rewards, make_task
 from tba_jax.settings import ConfigError, need
 
 POST = "abcabcabcabcabcabcabcabc:"
@@ -131,11 +133,25 @@ def test_a_learned_reward_and_a_reward_model_are_summed(tokenizer, monkeypatch):
     assert {"judge": "m", "reward model": REWARD_MODEL}.items() <= judge_paths(config).items()
 
 
+def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in "abcd"))
+    changes = {"num_eval_prompts": 2, "environment": "game.py:Game"}
+    config, task = of_task("custom", str(rows), **changes)
+    validate(config)
+    source = make_rewards(config, task, tokenizer, SITES)
+    result = source.score(["a"] * 2, ["b"] * 2, {}, completion_ids=[], has_eos=[])
+    assert (result.rewards, result.reasons) == ([None] * 2, ["environment_no_reward"] * 2)
+    environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
+    with pytest.raises(ValueError, match=r"has no get_reward\(\), and no other reward is set"):
+        make_episodes(config, task, tokenizer, environments)
+
+
 def test_a_task_that_nothing_grades_or_judges_is_refused(tokenizer, tmp_path):
     config, task = of_task("tldr", str(tmp_path))
     with pytest.raises(ValueError, match="task tldr has no reward of its own"):
         make_rewards(config, task, tokenizer, SITES)
-    with pytest.raises(ValueError, match=r"judged by its win rate, and nothing judges; set --conf"):
+    with pytest.raises(ValueError, match=r"which needs a judge; set --conf"):
         make_gold(config, task, tokenizer, SITES[0])
     assert make_gold(*of_task("arithmetic"), tokenizer, SITES[0]) is None
 

@@ -101,7 +101,7 @@ def test_a_log_that_lost_lines_is_refused(tmp_path):
     facts = {"step": 7, "num_bytes": 9000, "found_bytes": 12}
     lost = {"event": "lost", "log": "schedule.jsonl", **facts}
     path.write_text("".join(json.dumps(event) + "\n" for event in (*EVENTS, lost)))
-    with pytest.raises(ReplayError, match="resumed at step 7 it had 9,000 bytes, and 12 then"):
+    with pytest.raises(ReplayError, match="12 of 9,000 bytes when the run was resumed at step 7"):
         read_schedule(path)
     lost["log"] = "metrics.jsonl"  # which a replay does not need
     path.write_text("".join(json.dumps(event) + "\n" for event in (*EVENTS, lost)))

@@ -68,7 +68,7 @@ def test_a_round_becomes_groups_with_every_response_in_one_place():
     assert metrics.reward_mean == 6.5 and metrics.response_length_mean == pytest.approx(4 / 3)
     assert (metrics.tokens, metrics.unique_fraction) == (4, 1.0)
     assert metrics.kind_share == pytest.approx(2 / 3)
-    assert metrics.reward_parts == {"reward_part_half": pytest.approx((2.5 + 6.5 + 4) / 3)}
+    assert metrics.further == {"reward_part_half": pytest.approx((2.5 + 6.5 + 4) / 3)}
 
 
 def test_one_finished_group_is_treated_like_a_whole_round():

@@ -63,8 +63,8 @@ def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer)
         ({"response": "1"}, {}, "prompt_id = None, want the index of a training problem"),
         ({"prompt_id": -1, "response": "1"}, {}, "prompt_id = -1, want the index"),
         ({"prompt_id": True, "response": "1"}, {}, "prompt_id = True, want the index"),
-        ({"prompt_id": 0, "response": "123456"}, {}, "6 tokens, and the policy could draw .* 5 "),
-        ({"prompt_id": 0, "response": "1"}, {"min_new_tokens": 2}, "1 tokens, .*min_new_tokens"),
+        ({"prompt_id": 0, "response": "123456"}, {}, "6 tokens; wanted .* to 5 "),
+        ({"prompt_id": 0, "response": "1"}, {"min_new_tokens": 2}, "1 tokens; .*min_new_tokens"),
         ({"prompt_id": 0, "response": "1"}, {"max_prompt_tokens": 1}, "max_prompt_tokens = 1"),
     ],
 )
@@ -78,7 +78,7 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, changes, message):
 def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
     eos = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
     path = write(tmp_path, {"prompt_id": 0, "response": f"1{eos}"})
-    with pytest.raises(ValueError, match="line 1: the response holds an end-of-sequence token"):
+    with pytest.raises(ValueError, match="line 1: the response contains an end-of-sequence token"):
         load(path, tokenizer)
 
 

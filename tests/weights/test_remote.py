@@ -42,7 +42,7 @@ class Reader:
 
     def poll(self):
         for version in self.versions.named()[-1:]:
-            self.reader.ring(version)
+            self.reader.announce(version)
         return self.reader.poll()
 
 

@@ -130,7 +130,7 @@ def test_a_reader_never_sees_a_torn_version():
     assert torn == []
 
 
-def test_the_newest_replaces_one_that_nobody_took():
+def test_the_newest_publication_replaces_an_unread_one():
     transport = memory()
     for version in (1, 2, 3):
         transport.publish(version, tree(float(version)))
@@ -199,8 +199,8 @@ def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(t
     deliver(transport, 1, tree(1.0))
     add, left = transport._versions.add, [times]
 
-    def add_and_spoil(version, keep, wanted):
-        add(version, keep, wanted)
+    def add_and_spoil(version, keep):
+        add(version, keep)
         if left[0]:
             left[0] -= 1
             flip(tmp_path / "weights" / str(version))
@@ -217,7 +217,7 @@ def test_weights_that_storage_spoils_are_written_again_and_never_searched_with(t
     transport.close()
 
 
-def test_a_reader_elsewhere_is_told_of_damage_and_gets_the_version_before(tmp_path):
+def test_a_remote_reader_reports_damage_and_gets_the_version_before(tmp_path):
     transport = checkpoints(tmp_path)
     for version in (3, 5):
         deliver(transport, version, tree(float(version)))
@@ -292,27 +292,3 @@ def test_a_publisher_does_not_wait_for_storage(tmp_path):
     assert transport.poll() and transport.latest(0).version == 5
     transport.close()
     assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["1", "5"]
-
-
-def test_a_version_that_is_wanted_stays_beside_the_newest(tmp_path):
-    transport, wanted = checkpoints(tmp_path), [1]
-    transport.keep_also(lambda: wanted)
-    for version in range(5):
-        deliver(transport, version, {"w": jnp.full(4, float(version))})
-        if version == 3:
-            assert Versions(tmp_path).named() == [1, 2, 3]
-            wanted.clear()
-    assert Versions(tmp_path).named() == [3, 4]
-    transport.close()
-
-
-def test_a_writer_without_searchers_of_its_own_does_not_read_what_it_wrote(tmp_path):
-    transport = checkpoints(tmp_path, reads_back=False, layout=lambda tree: {"w": tree["w"] + 1})
-    transport._reader.close()  # whoever reads with it fails
-    source = {"w": jnp.arange(4.0)}
-    deliver(transport, 3, source)
-    np.testing.assert_array_equal(transport.latest(0).params["w"], jnp.arange(4.0) + 1)
-    abstract = {"w": jax.ShapeDtypeStruct((4,), jnp.float32, sharding=source["w"].sharding)}
-    assert not Versions(tmp_path).damage(3)
-    np.testing.assert_array_equal(Versions(tmp_path).read(3, abstract)["w"], jnp.arange(4.0))
-    transport.close()

@@ -33,26 +33,26 @@ def test_a_reader_follows_the_bell_a_restored_trainer_and_storage_that_fails(tmp
 
     publish(3)
     assert not reader.poll() and reader.latest(0) is None  # nobody told it
-    reader.ring(3)
+    reader.announce(3)
     assert reader.poll() and not reader.poll()
     assert reader.latest(1).version == 3
     np.testing.assert_array_equal(reader.latest(1).params["w"], 4.0)
-    reader.ring(5)  # named, and not there: as if it had been deleted meanwhile
+    reader.announce(5)  # named, and not there: as if it had been deleted meanwhile
     now[0] = 1.0
     assert not reader.poll() and reader.latest(0).version == 3
     publish(6)
-    reader.ring(6)
+    reader.announce(6)
     assert reader.poll() and reader.latest(0).version == 6
     publish(4)  # by a trainer that was restored
-    reader.ring(4)
+    reader.announce(4)
     assert not reader.poll() and reader.latest(0).version == 6
     reader.forget()
     assert reader.latest(0) is None
-    reader.ring(4)
+    reader.announce(4)
     assert reader.poll() and reader.latest(0).version == 4
     (tmp_path / "weights" / "4").rename(tmp_path / "weights" / "elsewhere")
     reader.forget()
-    reader.ring(4)
+    reader.announce(4)
     assert not reader.poll()
     now[0] = 20.0
     with pytest.raises(

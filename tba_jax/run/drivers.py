@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""driver=async: searchers sample concurrently while the trainer trains.
+"""The two drivers of `loop`: searchers that take turns with the trainer, and concurrent ones.
 
-Searchers are threads of this process, one that decodes and one that grades for each, or run in
-other processes. Trainer and searchers wait for each other only by `replay.max_staleness`,
-`replay.pace` and `search.exact_lag`.
+driver=sync: searchers and trainer take turns on one thread; bit-reproducible, and the on-policy
+baseline. Every publication is followed by as many rounds of each searcher as the next steps need;
+before the first step, by at least `search.initial_fill` responses. With `search.exact_lag` D a
+merge takes the rounds of D publications ago; the first D publications train on responses of version
+0, which are sampled in advance.
 
-Invariant: however the loop ends, the state is saved or the first failure is raised, and every wait
-for a thread has a limit (tests/integration/test_async_loop.py).
+driver=async: searchers sample concurrently while the trainer trains. They are threads of this
+process, one that decodes and one that grades for each, or run in other processes. Trainer and
+searchers wait for each other only by `replay.max_staleness`, `replay.pace` and `search.exact_lag`.
+
+Invariant: however an asynchronous loop ends, the state is saved or the first failure is raised, and
+every wait for a thread has a limit (tests/integration/test_async_loop.py).
 """
 
 import faulthandler
@@ -15,19 +21,21 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.rounds import RoundReport
 from tba_jax.replay.admission import Admission
 from tba_jax.replay.exact_lag import ExactLag, quota_of
+from tba_jax.replay.round_admission import RoundAdmission
 from tba_jax.run import evaluations
 from tba_jax.run.loop import loop, starved
-from tba_jax.run.processes import serving
+from tba_jax.run.processes import NoSearchService, SearchService, serving
 from tba_jax.run.run import Run
-from tba_jax.run.search_parts import make_demand, make_searches
+from tba_jax.run.search_parts import make_demand, swaps_in_flight
 from tba_jax.run.search_process import DELIVERY_S, POLL_S, STOP_S
-from tba_jax.search.continuous import ContinuousSearch, TicketOffice
+from tba_jax.search.continuous import ContinuousSearch, SearcherAdmission
 from tba_jax.train.off_policy import low_ess_warnings
 
 _WARN_AFTER = 50  # steps; what compiled is past then
@@ -37,8 +45,138 @@ _LATE_SHARE = 0.05  # of responses; a smaller share is not worth a line
 _STARVED_BATCHES = 20
 
 
+def rounds_per_sync(run: Run) -> int:
+    """Return the rounds of each searcher for a publication, enough for every fresh slot."""
+    config = run.config
+    prompts = config.batch.num_prompts * config.sync_period
+    return -(-prompts // (config.search.prompts_per_round * run.shared.sites.num_searchers))
+
+
+def drive_sync(run: Run, interrupted: Callable[[], bool]) -> None:
+    """Search and train in turn until the last step or an interruption."""
+    admission = RoundAdmission([searcher.index for searcher in run.search.remote])
+    with serving(run, admission) as service:
+        loop(run, SynchronousSearch(run, admission, service), interrupted)
+        if run.search.remote:
+            run.save()
+            service.finish()
+            service.count()
+
+
+class SynchronousSearch:
+    """Searchers of `loop` that sample between a publication and its merge.
+
+    Args:
+        run: the connected parts.
+        admission: admits the rounds of searchers in other processes.
+        service: the search server that they have joined.
+    """
+
+    publishes_first = True
+
+    def __init__(
+        self, run: Run, admission: RoundAdmission, service: SearchService | NoSearchService
+    ) -> None:
+        self._run = run
+        self._admission = admission
+        self._service = service
+        self._rounds = rounds_per_sync(run)
+        self._newest_evaluation = run.evaluated.last_eval_step
+
+    def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
+        del interrupted
+        return []
+
+    def check(self) -> None:
+        """Do nothing: a searcher raises its own failure."""
+
+    def may_publish(self) -> bool:
+        return True
+
+    def published(self, step: int, interrupted: Callable[[], bool]) -> None:
+        """Evaluate the new weights if that is due, then sample with them."""
+        run, config = self._run, self._run.config
+        run.search.transport.poll()
+        self._service.announce()
+        if evaluations.is_due(run, step, self._newest_evaluation):
+            self._newest_evaluation = step
+            run.logs.progress.phase("evaluating")
+            evaluations.evaluate_now(run, step)
+            run.logs.progress.phase("")
+        if step == 0:
+            self._do_given_rounds()
+        self._do_rounds(self._rounds * (config.search.exact_lag + 1 if step == 0 else 1))
+        while step == 0 and run.search.num_drawn < config.search.initial_fill:
+            if run.is_interrupted(interrupted):
+                break
+            self._do_rounds(1)
+
+    def _do_given_rounds(self) -> None:
+        """Score the given responses, which are the first rounds of searcher 0."""
+        for searcher in self._run.search.local:
+            while searcher.num_given_rounds_left:
+                searcher.step()
+        self._wait({s.index: s.num_given_rounds for s in self._run.search.remote})
+
+    def _do_rounds(self, number: int) -> None:
+        """Do as many rounds of every searcher with the newest weights."""
+        search = self._run.search
+        targets = {s.index: s.outbox.committed[0] + number for s in search.remote}
+        self._admission.allow(dict.fromkeys(targets, number), self._run.trainer.version)
+        for _ in range(number):
+            for searcher in search.local:
+                did_round = searcher.step()
+                assert did_round  # weights are published, and the outbox has no bound here
+        self._wait(targets)
+
+    def _wait(self, targets: Mapping[int, int]) -> None:
+        """Wait until searchers of other processes have finished this many rounds in all.
+
+        Raises:
+            PeerError: nothing arrives for `log.watchdog_s`.
+        """
+        outboxes = {s.index: s.outbox for s in self._run.search.remote}
+        limit_s = self._run.config.log.watchdog_s
+        missing, deadline = dict(targets), time.monotonic() + limit_s
+        while missing:
+            done = [i for i, target in missing.items() if outboxes[i].committed[0] >= target]
+            if done:
+                deadline = time.monotonic() + limit_s
+            for i in done:
+                del missing[i]
+            if missing and time.monotonic() > deadline:
+                raise PeerError(
+                    f"searchers {sorted(missing)} have finished no round for {limit_s:.0f} s "
+                    f"(config.log.watchdog_s). Look at the output of their processes. {CONTINUE}"
+                )
+            if missing:
+                time.sleep(POLL_S)
+
+    def merge(self) -> list[RoundReport]:
+        has_lag = self._run.config.search.exact_lag
+        return self._run.trainer.merge(self._rounds if has_lag else None)
+
+    def merged(self, step: int) -> None:
+        """Do nothing: the weights are evaluated already."""
+
+    def must_wait(self, step: int) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("nothing happens while this thread waits")
+
+    def no_batch(self) -> list[RoundReport]:
+        raise starved(
+            self._run, "every response of the last rounds was rejected, evicted or aged out"
+        )
+
+    def stepped(self, values: dict[str, Any]) -> dict[str, Any]:
+        del values
+        return {}
+
+
 class Watchdog:
-    """Ends the process loudly when no step, round or evaluation ends for `limit_s`."""
+    """Ends the process with a message if no step, round or evaluation ends for `limit_s`."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -49,7 +187,7 @@ class Watchdog:
         self._last = time.monotonic()
 
     def step(self) -> bool:
-        """Look whether there was one; what a worker does."""
+        """End the process if the limit has passed; a worker calls this repeatedly."""
         if time.monotonic() - self._last > self._limit_s:
             print(
                 f"error: no step, round or evaluation ended for {self._limit_s:.0f} s "
@@ -64,29 +202,6 @@ class Watchdog:
         return False
 
 
-class Searchers(NamedTuple):
-    """The searchers of an asynchronous run.
-
-    Attributes:
-        admission: receives the trainer's progress.
-        stop: shared by all workers.
-        workers: not started yet.
-        count: updates the counters of the run's searchers.
-        slot_use: returns (tokens sampled, decode-slot steps) since the last call.
-        metrics: returns further metrics of a step.
-        lag: keeps responses exactly as old as configured; None: as old as they happen to be,
-            within the bound.
-    """
-
-    admission: Admission | ExactLag
-    stop: StopFlag
-    workers: Sequence[Worker]
-    count: Callable[[], None]
-    slot_use: Callable[[], tuple[int, int]]
-    metrics: Callable[[], Mapping[str, float]] = dict
-    lag: ExactLag | None = None
-
-
 def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     """Train until the last step or an interruption, in the process that owns the buffer.
 
@@ -96,76 +211,10 @@ def drive_async(run: Run, interrupted: Callable[[], bool]) -> None:
     Raises:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
     """
-    stop = StopFlag()
-    lag = make_exact_lag(run) if run.config.search.exact_lag else None
-    admission = lag or make_admission(run)
-    searches = [] if run.is_fleet else searches_of(run, admission)
-    decoding = [
-        Worker(f"searcher-{s.searcher.index}", _step_of(run, i, s), stop, idle_s=POLL_S)
-        for i, s in enumerate(searches)
-    ]
-    grading = [Worker(f"grader-{s.searcher.index}", s.grade, stop, idle_s=POLL_S) for s in searches]
-    idle_before = [searcher.idle_s for searcher in run.search.local]
+    admission = make_exact_lag(run) if run.config.search.exact_lag else make_admission(run)
     with serving(run, admission) as service:
-
-        def deliver() -> bool:
-            is_delivered = run.search.transport.poll(DELIVERY_S)
-            service.announce()
-            return is_delivered
-
-        def count() -> None:
-            for i, worker in enumerate(decoding):
-                run.search.local[i].idle_s = idle_before[i] + worker.idle_total_s
-            service.count()
-
-        def slot_use() -> tuple[int, int]:
-            used = [service.slot_use(), *(search.slot_use() for search in searches)]
-            return sum(tokens for tokens, _ in used), sum(steps for _, steps in used)
-
-        workers = [
-            *decoding,
-            *grading,
-            Worker("weight-poller", deliver, stop),
-            *service.workers(stop),
-        ]
-        searchers = Searchers(admission, stop, workers, count, slot_use, service.metrics, lag)
-        drive_concurrently(run, interrupted, searchers)
+        AsynchronousSearch(run, service, admission).drive(interrupted)
         service.finish()
-
-
-def drive_concurrently(run: Run, interrupted: Callable[[], bool], searchers: Searchers) -> None:
-    """Train with these searchers until the last step or an interruption.
-
-    Raises:
-        WorkerError: a worker failed; its cause has the traceback.
-    """
-    stop = searchers.stop
-    watchdog = Watchdog(run.config.log.watchdog_s)
-    workers = [*searchers.workers, Worker("watchdog", watchdog.step, stop, idle_s=1.0)]
-
-    def join() -> None:
-        stop.set()
-        deadline = time.monotonic() + STOP_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-
-    try:
-        run.trainer.publish()
-        for worker in workers:
-            worker.start()
-        loop(run, AsynchronousSearch(run, searchers, watchdog), interrupted)
-    except BaseException:
-        # Only the first failure is raised: stop everyone, so that no later one hides it.
-        stop.set()
-        # A thread inside native code must not meet the end of the interpreter.
-        run.shared.rewards.close()  # ends a `score` that waits for a reward
-        join()
-        raise
-    # Save first: a searcher may be in the middle of a round of minutes that nobody needs now.
-    run.save()
-    join()
-    searchers.count()
-    evaluations.wind_up(run)
 
 
 def make_admission(run: Run) -> Admission:
@@ -177,7 +226,7 @@ def make_admission(run: Run) -> Admission:
 
 
 def make_exact_lag(run: Run) -> ExactLag:
-    """Return what keeps the responses of all searchers of the run equally old."""
+    """Return the admission that gives the responses of all searchers an exact staleness."""
     config, outboxes = run.config, {s.index: s.outbox for s in run.search.searchers}
     return ExactLag(
         config.search.exact_lag,
@@ -187,14 +236,13 @@ def make_exact_lag(run: Run) -> ExactLag:
     )
 
 
-def searches_of(run: Run, admission: TicketOffice) -> list[ContinuousSearch]:
+def searches_of(run: Run, admission: SearcherAdmission) -> list[ContinuousSearch]:
     """Return this process's searchers as they run concurrently with a trainer."""
-    return make_searches(run.config, run.search.local, admission, run.logs.schedule.append)
-
-
-def _step_of(run: Run, station: int, search: ContinuousSearch) -> Callable[[], bool]:
-    """Return the step of a searcher's thread: an evaluation shard comes before the next chunk."""
-    return lambda: run.evaluations.step(station) or search.step()
+    in_flight, log_event = swaps_in_flight(run.config), run.logs.schedule.append
+    return [
+        ContinuousSearch(searcher, admission, swaps_in_flight=in_flight, log_event=log_event)
+        for searcher in run.search.local
+    ]
 
 
 def diagnostics(run: Run, admission: Admission | ExactLag) -> list[str]:
@@ -223,20 +271,28 @@ class AsynchronousSearch:
     """Searchers of `loop` that work concurrently.
 
     Args:
-        run: the connected parts; its weights are published.
-        searchers: started.
-        watchdog: ends a run in which nothing happens for long.
+        run: the connected parts.
+        service: searchers of other processes.
+        admission: admits tickets; an `ExactLag` also keeps responses exactly as old as configured.
     """
 
     publishes_first = False
 
-    def __init__(self, run: Run, searchers: Searchers, watchdog: Watchdog) -> None:
+    def __init__(
+        self, run: Run, service: SearchService | NoSearchService, admission: Admission | ExactLag
+    ) -> None:
         self._run = run
-        self._searchers = searchers
-        self._admission = searchers.admission
-        self._lag = searchers.lag
-        self._stop = searchers.stop
-        self._watchdog = watchdog
+        self._service = service
+        self._admission = admission
+        self._lag = admission if isinstance(admission, ExactLag) else None
+        self._stop = StopFlag()  # shared by all workers
+        self._watchdog = Watchdog(run.config.log.watchdog_s)
+        self._searches = searches_of(run, admission)
+        self._decoding = [
+            Worker(f"searcher-{s.searcher.index}", self._step_of(i, s), self._stop, idle_s=POLL_S)
+            for i, s in enumerate(self._searches)
+        ]
+        self._idle_before = [searcher.idle_s for searcher in run.search.local]
         self._merged_below = 0  # exact lag: tickets with lower numbers are merged
         self._committed = 0
         self._num_merged = 0
@@ -244,6 +300,62 @@ class AsynchronousSearch:
         self._reports: list[RoundReport] = []  # of merges that the loop did not ask for
         self._warn_at: float = run.trainer.step_index + _WARN_AFTER
         self._newest_eval = self._newest_eval_version = run.evaluated.last_eval_step
+
+    def drive(self, interrupted: Callable[[], bool]) -> None:
+        """Train until the last step or an interruption.
+
+        Raises:
+            WorkerError: a worker failed; its cause has the traceback.
+        """
+        run = self._run
+        workers = [
+            *self._decoding,
+            *(
+                Worker(f"grader-{s.searcher.index}", s.grade, self._stop, idle_s=POLL_S)
+                for s in self._searches
+            ),
+            Worker("weight-poller", self._deliver, self._stop),
+            *self._service.workers(self._stop),
+            Worker("watchdog", self._watchdog.step, self._stop, idle_s=1.0),
+        ]
+        try:
+            run.trainer.publish()
+            for worker in workers:
+                worker.start()
+            loop(run, self, interrupted)
+        except BaseException:
+            # Only the first failure is raised: stop everyone, so that no later one hides it.
+            self._stop.set()
+            # A thread inside native code must not meet the end of the interpreter.
+            run.shared.rewards.close()  # ends a `score` that waits for a reward
+            self._join(workers)
+            raise
+        # Save first: a searcher may need minutes to finish a round that is no longer needed.
+        run.save()
+        self._join(workers)
+        self._count()
+        evaluations.wind_up(run)
+
+    def _join(self, workers: Sequence[Worker]) -> None:
+        self._stop.set()
+        deadline = time.monotonic() + STOP_S
+        for worker in workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+
+    def _step_of(self, station: int, search: ContinuousSearch) -> Callable[[], bool]:
+        """Return the step of a decoding thread: evaluation shards come before chunks."""
+        return lambda: self._run.evaluations.step(station) or search.step()
+
+    def _deliver(self) -> bool:
+        is_delivered = self._run.search.transport.poll(DELIVERY_S)
+        self._service.announce()
+        return is_delivered
+
+    def _count(self) -> None:
+        """Update the counters of the run's searchers."""
+        for i, worker in enumerate(self._decoding):
+            self._run.search.local[i].idle_s = self._idle_before[i] + worker.idle_total_s
+        self._service.count()
 
     def begin(self, interrupted: Callable[[], bool]) -> list[RoundReport]:
         """Wait for the first responses, and request the evaluation of the start model."""
@@ -316,16 +428,16 @@ class AsynchronousSearch:
         self._admission.note_step(values["train/step_s"])
         self._report_progress()
         self._record_evaluations()
-        self._searchers.count()
+        self._count()
         self._watchdog.kick()
         extra: dict[str, Any] = {
             "search/under_way": self._admission.num_under_way,
             "search/idle_s": sum(searcher.idle_s for searcher in run.search.searchers),
-            **self._searchers.metrics(),
+            **self._service.metrics(),
         }
-        tokens, steps = self._searchers.slot_use()
-        if steps:
-            extra["search/slot_use"] = tokens / steps
+        used = [self._service.slot_use(), *(search.slot_use() for search in self._searches)]
+        if steps := sum(steps for _, steps in used):
+            extra["search/slot_use"] = sum(tokens for tokens, _ in used) / steps
         if (lock := run.shared.sites.trainer.lock) is not None:
             extra["sync/turn_wait_s"] = lock.wait_s
         return extra

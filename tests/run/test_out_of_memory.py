@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choices that exceed the device memory are lowered once; a resumed run keeps its choices."""
+
+import json
+
+import jax
+import pytest
+
+from tba_jax.config.schema import make_config
+from tba_jax.planning import choices
+from tba_jax.run.errors import OutOfMemory
+from tba_jax.run.session import train
+from tba_jax.run.workdir import begun_config
+from tba_jax.storage import sealed
+from tba_jax.train import trainer as trainers
+
+pytestmark = pytest.mark.slow  # eleven short runs
+
+FIELDS = {
+    "driver": "sync",
+    "placement": "shared",
+    "num_steps": 4,
+    "task.num_eval_prompts": 8,
+    "task.max_prompt_tokens": 12,
+    "batch.num_prompts": 4,
+    "batch.num_length_buckets": 1,
+    "objective.group_size": 4,
+    "search.samples_per_prompt": 4,
+    "search.prompts_per_round": 4,
+    "search.max_new_tokens": 16,
+    "replay.recency_prob": 1.0,
+    "eval.period": 0,
+    "eval.max_new_tokens": 16,
+    "checkpoint.period": 1,
+    "reward.timeout_s": 300.0,  # on a busy machine a reward that is late would be another reward
+}
+MEMORY = 13.5e6
+"""In which eight of sixteen rows fit at a time."""
+
+
+@pytest.fixture
+def config(monkeypatch):
+    monkeypatch.setattr(choices, "_memory_bytes", lambda devices: MEMORY)
+    return choices.choose(make_config(FIELDS), {})
+
+
+def losses(workdir):
+    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+
+
+def test_a_resumed_run_keeps_its_choices_and_is_bit_equal(config, tmp_path, monkeypatch):
+    assert 0 < config.batch.micro_batch_rows < 16
+    train(config, tmp_path / "whole")
+    stops = iter([False] * 6)
+    stopped = train(config, tmp_path / "cut", interrupted=lambda: next(stops, True))
+    assert 0 < stopped.step < 4
+    # The machine has other memory now.
+    monkeypatch.setattr(choices, "_memory_bytes", lambda devices: 1e12)
+    again = choices.choose(make_config(FIELDS), begun_config(tmp_path / "cut"))
+    assert train(again, tmp_path / "cut").is_finished
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def exhausted(calls, most):
+    """A trainer's step that fails as a device without memory does, for the first calls."""
+    step = trainers.Trainer.step
+
+    def failing(self, *args):
+        calls.append(self.step_index)
+        if len(calls) <= most:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+        return step(self, *args)
+
+    return failing
+
+
+def test_choices_are_lowered_once(config, tmp_path, monkeypatch, capsys):
+    calls = []
+    monkeypatch.setattr(trainers.Trainer, "step", exhausted(calls, 1))
+    outcome = train(config, tmp_path, lower=choices.lowered)
+    assert outcome.is_finished and calls[:2] == [0, 0]
+    rows = config.batch.micro_batch_rows
+    saved = sealed.read(tmp_path / "config.json")
+    assert saved["config"]["batch.micro_batch_rows"] == rows // 2
+    assert "lowered once" in saved["chosen"]["batch.micro_batch_rows"]
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"batch.micro_batch_rows={rows // 2} (was {rows})" in said
+
+
+@pytest.mark.parametrize("cause", ["again", "given", "later"])
+def test_else_the_run_ends(cause, config, tmp_path, monkeypatch):
+    """Memory runs out a second time, or nothing was chosen, or some steps were made."""
+    calls = []
+    if cause == "given":
+        config = make_config(FIELDS | {"batch.micro_batch_rows": 8, "search.num_slots": 16})
+    if cause == "later":
+        step = trainers.Trainer.step
+
+        def failing(self, *args):
+            calls.append(0)
+            if self.step_index == 2:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+            return step(self, *args)
+
+        monkeypatch.setattr(trainers.Trainer, "step", failing)
+    else:
+        monkeypatch.setattr(trainers.Trainer, "step", exhausted(calls, 9))
+    kind = jax.errors.JaxRuntimeError if cause == "later" else OutOfMemory
+    with pytest.raises(kind, match="RESOURCE_EXHAUSTED"):
+        train(config, tmp_path, lower=choices.lowered)
+    assert len(calls) == {"again": 2, "given": 1, "later": 3}[cause]
