@@ -159,7 +159,7 @@ class Cluster:
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
         if self._replicate is None:
-            mesh = Mesh(np.array(self._meeting_devices()), ("process", "device"))
+            mesh = Mesh(np.array(self._gather_devices()), ("process", "device"))
             self._rows = NamedSharding(mesh, PartitionSpec("process"))
             self._replicate = jax.jit(
                 lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())
@@ -167,8 +167,8 @@ class Cluster:
         rows = jax.make_array_from_process_local_data(self._rows, row)
         return np.asarray(self._replicate(rows))
 
-    def _meeting_devices(self) -> list[list[Any]]:
-        """Return, for each member, one device if the chips permit a mesh of those, else all."""
+    def _gather_devices(self) -> list[list[Any]]:
+        """Return devices of each process for collectives: one if such a mesh is valid, else all."""
         import jax
 
         devices = [jax.local_devices(process_index=i) for i in self.members]

@@ -9,7 +9,7 @@ from tba_jax.settings import Section, field, need
 
 @dataclass(frozen=True)
 class MeshSettings(Section):
-    """Axes of the trainer's mesh: data x fsdp x model devices."""
+    """Axes of the trainer's mesh: data x fsdp x expert x model devices."""
 
     data: int = field(
         1,
@@ -20,6 +20,13 @@ class MeshSettings(Section):
     fsdp: int = field(
         1,
         "divides train state and rows; weights are gathered layer by layer",
+        at_least=1,
+        on_resume=True,
+    )
+    expert: int = field(
+        1,
+        "divides the experts of a mixture, and rows; their tokens are gathered and their results "
+        "added up",
         at_least=1,
         on_resume=True,
     )

@@ -31,11 +31,17 @@ class MeshShape(NamedTuple):
     data: int = 1
     fsdp: int = 1
     model: int = 1
+    expert: int = 1
+
+    @property
+    def num_parts(self) -> int:
+        """Number of parts into which the rows of a batch are divided."""
+        return self.data * self.fsdp * self.expert
 
     @property
     def size(self) -> int:
         """Number of trainer devices."""
-        return self.data * self.fsdp * self.model
+        return self.num_parts * self.model
 
 
 class Asked(NamedTuple):
@@ -84,8 +90,8 @@ class Mode(NamedTuple):
             ConfigError.
         spans_hosts: the run has several processes.
         trainers_search: processes that train also search; otherwise other processes search.
-        searches_elsewhere: searchers are remote processes with their own devices; the arrangement
-            covers the trainer's process, which evaluates.
+        searches_elsewhere: searchers are remote processes with their own devices, and the
+            arrangement covers the trainer's processes only.
         mesh: (requested mesh, processes) -> the trainer's mesh.
     """
 
@@ -141,9 +147,11 @@ def arrange(
     trainer = layout.trainer(devices, mesh.size)
     if len(trainer) < mesh.size:
         raise PlacementError(
-            f"mesh.data x mesh.fsdp x mesh.model={mesh.size}: the trainer's mesh needs "
-            f"{mesh.size} devices, got {len(devices)}. Lower one of the three"
+            f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={mesh.size}: the trainer's mesh "
+            f"needs {mesh.size} devices, got {len(devices)}. Lower one of them"
         )
+    if mode.searches_elsewhere:
+        return Arrangement(layout, mesh, tuple(trainer), (), 0, asked.num_searchers)
     searching = hosts_of(devices) if mode.spans_hosts else [process_index]
     if layout.searching is not None:
         searching = layout.searching(devices, trainer)
@@ -201,9 +209,9 @@ def pod_layout(
     if WHOLE_HOSTS not in layouts and WHOLE_HOSTS.accepts(devices, num_trainer_devices):
         other = ", or set --config.placement=whole_hosts"
     raise PlacementError(
-        f"mesh.data x mesh.fsdp x mesh.model={num_trainer_devices}: no layout of the trainer on "
-        f"{hosts} hosts with {len(devices) // hosts} {kind} devices each. Set their product to one "
-        f"of {sizes}{other}"
+        f"mesh.data x mesh.fsdp x mesh.expert x mesh.model={num_trainer_devices}: no layout of the "
+        f"trainer on {hosts} hosts with {len(devices) // hosts} {kind} devices each. Set their "
+        f"product to one of {sizes}{other}"
     )
 
 
@@ -227,11 +235,13 @@ WHOLE_HOSTS = Layout(
     trainer=on_whole_hosts,
     searching=left_to_search,
 )
+TRAINER_ONLY = Layout("fleet", shares_devices=False, accepts=lambda devices, n: n <= len(devices))
 POD_LAYOUTS = (INTERLEAVED, PER_HOST)  # in order of preference
 
 
 def _shape(mesh: MeshShape) -> str:
-    return " x ".join(map(str, mesh))
+    sizes = (mesh.data, mesh.fsdp, *((mesh.expert,) if mesh.expert > 1 else ()), mesh.model)
+    return " x ".join(map(str, sizes))
 
 
 def _check_trainer(asked: Asked, num_devices: int) -> None:
@@ -288,11 +298,11 @@ def _check_auto(asked: Asked, num_devices: int, num_hosts: int) -> None:
 
 
 def _pod_mesh(mesh: MeshShape, num_hosts: int) -> MeshShape:
-    """Return the mesh in which every host trains; fsdp x model within a host gives a copy each.
+    """Return the mesh in which every host trains; if a host holds a copy, each host has one.
 
     The number of copies changes only for the default, `mesh.data = 1`.
     """
-    is_default = mesh.data == 1 and (mesh.fsdp * mesh.model) % num_hosts
+    is_default = mesh.data == 1 and (mesh.fsdp * mesh.expert * mesh.model) % num_hosts
     return mesh._replace(data=num_hosts) if is_default else mesh
 
 
@@ -305,7 +315,8 @@ def _check_pod(asked: Asked, num_devices: int, num_hosts: int) -> None:
         _shape(mesh),
         f"each of the {num_hosts} processes needs an equal share of the trainer's "
         f"{asked.mesh.size} devices, and sees {num_devices}",
-        "Make mesh.data x mesh.fsdp x mesh.model a multiple of the processes, and small enough.",
+        "Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of the processes, and "
+        "small enough.",
     )
     need(
         mine % mesh.model == 0,
@@ -344,7 +355,7 @@ def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
         "mesh",
         _shape(asked.mesh),
         f"the trainer must take all {num_devices} devices of some of the {num_hosts} hosts",
-        f"Make mesh.data x mesh.fsdp x mesh.model a multiple of {num_devices}, below "
+        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model a multiple of {num_devices}, below "
         f"{num_devices * num_hosts}.",
     )
     need(
@@ -353,6 +364,21 @@ def _check_whole_hosts(asked: Asked, num_devices: int, num_hosts: int) -> None:
         asked.searcher_devices,
         f"each process has {num_devices} devices",
         f"Set --config.search.num_devices={num_devices}.",
+    )
+
+
+def _check_fleet(asked: Asked, num_devices: int, num_hosts: int) -> None:
+    if num_hosts == 1:
+        _check_trainer(asked, num_devices)
+        return
+    need(
+        asked.mesh.size == num_devices * num_hosts,
+        "mesh",
+        _shape(asked.mesh),
+        f"the {num_hosts} processes of the trainer (fleet.trainer_hosts) have {num_devices} "
+        "devices each, and the mesh must use all of them",
+        f"Make mesh.data x mesh.fsdp x mesh.expert x mesh.model {num_devices * num_hosts}, or "
+        "change fleet.trainer.",
     )
 
 
@@ -393,8 +419,9 @@ MODES: dict[str, Mode] = {
         Mode(
             "fleet",
             "searchers in separate processes on machines that may come and go (section fleet)",
-            lambda devices, asked: SHARED,
-            _check_shared,
+            lambda devices, asked: TRAINER_ONLY,
+            _check_fleet,
+            trainers_search=False,
             searches_elsewhere=True,
         ),
     )

@@ -5,6 +5,8 @@ The functions look at a given device, attached or described, never at the proces
 a process without a GPU can plan for one.
 """
 
+import glob
+import importlib.util
 import os
 from typing import Any, Literal
 
@@ -23,6 +25,16 @@ per group of devices, so 0.3 GiB; a run has at most three such groups).
 def take_gpu_memory() -> None:
     """Make JAX preallocate that share unless the user set one; call before using a device."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
+
+
+def ignore_absent_tpu() -> None:
+    """Keep libtpu silent on a machine without accelerators; call before using a device.
+
+    If libtpu is installed for plans, JAX would load it, and it would print that it finds no TPU.
+    """
+    accelerators = ("/dev/accel*", "/dev/vfio/[0-9]*", "/dev/nvidia*", "/dev/kfd")
+    if importlib.util.find_spec("libtpu") and not any(map(glob.glob, accelerators)):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def platform_of(device: Any) -> Platform:

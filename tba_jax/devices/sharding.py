@@ -16,14 +16,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.placement import Asked, arrange
+from tba_jax.devices.placement import Asked, MeshShape, arrange
 
 MESH_AXES = ("data", "fsdp", "model")
 """Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
-parameters divided, parameters gathered layer by layer; model: every matrix product divided."""
+parameters divided, parameters gathered layer by layer; model: every matrix product divided. With
+mesh.expert, the axis `expert` comes before `model`: rows and experts divided."""
 
-BATCH_AXES = ("data", "fsdp")
+BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that divide the rows of a batch."""
+
+
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a mesh that divide the rows of a batch."""
+    return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
+
+
+def trainer_mesh(devices: Any, shape: MeshShape) -> Mesh:
+    """Return the trainer's mesh; without mesh.expert it has no such axis.
+
+    Args:
+        devices: array or sequence of the devices, those of one process adjacent.
+        shape: sizes of the axes.
+    """
+    if shape.expert == 1:
+        return Mesh(np.asarray(devices).reshape(shape[:3]), MESH_AXES)
+    sizes = (shape.data, shape.fsdp, shape.expert, shape.model)
+    return Mesh(np.asarray(devices).reshape(sizes), (*BATCH_AXES, "model"))
 
 
 class Rule(NamedTuple):
@@ -44,6 +63,7 @@ AXIS_RULES: Mapping[str, Rule] = {
     # a mesh that does not divide them is refused.
     "heads": Rule("model", may_replicate=False),
     "mlp": Rule("model", may_replicate=False),
+    "experts": Rule("expert", may_replicate=False),
     "embed": Rule("fsdp", may_replicate=False),
     # Fixed by the checkpoint, whatever the mesh: two key/value heads (Qwen2.5-1.5B), 50,257 tokens
     # (GPT-2). Every device then keeps them all.
@@ -74,14 +94,16 @@ class Placement(NamedTuple):
         """Mesh on which the publish program leaves the weights.
 
         The trainer's mesh, unless a copy of the parameters spans several processes. Then each
-        process gets a whole copy, divided over as many of its devices as fsdp and model permit,
-        because searchers cannot read arrays of other hosts.
+        process gets a whole copy, divided over as many of its devices as fsdp, expert and model
+        permit, because searchers cannot read arrays of other hosts.
         """
-        devices = self.trainer_mesh.devices.reshape(-1)
+        devices, shape = self.trainer_mesh.devices.reshape(-1), self.trainer_mesh.shape
         local = sum(d.process_index == devices[0].process_index for d in devices)
-        model = math.gcd(self.trainer_mesh.shape["model"], local)
-        fsdp = math.gcd(self.trainer_mesh.shape["fsdp"], local // model)
-        return Mesh(devices.reshape(-1, fsdp, model), MESH_AXES)
+        model = math.gcd(shape["model"], local)
+        expert = math.gcd(shape.get("expert", 1), local // model)
+        fsdp = math.gcd(shape["fsdp"], local // model // expert)
+        data = len(devices) // (fsdp * expert * model)
+        return trainer_mesh(devices, MeshShape(data, fsdp, model, expert))
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:
@@ -104,7 +126,7 @@ def place(
     """
     found = arrange(placement, devices, asked, process_index)
     return Placement(
-        Mesh(np.array(found.trainer).reshape(found.mesh), MESH_AXES),
+        trainer_mesh(np.array(found.trainer), found.mesh),
         tuple(Mesh(np.array(group), ("model",)) for group in found.groups),
         found.first_searcher,
         found.num_searchers,
@@ -328,5 +350,5 @@ def _by_path(tree: Any) -> dict[tuple[str, ...], Any]:
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """Return the keys of a path, without a distinction of tuple index and attribute."""
+    """Return the keys of a path, with tuple indices and attributes in the same form."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chips of several hosts that may form a mesh, and hosts that are left over.
 
-Rules of TPU compilers, found by compiling with libtpu 0.0.51 and 0.0.52. Some chips of several
-hosts: only on v4 and v5p. v5e and v6e: whole hosts. A v5e slice above 16 chips: all of them, or a
-rectangle of whole hosts without the slice's first. Other chips have no limits. Devices are as in
-`placement`. Invariant: the compiler accepts the choices made here.
+Rules of TPU compilers, found by compiling with libtpu 0.0.51 and 0.0.52:
+
+- v4 and v5p: a mesh may use some chips of several hosts.
+- v5e and v6e: a mesh over several hosts must use whole hosts.
+- v5e slices of more than 16 chips: a mesh must use the whole slice, or a rectangle of whole hosts
+  without the first host of the slice.
+
+Other devices have no limits. Devices are as in `placement`. Invariant: the compiler accepts the
+choices made here.
 """
 
 from collections.abc import Sequence
@@ -34,8 +39,8 @@ def accepts_shares_of_hosts(devices: Sequence[Any], n: int) -> bool:
 def on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
     """Return all devices of some hosts, n in all; [] if that is impossible.
 
-    The first hosts, because searchers with several chips may not use the first chip of a slice. On
-    a large v5e slice, the last rectangle of hosts.
+    Returns the first hosts, because searchers with several chips may not use the first chip of a
+    slice. On a large v5e slice, returns the last rectangle of hosts.
     """
     hosts = hosts_of(devices)
     per_host = len(devices) // len(hosts)

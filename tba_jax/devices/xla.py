@@ -51,8 +51,8 @@ def compiler_options(settings: XlaSettings, devices: Sequence[Any]) -> dict[str,
 
     Args:
         settings: preset, and the user's options, which override it.
-        devices: attached or of a topology. If one belongs to this process, it tests the options;
-            otherwise a process with such a device does.
+        devices: attached devices, or devices of a topology. A process tests the options only if it
+            owns one of the devices.
 
     Raises:
         ConfigError: the compiler has no such option, or cannot read its value.

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Questions about a run, each answered by a process of its own.
+"""Child processes that describe or compile a planned run, one process for each request.
 
-A compiler that dislikes a placement aborts its process, and a compilation may take very long: both
-are verdicts about the plan and not the end of it. A child gets one JSON object on standard input
-and answers with one on the last line of standard output (`compile_one` is its main program). This
-side knows processes and texts, imports no JAX, and owns the invariant: whatever happens to a child,
-the caller gets an `Answer`, and no child outlives its time.
+A compiler may abort its process or take very long; the plan reports both and continues. A child
+receives one JSON object on standard input and prints one JSON object as the last line of its
+standard output (`compile_one` is its main program). This module imports no JAX.
+
+Invariant: the caller always gets an `Answer`, and no child outlives its timeout.
 """
 
 import json
@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 from tba_jax.planning.environment import NO_TPU
 
 _MODULE = "tba_jax.planning.compile_one"
-_REPORT_S = 20.0  # between two lines about a child that still works
+_REPORT_S = 20.0  # between two progress lines of a child
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
 _TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
 
 
 class Answer(NamedTuple):
-    """What a child said.
+    """Result of a child process.
 
     Attributes:
-        value: its JSON object; None where it failed.
-        failure: one line: why; "" where it answered.
-        is_user_error: the child itself refused the request, with a message for the user.
-        is_too_large: the compiler refused for want of device memory.
-        needed_bytes: how much it wanted then, where it said so.
+        value: JSON object of the answer; None if the child failed.
+        failure: reason of the failure in one line; "" on success.
+        is_user_error: the child refused the request with a message for the user.
+        is_too_large: the compiler reported too little device memory.
+        needed_bytes: memory that the compiler asked for in that case; 0 if it named no size.
     """
 
     value: dict[str, Any] | None
@@ -49,12 +49,12 @@ def ask(
     timeout_s: float,
     say: Callable[[str], None] = lambda line: None,
 ) -> Answer:
-    """Ask one child one question.
+    """Run one child process and return its answer.
 
     Args:
-        request: for `compile_one.answer`.
-        timeout_s: the child is killed after this long.
-        say: receives a line every 20 s while the child works.
+        request: request for `compile_one.answer`.
+        timeout_s: seconds after which the child is killed.
+        say: receives a line every 20 s while the child runs.
     """
     environment = dict(os.environ)
     if request["topology"]:
@@ -76,7 +76,7 @@ def ask(
                 stdout, stderr = child.communicate(question, timeout=wait_s)
                 break
             except subprocess.TimeoutExpired:
-                question = None  # it is sent only once
+                question = None  # standard input is written only once
                 seconds = time.monotonic() - start
                 if seconds >= timeout_s:
                     child.kill()
@@ -102,9 +102,9 @@ def _failure(returncode: int, stderr: str, seconds: float) -> Answer:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     if returncode < 0:
         checks = [line for line in lines if "Check failed" in line or line.startswith("F0")]
-        reason = checks[0] if checks else (lines[-1] if lines else "it said nothing")
-        name = {-6: "aborted", -9: "was killed, perhaps for want of host memory"}.get(
-            returncode, f"died of signal {-returncode}"
+        reason = checks[0] if checks else (lines[-1] if lines else "no output")
+        name = {-6: "aborted", -9: "was killed (host memory may have run out)"}.get(
+            returncode, f"ended with signal {-returncode}"
         )
         return Answer(None, f"the compiler {name} after {seconds:.0f} s: {_brief(reason)}")
     exhausted = [line for line in lines if "RESOURCE_EXHAUSTED" in line]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Devices to plan for: what one has and does, and groups of them that need not be attached.
+"""Devices to plan for: TPU and GPU data sheets, measured devices, and slices that are not attached.
 
-Peak rates are those of the vendors' pages, given per JAX device. Of a TPU `hbm_bytes` is what the
-compiler lets a program use, as it names it when a program needs more (libtpu 0.0.52): a little less
-than the chip has; `link_bytes_per_s` is half the bidirectional bandwidth that the pages give: what
-a chip sends when all its links are busy. Of a GPU `hbm_bytes` is all it has, and `overheads` is
-what programs do not get. The invariant it owns: a rate that nobody published is 0 and is never used
-as one.
+Peak rates come from the vendors' pages, per JAX device. `hbm_bytes` of a TPU is the limit that the
+compiler names when a program needs more (libtpu 0.0.52), slightly less than the chip has.
+`link_bytes_per_s` of a TPU is half of the published bidirectional bandwidth: the rate at which a
+chip sends when all its links are busy. `hbm_bytes` of a GPU is its whole memory; `overheads` lists
+the memory that programs cannot use.
+
+Invariant: a rate that is not published is 0, and no time is computed from it.
 
 References:
     cloud.google.com/tpu/docs/v5e, /v5p, /v6e; GPUs: `gpus`.
@@ -29,19 +30,19 @@ _GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device.
+    """Memory and peak rates of one device.
 
     Attributes:
-        name: v5e, H100, ...
-        hbm_bytes: its memory.
-        flops_per_s: peak of bfloat16 matrix products.
-        bytes_per_s: peak of device memory.
-        link_bytes_per_s: sent to devices that fast links reach, all links together; 0: unknown.
-        network_bytes_per_s: sent to hosts that they do not reach, all devices sending at once; 0:
-            unknown, or links reach every host.
-        cores: TensorCores behind one JAX device.
-        is_measured: the rates were measured here and are not a data sheet's.
-        overheads: memory that is not for programs and their arguments, and why.
+        name: name of the chip, such as v5e or H100.
+        hbm_bytes: device memory.
+        flops_per_s: peak rate of bfloat16 matrix products.
+        bytes_per_s: peak rate of device memory.
+        link_bytes_per_s: bytes sent over all fast links of a device together; 0: unknown.
+        network_bytes_per_s: bytes that each device sends over the network to other hosts while all
+            devices send; 0: unknown, or fast links connect all hosts.
+        cores: TensorCores of one JAX device.
+        is_measured: the rates were measured on this machine, not taken from a data sheet.
+        overheads: kind -> bytes that programs and their arguments cannot use.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Chip:
 
     @property
     def usable_bytes(self) -> float:
-        """Memory that programs and their arguments may take."""
+        """Return the memory available to programs and their arguments."""
         return self.hbm_bytes - sum(self.overheads.values())
 
 
@@ -65,15 +66,16 @@ TPUS = {
     "v5p": Chip("v5p", 95.73 * _GIB, 459e12, 2765e9, 600e9, cores=2),
     "v6e": Chip("v6e", 31.24 * _GIB, 918e12, 1638e9, 400e9),
 }
-# Of what JAX's allocator has: blocks are cut to 256 bytes and found again by best fit, and what is
-# free lies scattered. A guess on the safe side, until `memory_stats()` of a run says better.
+# Share of the pool of JAX's allocator that fragmentation makes unusable: blocks are multiples of
+# 256 bytes and chosen by best fit. A cautious estimate; `memory_stats()` of a run gives the real
+# one.
 _SLACK = 0.02
-_OUTSIDE = "outside of JAX's pool: CUDA context, kernels, NCCL's buffers, libraries"
-_ALLOCATOR = "slack of the allocator"
+_OUTSIDE = "outside of JAX's pool: CUDA context, kernels, NCCL buffers, libraries"
+_ALLOCATOR = "fragmentation of the allocator"
 
 
 def gpu_chip(gpu: gpus.Gpu) -> Chip:
-    """Return a GPU with the memory outside the run's pool, and the allocator's loss inside it."""
+    """Return the chip of a GPU, with the memory that programs cannot use."""
     pool = GPU_MEMORY_SHARE * gpu.memory_bytes
     return Chip(
         gpu.kind.removeprefix("NVIDIA ").split()[0].split("-")[0],
@@ -88,20 +90,21 @@ def gpu_chip(gpu: gpus.Gpu) -> Chip:
 
 _HOST_BOUNDS = {1: (1, 1, 1), 4: (2, 2, 1), 8: (2, 4, 1)}
 _WANTED = (
-    "wanted CHIP:AxB[xC][@CHIPS_PER_HOST], as v5e:2x4, v5e:2x4@8 or v5p:2x2x4, or "
-    "GPU:[HOSTSx]GPUS, as h100:8 or h100:2x8"
+    "expected CHIP:AxB[xC][@CHIPS_PER_HOST], such as v5e:2x4, v5e:2x4@8 or v5p:2x2x4, or "
+    "GPU:[HOSTSx]GPUS, such as h100:8 or h100:2x8"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice.
+    """A TPU slice.
 
     Attributes:
-        text: as given.
-        chip: what it is made of.
-        shape: chips along each axis.
-        chips_per_host: chips of one host; 0: the compiler's own (four, fewer in smaller slices).
+        text: text of --topology.
+        chip: chip of the slice.
+        shape: number of chips along each axis.
+        chips_per_host: chips of one host; 0: the compiler's default (four, fewer in smaller
+            slices).
     """
 
     text: str
@@ -110,10 +113,10 @@ class Topology:
     chips_per_host: int = 0
 
     def devices(self) -> list[Any]:
-        """Devices to compile for.
+        """Return the devices to compile for.
 
         Raises:
-            ValueError: no libtpu, or it has no such slice.
+            ValueError: libtpu is not installed, or knows no such slice.
         """
         from jax.experimental import topologies
 
@@ -128,20 +131,21 @@ class Topology:
         except Exception as error:
             reason = str(error).splitlines()[0]
             raise ValueError(
-                f"--topology={self.text}: {reason}; {_WANTED}, and libtpu (pip install libtpu)"
+                f"--topology={self.text}: {reason}; {_WANTED}; libtpu must be installed (pip "
+                "install libtpu)"
             ) from error
         return list(found.devices)
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuHosts:
-    """Hosts with equal numbers of GPUs: NVLink within one, a network between them.
+    """Hosts with equal numbers of GPUs: NVLink within a host, a network between hosts.
 
     Attributes:
-        text: as given.
-        gpu: what each host has.
-        hosts: how many.
-        per_host: GPUs of each.
+        text: text of --topology.
+        gpu: GPU model of all hosts.
+        hosts: number of hosts.
+        per_host: GPUs of each host.
     """
 
     text: str
@@ -151,14 +155,13 @@ class GpuHosts:
 
     @property
     def chip(self) -> Chip:
-        """One device."""
         return gpu_chip(self.gpu)
 
     def devices(self) -> list[Any]:
-        """Devices to compile for.
+        """Return the devices to compile for.
 
         Raises:
-            ValueError: no CUDA plugin of JAX is installed.
+            ValueError: JAX's CUDA plugin is not installed.
         """
         from jax.experimental import topologies
 
@@ -171,20 +174,20 @@ class GpuHosts:
             )
         except NotImplementedError as error:
             raise ValueError(
-                f"--topology={self.text}: JAX's CUDA plugin compiles for GPUs, attached or not, "
-                f"and is not installed here ({gpus.INSTALL}; no GPU or driver is needed)"
+                f"--topology={self.text}: needs JAX's CUDA plugin, which compiles also for GPUs "
+                f"that are not attached. Install it: {gpus.INSTALL} (no GPU or driver is needed)"
             ) from error
         return list(found.devices)
 
 
 def parse_topology(text: str) -> Topology | GpuHosts:
-    """Return the slice or the GPU hosts that an argument names.
+    """Return the TPU slice or the GPU hosts of a --topology argument.
 
-    TPU hosts have four chips unless the argument says otherwise: `v5e:2x4` is two hosts of four,
-    and `v5e:2x4@8` is one host of eight. `h100:8` is one host of eight GPUs, `h100:2x8` are two.
+    TPU hosts have four chips by default: `v5e:2x4` is two hosts of four chips, and `v5e:2x4@8` is
+    one host of eight. `h100:8` is one host of eight GPUs, `h100:2x8` is two such hosts.
 
     Raises:
-        ValueError: nothing that can be planned for; says what was wanted.
+        ValueError: the text names no known slice or GPU hosts; the message shows the format.
     """
     match = re.fullmatch(r"(\w+):(\d+(?:x\d+)*)(?:@(\d+))?", text)
     if not match:
@@ -194,24 +197,24 @@ def parse_topology(text: str) -> Topology | GpuHosts:
         hosts, per_host = (1, *shape)[-2:]
         if match[3] or len(shape) > 2 or not hosts or not 0 < per_host <= gpus.PER_HOST:
             raise ValueError(
-                f"--topology={text}: a host has 1 to {gpus.PER_HOST} GPUs; wanted {name}:GPUS or "
-                f"{name}:HOSTSxGPUS, as {name}:8 or {name}:2x8"
+                f"--topology={text}: a host has 1 to {gpus.PER_HOST} GPUs; expected {name}:GPUS "
+                f"or {name}:HOSTSxGPUS, such as {name}:8 or {name}:2x8"
             )
         return GpuHosts(text, gpus.GPUS[name], hosts, per_host)
     if name not in TPUS:
         known = ", ".join((*TPUS, *gpus.GPUS))
-        raise ValueError(f"--topology={text}: no chip {name!r}; there are {known}")
+        raise ValueError(f"--topology={text}: unknown chip {name!r}; known chips: {known}")
     if len(shape) != (3 if name == "v5p" else 2):
-        raise ValueError(f"--topology={text}: a {name} slice has another number of axes; {_WANTED}")
+        raise ValueError(f"--topology={text}: wrong number of axes for a {name} slice; {_WANTED}")
     if per_host and per_host not in _HOST_BOUNDS:
-        raise ValueError(f"--topology={text}: hosts have 1, 4 or 8 chips, not {per_host}")
+        raise ValueError(f"--topology={text}: {per_host} chips per host; TPU hosts have 1, 4 or 8")
     if per_host == 8 and name == "v5p":
-        raise ValueError(f"--topology={text}: hosts of v5p have 4 chips")
+        raise ValueError(f"--topology={text}: hosts of v5p have 4 chips, not 8")
     return Topology(text, TPUS[name], shape, per_host)
 
 
 def attached_chip(devices: Sequence[Any]) -> Chip:
-    """Return the chip of attached devices: GPUs from the table, others measured."""
+    """Return the chip of attached devices; rates of GPUs from the table, other rates measured."""
     device = devices[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     memory = stats.get("bytes_limit", 0) if stats else 0
@@ -220,10 +223,10 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
             chip = gpu_chip(gpu)
             if not memory:
                 return chip
-            # The pool of this very process, as its allocator gives it.
+            # The limit of this process's allocator replaces the estimated pool.
             overheads = {_ALLOCATOR: _SLACK * memory}
             return dataclasses.replace(chip, hbm_bytes=float(memory), overheads=overheads)
-    if not memory:  # the devices of a CPU share the machine's memory
+    if not memory:  # All CPU devices share the machine's memory.
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
     from tba_jax.planning import roofline
 
@@ -239,5 +242,4 @@ def attached_chip(devices: Sequence[Any]) -> Chip:
 
 
 def local_devices() -> list[Any]:
-    """Devices of this process."""
     return list(jax.local_devices())

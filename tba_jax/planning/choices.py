@@ -1,104 +1,260 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a run chooses itself, from its data, its model and the memory of its devices.
 
-A setting of 0 asks for the choice. What a run chose is in its config.json, and a run that is
-resumed takes it from there: on other hardware, too, it goes on with the same batches.
+A setting of 0 or `auto` requests a choice, and config.json records the chosen values. A resumed run
+uses the recorded values, so that it continues with the same batches on other hardware, too. Only
+the placement, which a resumed run may change, is chosen again if it does not suit the devices.
 """
 
+import dataclasses
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from tba_jax.config.devices import asked
-from tba_jax.config.schema import Config, replace
+from tba_jax.config.devices import asked, validate_devices
+from tba_jax.config.resolved import dtypes_on
+from tba_jax.config.schema import Config, get_field, replace
+from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import MODES, arrange
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.planning import estimates, fitting
-from tba_jax.run.lengths import with_lengths
+from tba_jax.planning import estimates, fitting, layouts
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
+from tba_jax.run.preflight import with_lengths
+from tba_jax.settings import ConfigError
 
-_SHARE_OF_MEMORY = 0.8  # programs and the allocator need the rest
-_LENGTHS = (
+if TYPE_CHECKING:
+    from tba_jax.devices.cluster import Cluster
+
+LENGTHS = (
     "task.max_prompt_tokens",
     "search.max_new_tokens",
     "eval.max_new_tokens",
     "task.num_eval_prompts",
 )
+_PLACEMENT = (
+    "num_searchers",
+    "placement",
+    "mesh.data",
+    "mesh.fsdp",
+    "mesh.expert",
+    "mesh.model",
+    "search.num_devices",
+)
+_DTYPES = ("model.compute_dtype", "model.rollout_dtype")
 _ROWS = "batch.micro_batch_rows"
+_SIZES = ("search.num_slots", _ROWS, "model.remat")
+_OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "task.max_prompt_tokens": (0, LENGTHS),
+    "num_searchers": (0, _PLACEMENT),
+    **{name: ("auto", (name,)) for name in _DTYPES},
+    "search.num_slots": (0, ("search.num_slots",)),
+    _ROWS: (0, (_ROWS,)),
+    "model.remat": ("auto", ("model.remat",)),
+}
+"""Setting -> the value that requests a choice, and the settings that are then chosen."""
 
 
-def choose(config: Config, saved: Mapping[str, Any]) -> tuple[Config, list[str]]:
-    """Return a config in which everything is chosen, and a line for each choice.
+def open_settings(config: Config) -> list[str]:
+    """Return the settings that a config leaves to the run."""
+    return [
+        name
+        for key, (asks, names) in _OPEN.items()
+        if get_field(config, key) == asks
+        for name in names
+    ]
+
+
+def choose(config: Config, saved: Mapping[str, Any]) -> Config:
+    """Choose the settings that this process can choose alone; return the config with them.
+
+    `choose_together` chooses those that depend on the devices of several hosts. `Config.chosen` has
+    the reasons.
 
     Args:
-        config: validated.
-        saved: the config of the run that is resumed, field by field; empty for a new run.
+        config: validated config.
+        saved: fields of the config of the resumed run; empty for a new run.
 
     Raises:
         ValueError: data or model are not usable.
     """
-    lines, mode = [], MODES[config.placement]
+    if saved:
+        return _as_saved(config, saved)
     if not config.task.max_prompt_tokens:
-        if saved:
-            config = replace(config, {name: saved[name] for name in _LENGTHS})
-        else:
-            config, line = with_lengths(config)
-            lines.append(line)
-    if not config.batch.micro_batch_rows:
-        if saved:
-            config = replace(config, {_ROWS: saved[_ROWS]})
-        elif not (mode.spans_hosts or mode.searches_elsewhere):  # their devices are not seen here
-            start_cluster(config)
-            import jax
+        changed, reason = with_lengths(config)
+        config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
+    mode = MODES[config.placement]
+    if mode.searches_elsewhere:  # the devices belong to other processes
+        return _on_absent_devices(config)
+    if mode.spans_hosts or not open_settings(config):
+        return config
+    start_cluster(config)
+    import jax
 
-            model_config = describe_model(config, with_weights=False).config
-            rows, line = fitting_rows(config, model_config, jax.local_devices())
-            config = replace(config, {_ROWS: rows})
-            lines += [line] if line else []
-    return config, lines
+    return _on_attached(config, jax.local_devices())
 
 
-def fitting_rows(
-    config: Config, model_config: TransformerConfig, devices: list[Any], memory_bytes: float = 0.0
-) -> tuple[int, str]:
-    """Return the rows of a micro-batch that fit the trainer's devices, 0 for all; and why.
+def choose_together(config: Config, cluster: "Cluster", saved: Mapping[str, Any]) -> Config:
+    """Return the config with the choices of process 0 for all devices, equal in every process.
 
     Args:
-        config, model_config: of the run.
-        devices: of this process.
-        memory_bytes: of each; 0: as they report.
+        config: result of `choose`.
+        cluster: processes of the run; every process calls this function.
+        saved: as in `choose`.
 
     Raises:
-        PlacementError: the devices cannot be divided as the placement says.
+        PlacementError: the placement is impossible on these devices.
     """
-    found = arrange(config.placement, devices, asked(config))
-    memory_bytes = memory_bytes or _memory_bytes(devices)
-    parts = found.mesh.data * found.mesh.fsdp
-    free = _SHARE_OF_MEMORY * memory_bytes
-    free -= estimates.held_bytes(config, model_config) / found.mesh.size
-    if found.layout.shares_devices:
-        of_searcher = estimates.searcher_bytes(config, model_config, devices, lambda group: 0.0)
-        free -= of_searcher(config.search.num_devices)
-    options = fitting.micro_batch_options(config, parts)
+    import jax
+
+    facts: dict[str, Any] = {}
+    if cluster.is_primary and not saved and open_settings(config):
+        found = _on_attached(config, jax.devices())
+        facts = {name: get_field(found, name) for name in open_settings(config)}
+        facts = {"fields": facts, "chosen": found.chosen}
+    facts = cluster.broadcast_json(facts)
+    if not facts:
+        return config
+    reasons = tuple((name, reason) for name, reason in facts["chosen"])
+    return dataclasses.replace(replace(config, facts["fields"]), chosen=reasons)
+
+
+def _on_attached(config: Config, devices: Sequence[Any]) -> Config:
+    model_config = describe_model(config, with_weights=False).config
+    return on_devices(config, model_config, devices, _memory_bytes(devices))
+
+
+def on_devices(
+    config: Config, model_config: TransformerConfig, devices: Sequence[Any], memory_bytes: float
+) -> Config:
+    """Return a config with all settings chosen that depend on the devices.
+
+    Args:
+        config: config with known lengths.
+        model_config: architecture of the policy.
+        devices: devices of the run.
+        memory_bytes: memory of each device.
+
+    Raises:
+        PlacementError: the placement is impossible on these devices.
+    """
     platform = platform_of(devices[0])
-    fits = [
-        n
-        for n in options
-        if estimates.step_bytes(n // parts, config, model_config, found.mesh, platform) <= free
-    ]
-    rows = max(fits, default=options[0])
-    if rows == options[-1]:
-        return 0, ""
-    return rows, (
-        f"chosen for devices of {memory_bytes / 2**30:.1f} GiB: {_ROWS}={rows} of {options[-1]} "
-        f"rows at a time (--config.{_ROWS}=N chooses another number)"
+    config = with_dtypes(config, platform)
+    if not config.num_searchers:
+        config = _placed(config, model_config, devices, memory_bytes)
+    found = arrange(config.placement, devices, asked(config))
+    sizes = layouts.open_sizes(
+        config,
+        model_config,
+        found.mesh,
+        devices,
+        memory_bytes,
+        lambda group: 0.0,
+        found.layout.shares_devices,
     )
+    left = open_settings(config)
+    about = f"an estimate for devices of {memory_bytes / 2**30:.1f} GiB"
+    return _chosen(config, {n: x for n, x in sizes.items() if n in left}, about)
 
 
-def _memory_bytes(devices: list[Any]) -> float:
-    """Return the memory of a device; of the CPU backend its share of the machine's."""
+def with_dtypes(config: Config, platform: str) -> Config:
+    """Return a config whose dtypes are chosen for a platform."""
+    return _chosen(config, dtypes_on(config, platform), f"the faster one on {platform}")
+
+
+def lines(config: Config) -> list[str]:
+    """Return one line for each reason: the chosen settings, the reason, and a flag to override."""
+    found: dict[str, list[str]] = {}
+    for name, reason in config.chosen:
+        found.setdefault(reason, []).append(f"{name}={get_field(config, name)}")
+    return [
+        f"chosen: {', '.join(values)} ({reason}). To change it, set e.g. --config.{values[0]}"
+        for reason, values in found.items()
+    ]
+
+
+def lowered(config: Config) -> Config | None:
+    """Return a config that needs less device memory; None if no chosen value can be lowered.
+
+    Halves the rows of a micro-batch and the decode slots, and recomputes whole layers.
+    """
+    left = {name for name, _ in config.chosen} | set(open_settings(config))
+    fields: dict[str, Any] = {}
+    if _ROWS in left:
+        mesh = asked(config).mesh
+        options = fitting.micro_batch_options(config, mesh.num_parts)
+        rows = config.batch.micro_batch_rows or options[-1]
+        if smaller := [n for n in options if n <= rows / 2]:
+            fields[_ROWS] = smaller[-1]
+    if "search.num_slots" in left and (slots := estimates.num_slots(config)) > 1:
+        fields["search.num_slots"] = slots // 2
+    if "model.remat" in left and config.model.remat == "dots":
+        fields["model.remat"] = "layers"
+    return _chosen(config, fields, "lowered once: device memory ran out") if fields else None
+
+
+def _chosen(config: Config, fields: Mapping[str, Any], reason: str) -> Config:
+    """Return the config with these fields; `chosen` gets the reason for each changed field."""
+    news = tuple((n, reason) for n, value in fields.items() if get_field(config, n) != value)
+    earlier = (entry for entry in config.chosen if entry[0] not in dict(news))
+    return dataclasses.replace(replace(config, fields), chosen=(*earlier, *news))
+
+
+def _placed(
+    config: Config, model_config: TransformerConfig, devices: Sequence[Any], memory_bytes: float
+) -> Config:
+    """Return a config with searchers on the devices that the trainer does not use."""
+    about = f"{len(devices)} devices"
+    is_given = any(get_field(config, name) != 1 for name in _PLACEMENT[2:])
+    if is_given or config.placement != "auto":
+        left = len(devices) - asked(config).mesh.size
+        searchers = max(1, left // config.search.num_devices)
+        if MODES[config.placement].spans_hosts:
+            searchers = 1
+        return _chosen(config, {"num_searchers": searchers}, about)
+    _, choice = layouts.choose(config, model_config, devices, memory_bytes)
+    fields = {name: value for name, value in choice.fields.items() if name in _PLACEMENT}
+    return _chosen(config, fields, about)
+
+
+def _on_absent_devices(config: Config) -> Config:
+    """Return a fleet's config, with dtypes for its resources and one searcher per process."""
+    has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
+    config = with_dtypes(config, "accelerators" if has_accelerator else "cpu")
+    if config.num_searchers:
+        return config
+    return _chosen(config, {"num_searchers": 1}, "one for each searcher process")
+
+
+def _as_saved(config: Config, saved: Mapping[str, Any]) -> Config:
+    """Return the config with the recorded choices of the resumed run.
+
+    The placement is chosen again if it is invalid for the current devices.
+    """
+    has_open_placement = not config.num_searchers
+    names = [name for name in open_settings(config) if name in saved]
+    config = replace(config, {name: saved[name] for name in names})
+    if not has_open_placement or MODES[config.placement].searches_elsewhere:
+        return config
+    start_cluster(config)
+    import jax
+
+    devices = jax.local_devices()
+    try:
+        validate_devices(config, len(devices))
+        return config
+    except ConfigError:
+        fresh = dict.fromkeys(_PLACEMENT[2:], 1) | {"placement": "auto", "num_searchers": 0}
+        model_config = describe_model(config, with_weights=False).config
+        again = _placed(replace(config, fresh), model_config, devices, _memory_bytes(devices))
+        # A resumed run keeps its number of searchers; with too few devices, they share devices.
+        kept = {"num_searchers": saved["num_searchers"], "placement": "auto"}
+        return replace(again, kept)
+
+
+def _memory_bytes(devices: Sequence[Any]) -> float:
+    """Return the memory of a device in bytes; a CPU device has a share of the machine's memory."""
     limit = (devices[0].memory_stats() or {}).get("bytes_limit")
     if limit:
         return float(limit)

@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: what a run needs on a TPU slice that is not rented yet, or on the attached devices.
+"""Command: memory and speed of a run on devices that need not be attached.
 
 python -m tba_jax.plan --config=math[:PRESET] [--topology=v5p:2x2x4] [--search] [--json]
     [--keep_placement] [--compare] [--programs=NAME,...] [--write_cache=DIR] [--timeout_s=N]
     [--config.FIELD=VALUE ...]
 
-Compiles every device program of the run at its largest shapes, each in a process of its own, and
-prints memory by kind, work, roofline time, what is resident at a time, the balance of searchers to
-trainer, and what to change. No weights are needed, of the model only its config.json. Exit code 0:
-it fits; 1: it does not, or does not compile; 2: the command makes no sense.
+Compiles every device program of the run at its largest shapes, each in its own process. Prints
+memory by kind, work, roofline times, memory in use at a time, the balance of searchers and trainer,
+and advice. Needs no weights, only the model's config.json. Exit code 0: the run fits; 1: it does
+not fit or does not compile; 2: the command or the config is invalid.
 
-Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice the placement is
-chosen and printed as config flags, unless --keep_placement asks for the config's own; with
---config.placement=fleet the slice is the trainer's, and searchers are elsewhere, and with
-whole_hosts half of its hosts are. --compare
-plans a slice of several hosts in both ways, every host training and searching, and some hosts
-training while others search; it prints the faster that fits, and both rates. --search
-finds the largest micro-batch and number of slots that fit. --write_cache fills a persistent
-compilation cache, which a run with JAX_COMPILATION_CACHE_DIR=DIR reads.
+Hosts of a slice have four chips; v5e:2x4@8 is one host of eight. For a slice, the plan chooses the
+placement and prints it as config flags; --keep_placement keeps the config's own. With
+--config.placement=fleet the whole slice trains and searchers run on other devices; with whole_hosts
+half of the hosts train. --compare plans a slice of several hosts in two ways: every host trains and
+searches, or some hosts train while the others search. It prints both rates and the faster placement
+that fits. --search finds the largest micro-batch and number of slots that fit. --write_cache fills
+a persistent compilation cache for runs with JAX_COMPILATION_CACHE_DIR=DIR. --page=FILE plans
+some presets on some slices, or those of --config and --topology, and writes a table.
 """
 
 import argparse
@@ -26,13 +26,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import ConfigError, plain
+from tba_jax.config.schema import Config, ConfigError, plain
 from tba_jax.devices.placement import MODES
-from tba_jax.planning import table
+from tba_jax.planning import page, table
 from tba_jax.planning.children import Answer, ask
 from tba_jax.planning.verdict import Balance, Occupancy, Program, advice, balance, occupancies
 
@@ -41,16 +42,16 @@ Ask = Callable[..., Answer]
 
 _FIXED = ("name", "group", "variants", "with_cache", "calls_per_round")  # known before compiling
 
-_ROWS = "batch.micro_batch_rows"
+_ROWS, _REMAT = "batch.micro_batch_rows", "model.remat"
 
 
 class Planner:
-    """Questions about one config on one slice; each is answered by a child process.
+    """Descriptions and compiled programs of one config on one slice, each from a child process.
 
     Args:
-        request: the part of every question that stays the same.
-        timeout_s: of each child.
-        ask: who answers.
+        request: part that all requests share.
+        timeout_s: timeout of each child process.
+        ask: sends a request to a child process and returns its answer.
     """
 
     def __init__(self, request: Mapping[str, Any], timeout_s: float, ask: Ask = ask) -> None:
@@ -62,15 +63,16 @@ class Planner:
     def describe(
         self, config: Mapping[str, Any], *, chooses: bool, trainer_devices: float = 0.0
     ) -> dict[str, Any]:
-        """Placement, residents and programs of a config.
+        """Return placement, resident memory and programs of a config.
 
         Args:
             config: nested fields.
-            chooses: the placement is chosen for the slice.
-            trainer_devices: then as in `layouts.choose`.
+            chooses: choose the placement for the slice.
+            trainer_devices: wanted trainer devices if the placement is chosen, as in
+                `layouts.choose`.
 
         Raises:
-            ValueError: the config does not suit the slice, or the child failed; says why.
+            ValueError: the config does not fit the slice, or the child failed.
         """
         question = self._request | {
             "config": config,
@@ -84,10 +86,10 @@ class Planner:
         return answer.value
 
     def compile(self, facts: Mapping[str, Any], name: str) -> Program:
-        """One program of a description, compiled once.
+        """Compile one program of a description; each program is compiled once.
 
         Raises:
-            ValueError: the child refused the question.
+            ValueError: the child refused the request.
         """
         key = json.dumps([facts["config"], name], sort_keys=True, default=str)
         if key not in self._compiled:
@@ -138,14 +140,14 @@ def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, A
 
     Args:
         planner: describes the other config.
-        facts: of the placement, with rows that were chosen for it.
-        rows: that the command asks for.
+        facts: description with the chosen placement.
+        rows: micro-batch rows of the command line.
     """
     chosen = facts["changed_fields"]
     if chosen.get(_ROWS, rows) == rows:
         return facts
     if rows not in facts["sizes"]["micro_batch_options"]:
-        note = f"batch.micro_batch_rows={rows} is not divided by the trainer's mesh; it is changed"
+        note = f"batch.micro_batch_rows={rows} is changed: the trainer's mesh does not divide it"
         return {**facts, "notes": [*facts["notes"], note]}
     changed = with_field(facts["config"], _ROWS, rows)
     kept = {name: value for name, value in chosen.items() if name != _ROWS}
@@ -156,15 +158,15 @@ def keep_rows(planner: Planner, facts: dict[str, Any], rows: int) -> dict[str, A
 def search(
     planner: Planner, config: Mapping[str, Any], say: Callable[[str], None]
 ) -> dict[str, int]:
-    """Config fields with the largest micro-batch and number of slots that fit.
+    """Return config fields with the largest micro-batch and number of slots that fit.
 
     Args:
-        planner: asks the compiler.
-        config: nested fields, placement included.
-        say: told of each trial.
+        planner: compiles the trials.
+        config: nested fields, with the placement.
+        say: receives a line for each trial.
 
     Raises:
-        ValueError: not even the smallest sizes fit; says of what.
+        ValueError: the smallest size of a setting does not fit.
     """
     found = {}
     facts = planner.describe(config, chooses=False)
@@ -177,8 +179,8 @@ def search(
         best = largest(candidates, _fits(planner, config, name, program, say))
         if best is None:
             raise ValueError(
-                f"{program} does not fit even with --config.{name}={candidates[0]}; "
-                "give its devices a larger mesh, or shorten the responses"
+                f"{program} does not fit even with --config.{name}={candidates[0]}; give its "
+                "devices a larger mesh, or set a smaller --config.search.max_new_tokens"
             )
         found[name] = best
     return found
@@ -191,7 +193,7 @@ def _fits(
     program: str,
     say: Callable[[str], None],
 ) -> Callable[[int], bool]:
-    """Return a function that compiles a program with a value of a setting: whether it fits."""
+    """Return a function that tests whether a program compiled with a value of a setting fits."""
 
     def fits(value: int) -> bool:
         asked = planner.describe(with_field(config, name, value), chooses=False)
@@ -206,7 +208,7 @@ def _fits(
 
 
 def with_field(config: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """Return a copy of nested fields with another value of SECTION.FIELD."""
+    """Return a copy of nested fields with a new value of SECTION.FIELD."""
     changed = copy.deepcopy(dict(config))
     section, field = name.split(".")
     changed[section][field] = value
@@ -216,25 +218,29 @@ def with_field(config: Mapping[str, Any], name: str, value: Any) -> dict[str, An
 def confirm_rows(
     planner: Planner, facts: dict[str, Any], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Return a chosen placement with a micro-batch of which the compiled train step fits.
+    """Return a chosen placement with a micro-batch for which the compiled train step fits.
 
-    The rows were chosen by an estimate from shapes. Where the compiler needs more memory, the
-    largest smaller micro-batch that fits takes their place; where none fits, the estimate stays.
+    The rows come from an estimate by shapes. If the compiler needs more memory, the largest
+    smaller micro-batch that fits replaces them; if none fits, the estimate stays.
 
     Args:
-        planner: compiles.
-        facts: of the placement, with rows that were chosen for it.
+        planner: compiles the train step.
+        facts: description with the chosen placement.
         say: receives a line for each trial.
     """
     config, rows = facts["config"], facts["sizes"]["micro_batch_rows"]
     fits = _fits(planner, config, _ROWS, "train_step", say)
+    if facts["changed_fields"].get(_REMAT) == "dots" and not fits(rows):
+        fields = facts["changed_fields"] | {_REMAT: "layers"}
+        facts = planner.describe(with_field(config, _REMAT, "layers"), chooses=False)
+        return confirm_rows(planner, {**facts, "changed_fields": fields}, say)
     smaller = [n for n in facts["sizes"]["micro_batch_options"] if n < rows]
     if fits(rows) or (best := largest(smaller, fits)) is None:
         return facts
     described = planner.describe(with_field(config, _ROWS, best), chooses=False)
     note = (
-        f"batch.micro_batch_rows={best}: with {rows}, which the shapes allow, the compiled train "
-        "step does not fit"
+        f"batch.micro_batch_rows={best}: the estimate from shapes allowed {rows}, but the "
+        "compiled train step does not fit"
     )
     fields = facts["changed_fields"] | {_ROWS: best}
     return {**described, "changed_fields": fields, "notes": [*facts["notes"], note]}
@@ -246,7 +252,7 @@ def plan(
     names: Sequence[str],
     say: Callable[[str], None],
 ) -> tuple[list[Program], list[Occupancy], Balance | None, list[str], bool]:
-    """(programs, memory, balance, advice, whether it fits) of a described run."""
+    """Return (programs, memory, balance, advice, whether the run fits) of a described run."""
     programs = []
     for name in names:
         say(f"compiling {name}")
@@ -257,14 +263,14 @@ def plan(
     return programs, found, weighed, advice(facts, programs, found, weighed), fits
 
 
-class Way(NamedTuple):
-    """A way to lay a run on a slice of several hosts, as planned.
+class Candidate(NamedTuple):
+    """A planned placement of a run on a slice of several hosts.
 
     Attributes:
-        facts: its description.
-        programs: compiled.
-        weighed: its balance, None where something did not compile.
-        fits: whether it does.
+        facts: description of the placement.
+        programs: compiled programs.
+        weighed: balance of trainer and searchers; None if a program did not compile.
+        fits: whether the run fits.
     """
 
     facts: Mapping[str, Any]
@@ -274,17 +280,17 @@ class Way(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Steps an hour, 0 where it does not fit."""
+        """Return the steps per hour; 0 if the run does not fit."""
         return self.weighed.steps_per_hour if self.fits and self.weighed is not None else 0.0
 
     @property
-    def words(self) -> str:
-        """A clause about it."""
+    def summary(self) -> str:
+        """Return a clause with layout, trainer devices and rate."""
         trainer = self.facts["groups"]["trainer"]["devices"]
         what = f"{self.facts['layout']} with {trainer} trainer devices"
         if not self.fits:
             return f"{what} does not fit"
-        return f"{what} makes {self.rate:,.0f} steps an hour"
+        return f"{what}: {self.rate:,.0f} steps per hour"
 
 
 def compare(
@@ -296,31 +302,31 @@ def compare(
     """Return (the faster placement, a sentence on both) for a slice of several hosts.
 
     Args:
-        planner: asks the compiler.
-        config: nested fields, as the user gave them.
-        facts: of the way in which every host trains and searches.
-        say: told of what is compiled.
+        planner: compiles both placements.
+        config: nested fields from the user.
+        facts: description of the placement in which every host trains and searches.
+        say: receives a line for each compiled program.
     """
-    ways = [_way(planner, facts, say)]
-    weighed = ways[0].weighed
+    candidates = [_candidate(planner, facts, say)]
+    weighed = candidates[0].weighed
     wanted = weighed.trainer_devices if weighed is not None else facts["num_devices"] / 2
     apart = planner.describe(config, chooses=True, trainer_devices=max(1.0, wanted))
-    ways.append(_way(planner, apart, say))
-    best = max(ways, key=lambda way: way.rate)
-    words = "; ".join(way.words for way in ways)
+    candidates.append(_candidate(planner, apart, say))
+    best = max(candidates, key=lambda candidate: candidate.rate)
+    words = "; ".join(candidate.summary for candidate in candidates)
     if not best.rate:
         return facts, f"{words}"
-    return best.facts, f"{words}: {best.facts['layout']} is the faster by these rooflines"
+    return best.facts, f"{words}: {best.facts['layout']} is faster by these rooflines"
 
 
-def _way(planner: Planner, facts: Mapping[str, Any], say: Callable[[str], None]) -> Way:
+def _candidate(planner: Planner, facts: Mapping[str, Any], say: Callable[[str], None]) -> Candidate:
     programs = []
     for each in facts["programs"]:
         say(f"compiling {each['name']} of {facts['layout']}")
         programs.append(planner.compile(facts, each["name"]))
     found = occupancies(facts, programs)
     fits = not any(p.failure for p in programs) and not any(o.over_bytes for o in found)
-    return Way(facts, programs, balance(facts, programs), fits)
+    return Candidate(facts, programs, balance(facts, programs), fits)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -331,98 +337,142 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--config", required=True, help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
+        "--config", default="", help="preset math[:PRESET], or file FILE.py[:PRESET]"
     )
     parser.add_argument(
         "--topology",
         default="",
-        help="TPU slice or GPU hosts, as v5e:2x4, v5p:2x2x4, h100:8, h100:2x8; none: the attached",
+        help="TPU slice or GPU hosts, such as v5e:2x4, v5p:2x2x4, h100:8, h100:2x8; default: the "
+        "attached devices",
     )
     parser.add_argument("--search", action="store_true", help="find the largest sizes that fit")
     parser.add_argument(
-        "--keep_placement", action="store_true", help="the config's own, not one for the slice"
+        "--keep_placement",
+        action="store_true",
+        help="keep the config's placement instead of choosing one for the slice",
     )
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="several hosts: also whole hosts, and which is faster",
+        help="for several hosts: also plan whole hosts that only train, and print the faster "
+        "placement",
     )
-    parser.add_argument("--programs", default="", help="only these, separated by commas")
-    parser.add_argument("--write_cache", default="", help="folder for compiled programs")
     parser.add_argument(
-        "--timeout_s", type=float, default=1800.0, help="of each compilation (1800)"
+        "--programs",
+        default="",
+        help="names of the programs to compile, separated by commas; default: all",
     )
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--page", default="", help="write a table of plans to this file")
+    parser.add_argument(
+        "--write_cache", default="", help="write compiled programs into this folder"
+    )
+    parser.add_argument(
+        "--timeout_s",
+        type=float,
+        default=1800.0,
+        help="timeout of each compilation in seconds (default 1800)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object as the last line"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
     args, overrides = _parser().parse_known_args(argv)
-
-    def say(line: str) -> None:
-        # Standard output is for the plan.
-        print(line, file=sys.stderr, flush=True)
+    if args.page:
+        configs = [args.config] if args.config else page.CONFIGS
+        topologies = [args.topology] if args.topology else page.TOPOLOGIES
+        return page.write(Path(args.page), configs, topologies, main)
+    if not args.config:
+        print("plan: no --config given; try --config=math", file=sys.stderr)
+        return 2
 
     try:
-        config = override(None, [f"--config={args.config}", *overrides])
-        validate(config)
-        from tba_jax.planning.judges import judge_paths
-        from tba_jax.planning.model_shapes import published_config
-        from tba_jax.run.model_parts import model_path
-
-        model, source = published_config(model_path(config))
-        paths = judge_paths(config)
-        judges = {role: published_config(path) for role, path in paths.items()}
-        planner = Planner(
-            {
-                "topology": args.topology,
-                "model": model,
-                "judges": {role: shape for role, (shape, _) in judges.items()},
-                "cache": args.write_cache,
-            },
-            args.timeout_s,
-            functools.partial(ask, say=say),
-        )
-        chooses = bool(args.topology) and not args.keep_placement
-        if args.compare and MODES[config.placement].searches_elsewhere:
-            raise ConfigError(
-                "--compare weighs two ways to divide a slice, and with placement=fleet all of it "
-                "trains; leave it out, or give another --config.placement"
-            )
-        given = plain(config)
-        if args.compare and chooses:
-            given["placement"] = "auto"  # neither way is asked for
-        facts = planner.describe(given, chooses=chooses)
-        if args.compare and facts["num_hosts"] > 1 and chooses:
-            facts, words = compare(planner, given, facts, say)
-            facts = {**facts, "notes": [*facts["notes"], words]}
-        is_given = any(o.startswith(f"--config.{_ROWS}") for o in overrides)
-        if chooses and is_given:
-            facts = keep_rows(planner, facts, config.batch.micro_batch_rows)
-        wanted = [n for n in args.programs.split(",") if n]
-        if chooses and not is_given and not args.search and (not wanted or "train_step" in wanted):
-            facts = confirm_rows(planner, facts, say)
-        chosen, notes = facts["changed_fields"], facts["notes"]
-        if args.search:
-            found_fields = search(planner, facts["config"], say)
-            changed = facts["config"]
-            for name, value in found_fields.items():
-                changed = with_field(changed, name, value)
-            chosen = chosen | found_fields
-            facts = planner.describe(changed, chooses=False)
-        facts = {**facts, "changed_fields": chosen}
-        known = [p["name"] for p in facts["programs"]]
-        names = wanted or known
-        if strays := [n for n in names if n not in known]:
-            raise ConfigError(f"--programs: no program {strays[0]!r}; there are {', '.join(known)}")
-        print(table.heading(facts, model_path(config), source, args.topology or "attached"))
-        for role, path in paths.items():
-            print(f"{role:<10} {path}; shape from {judges[role][1]}")
-        programs, found, weighed, lines, fits = plan(planner, facts, names, say)
+        return _plan(args, overrides)
     except ValueError as error:
         print(f"plan: {error}", file=sys.stderr)
         return 2
+
+
+def _say(line: str) -> None:
+    """Print progress, since standard output is for the plan."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _config_of(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return the validated config of a command, with lengths."""
+    config = override(None, [f"--config={args.config}", *overrides])
+    validate(config)
+    if not config.task.max_prompt_tokens:
+        from tba_jax.run.preflight import with_lengths
+
+        config, line = with_lengths(config)
+        _say(f"lengths {line}")
+    return config
+
+
+def _plan(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Plan and print; return the exit code.
+
+    Raises:
+        ValueError: the flags contradict each other, or the config is invalid.
+    """
+    config = _config_of(args, overrides)
+    from tba_jax.planning.judges import judge_paths
+    from tba_jax.planning.model_shapes import published_config
+    from tba_jax.run.model_parts import model_path
+
+    model, source = published_config(model_path(config))
+    paths = judge_paths(config)
+    judges = {role: published_config(path) for role, path in paths.items()}
+    planner = Planner(
+        {
+            "topology": args.topology,
+            "model": model,
+            "judges": {role: shape for role, (shape, _) in judges.items()},
+            "cache": args.write_cache,
+        },
+        args.timeout_s,
+        functools.partial(ask, say=_say),
+    )
+    chooses = bool(args.topology) and not args.keep_placement
+    if args.compare and MODES[config.placement].searches_elsewhere:
+        raise ConfigError(
+            "--compare needs a slice that trains and searches, but with placement=fleet the "
+            "whole slice trains; remove --compare, or set another --config.placement"
+        )
+    given = plain(config)
+    if args.compare and chooses:
+        given["placement"] = "auto"  # The user asked for neither placement.
+    facts = planner.describe(given, chooses=chooses)
+    if args.compare and facts["num_hosts"] > 1 and chooses:
+        facts, words = compare(planner, given, facts, _say)
+        facts = {**facts, "notes": [*facts["notes"], words]}
+    is_given = any(o.startswith(f"--config.{_ROWS}") for o in overrides)
+    if chooses and is_given:
+        facts = keep_rows(planner, facts, config.batch.micro_batch_rows)
+    wanted = [n for n in args.programs.split(",") if n]
+    if chooses and not is_given and not args.search and (not wanted or "train_step" in wanted):
+        facts = confirm_rows(planner, facts, _say)
+    chosen, notes = facts["changed_fields"], facts["notes"]
+    if args.search:
+        found_fields = search(planner, facts["config"], _say)
+        changed = facts["config"]
+        for name, value in found_fields.items():
+            changed = with_field(changed, name, value)
+        chosen = chosen | found_fields
+        facts = planner.describe(changed, chooses=False)
+    facts = {**facts, "changed_fields": chosen}
+    known = [p["name"] for p in facts["programs"]]
+    names = wanted or known
+    if strays := [n for n in names if n not in known]:
+        raise ConfigError(f"--programs={strays[0]}: no such program; programs: {', '.join(known)}")
+    print(table.heading(facts, model_path(config), source, args.topology or "attached"))
+    for role, path in paths.items():
+        print(f"{role:<10} {path}; shape from {judges[role][1]}")
+    programs, found, weighed, lines, fits = plan(planner, facts, names, _say)
     print(f"\n{table.program_table(programs)}\n\n{table.occupancy_table(found)}")
     if weighed:
         print(f"\n{table.balance_text(facts, weighed)}")

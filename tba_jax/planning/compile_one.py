@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The child process of a plan: describes a run on a slice, or compiles one of its programs.
+"""Child process of a plan: describes a run on a slice, or compiles one of its programs.
 
     python -m tba_jax.planning.compile_one PARENT_PID < REQUEST.json
 
-The request names config, topology, model shape and what to do; the answer is the last line of
-standard output. A request that makes no sense is refused in the answer; an abort of the compiler
-ends the process, which `children` reports. It keeps nothing between requests.
+The request contains config, topology, model shape and the task; the answer is the last line of
+standard output. An invalid request is refused in the answer. If the compiler aborts, the process
+ends, and `children` reports it.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ from jax.sharding import Mesh
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config, ConfigError, default_config, freeze, plain
 from tba_jax.devices.placement import MODES
+from tba_jax.devices.platform import platform_of
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
-from tba_jax.planning import chips, fitting, hlo_cost, layouts
+from tba_jax.planning import chips, choices, fitting, hlo_cost, layouts
 from tba_jax.planning.estimates import offloaded_bytes
 from tba_jax.planning.judges import judge_residents, plan_judges
 from tba_jax.planning.minimum import minima
@@ -40,13 +41,13 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the answer to one request.
 
     Args:
-        request: `config`, a nested dict; `topology`, "" for the attached devices; `model`, the
-            contents of a config.json; `judges`, those of the other models by their role; `cache`,
-            folder of the persistent compilation cache or ""; `program`, a name, or "" for a
-            description of the run; `chooses`, whether the placement is chosen for the slice.
+        request: `config`, nested fields; `topology`, "" for the attached devices; `model`, a
+            config.json; `judges`, role -> config.json of another model; `cache`, compilation
+            cache folder or ""; `program`, a name, or "" for a description of the run;
+            `chooses`, whether to choose the placement.
 
     Raises:
-        ValueError: the request makes no sense.
+        ValueError: the request is invalid.
     """
     edited = default_config()
     edited.update(request["config"])
@@ -66,25 +67,13 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     model_config = dataclasses.replace(
         config_json.transformer_config(request["model"]), attention=config.model.attention
     )
-    if request["chooses"]:
-        assert chip is not None
-        judge_bytes = functools.partial(_judge_bytes, config, request["judges"], devices)
-        config, choice = layouts.choose(
-            config,
-            model_config,
-            devices,
-            chip.usable_bytes,
-            judge_bytes,
-            request.get("trainer_devices", 0.0),
-        )
-    else:
-        choice = layouts.place(config, devices)
+    config, choice = _place(request, config, model_config, devices, chip)
     if request["program"]:
         planned = _programs(config, model_config, request["judges"], choice)
         wanted = next(p for p in planned if p.name == request["program"])
         mesh = choice.placement.trainer_mesh
         hosts = len({d.process_index for d in mesh.devices.flat})
-        # Searchers keep to one host.
+        # A searcher's devices belong to one host.
         return _compile(wanted, mesh.size // hosts if wanted.group == "trainer" else 0)
     assert chip is not None
     least = minima(config, model_config, choice.placement)
@@ -119,30 +108,56 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _offloaded(config: Config, model_config: Any, choice: layouts.Choice) -> Sequence[str]:
-    """Return a sentence on the part of the train state in host memory."""
+    """Return a sentence on the part of the train state in host memory, if there is one."""
     mesh = choice.placement.trainer_mesh
     size = offloaded_bytes(trainer_parts.abstract_state(config, model_config, mesh))
     if not size:
         return ()
     note = (
-        f"{size / 2**30:.2f} GiB of optimiser state of each trainer device lie in pinned memory of "
-        "its host (optimizer.offload), and pass its link to the host twice in each step, which "
-        "the roofline leaves out"
+        f"optimizer.offload: {size / 2**30:.2f} GiB of optimiser state of each trainer device "
+        "stay in pinned memory of the host and cross the host link twice per step; the roofline "
+        "does not count this transfer"
     )
     if not mesh.devices.flat[0].addressable_memories():
-        # GPUs that are not there have no kinds of memory.
-        note += "; these devices are compiled for as if it lay on them, among the inputs"
+        # GPUs that are not attached report no kinds of memory.
+        note += "; the compiled program of these devices counts it as an input in device memory"
     return (note,)
+
+
+def _place(
+    request: Mapping[str, Any],
+    config: Config,
+    model_config: Any,
+    devices: Sequence[Any],
+    chip: chips.Chip | None,
+) -> tuple[Config, layouts.Choice]:
+    """Return the config and its placement, with the sizes that a run would choose if it may."""
+    config = choices.with_dtypes(config, platform_of(devices[0]))
+    if request["program"]:
+        return config, layouts.place(config, devices)
+    assert chip is not None
+    if request["chooses"] or not config.num_searchers:
+        return layouts.choose(
+            config,
+            model_config,
+            devices,
+            chip.usable_bytes,
+            functools.partial(_judge_bytes, config, request["judges"], devices),
+            request.get("trainer_devices", 0.0),
+        )
+    config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
+    return config, layouts.place(config, devices)
 
 
 def _judge_bytes(
     config: Config, judges: Mapping[str, Any], devices: Sequence[Any], group_size: int
 ) -> float:
-    """Return the judges' memory on a group's first device; infinity if they do not fit it."""
+    """Return the judges' memory on a group's first device; infinity if they do not fit."""
     mesh = Mesh(np.array(devices[:group_size]), ("model",))
     try:
         return sum(judge_residents(config, judges, mesh)["searcher"].values())
-    except ValueError:  # the group does not divide them; where no group does, `_groups` says why
+    # The group does not divide them; if no group does, `_groups` raises the reason.
+    except ValueError:
         return math.inf
 
 
@@ -211,12 +226,12 @@ def _compile(planned: Planned, devices_per_host: int) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     memory, text = compiled.memory_analysis(), compiled.as_text()
     if memory is None or text is None:
-        raise ValueError("this backend does not tell what its programs take")
+        raise ValueError("this backend does not report the memory of compiled programs")
     cost = hlo_cost.program_cost(
         text, unknown_trips=planned.unknown_trips, devices_per_host=devices_per_host
     )
     hbm = dict(planned.resident)
-    # What the device's own layout adds to resident arrays by padding is counted as an input.
+    # Padding by the device's own layout of resident arrays counts as input.
     hbm["inputs"] = max(0.0, memory.argument_size_in_bytes - sum(planned.resident.values()))
     hbm[planned.result] = max(0.0, memory.output_size_in_bytes - memory.alias_size_in_bytes)
     hbm["temporaries"] = float(memory.temp_size_in_bytes)
@@ -238,7 +253,7 @@ def main() -> int:
     parent = int(sys.argv[1])
 
     def exit_with_parent() -> None:
-        # A plan that was killed cannot stop a compiler that has minutes to go.
+        # A killed plan cannot stop a compiler that still has minutes to run.
         while os.getppid() == parent:
             time.sleep(1.0)
         os._exit(1)

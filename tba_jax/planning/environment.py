@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables under which libtpu compiles for chips that are not attached.
+"""Environment variables with which libtpu compiles for TPUs that are not attached.
 
-No TPU is looked for, and none is taken from a process that has it. They must be set before JAX
-is imported, hence a module that imports nothing.
+With them, libtpu does not look for TPUs and takes no TPU from another process. They must be set
+before JAX is imported, so this module imports nothing.
 """
 
 NO_TPU = {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run holds on its devices, by hand from shapes and without compiling.
+"""Memory of a run on its devices, estimated from shapes without compiling.
 
-It knows neither placements nor programs: whoever chooses a placement asks it, and compiles later.
-The invariant it owns: of arrays that are there all the time it counts every byte; of a program,
-the largest.
+Used to choose a placement before anything is compiled.
+
+Invariant: an estimate counts every byte of resident arrays, and the largest program.
 """
 
 import math
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import cache_lengths
@@ -21,17 +22,17 @@ from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
 from tba_jax.models.quantized import Quantization
-from tba_jax.models.transformer import Params, TransformerConfig, num_params
+from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
 from tba_jax.run import model_parts
 from tba_jax.train.state import HOST_MEMORY, TrainState
 
 
 def held_bytes(config: Config, model_config: TransformerConfig) -> float:
-    """Train state, or what adapters leave frozen; about."""
+    """Return the approximate bytes of the train state, or of the frozen base of adapters."""
     params = num_params(model_config) * jnp.dtype(config.model.param_dtype).itemsize
     if config.lora.rank:
-        return params  # the adapters are few
-    # Parameters, two moments, perhaps a reference.
+        return params  # Adapters are small beside their base.
+    # Parameters, two moments, and with reference.placement=trainer a reference.
     return (4 if config.reference.placement == "trainer" else 3) * params
 
 
@@ -42,16 +43,19 @@ def step_bytes(
     mesh: MeshShape,
     platform: Platform,
 ) -> float:
-    """Return a train step's memory besides its state, per device, for this many responses.
+    """Return the approximate memory of a train step per device, without the train state.
 
-    About: scores of a layer and their gradient (by flash attention, of packed rows, the mask of
-    pairs and what is made of it), what enters each layer, the inner products of one and their
-    gradients, the gradient and its sum.
+    Counts the attention scores of one layer and their gradient (for flash attention over packed
+    rows, the mask of pairs and its derivatives), the inputs of each layer, the inner activations of
+    one layer and their gradients, the gradient and its sum over micro-batches, and
+    what is kept of every layer instead of recomputed.
 
     Args:
-        responses: of a micro-batch on a device; of packed ones, rows.
-        config, model_config, mesh: of the trainer.
-        platform: of its devices, which decides who computes attention.
+        responses: responses of a micro-batch on one device; rows if rows are packed.
+        config: config of the run.
+        model_config: architecture of the policy.
+        mesh: mesh of the trainer.
+        platform: platform of the trainer's devices, which selects the attention kernel.
     """
     x, t = config.task.max_prompt_tokens, config.search.max_new_tokens
     c = min(responses, config.objective.group_size) if config.batch.share_prompts else 1
@@ -62,13 +66,34 @@ def step_bytes(
     dtype = jnp.dtype(config.model.compute_dtype)
     size = dtype.itemsize
     kept = size * model_config.num_layers * model_config.hidden_size * tokens
-    inner = 4 * size * model_config.mlp_size * tokens / mesh.model
+    width = model_config.mlp_size / mesh.model
+    if k := model_config.experts_per_token:  # each token once for each of its experts
+        width = k * mesh.expert * (width + model_config.hidden_size)
+    inner = 4 * size * width * tokens
     scores = 2 * 4 * model_config.num_heads * pairs / mesh.model
     chosen = attention.choose(config.model.attention, platform, dtype, model_config.head_dim)
-    if chosen not in ("xla", "xla_tpu"):
+    sinks = jnp.zeros(()) if model_config.sinks else None
+    of_scores = [scores_of(kind, model_config, sinks) for kind in model_config.pattern]
+    if all(x.allowed(chosen) not in ("xla", "xla_tpu") for x in of_scores):
         scores = 2 * size * pairs if row else 0.0
     of_params = 0.0 if config.lora.rank else 2 * 4 * num_params(model_config) / mesh.size
+    kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
+    if remat_of(config) == "none":
+        scores *= model_config.num_layers
     return scores + kept + inner + of_params
+
+
+def _kept_values(config: Config, model_config: TransformerConfig) -> float:
+    """Return the numbers that the backward pass keeps of a token in each layer, besides its input.
+
+    About: for `dots` the outputs of matrix products; for `none` four times as many, as norms,
+    rotations and activations are kept, some in float32.
+    """
+    heads = model_config.num_heads + 2 * model_config.num_kv_heads
+    products = (
+        heads * model_config.head_dim + 2 * model_config.hidden_size + 2 * model_config.mlp_size
+    )
+    return {"layers": 0, "dots": products, "none": 4 * products}[remat_of(config)]
 
 
 def searcher_bytes(
@@ -77,9 +102,9 @@ def searcher_bytes(
     devices: Sequence[Any],
     judge_bytes: Callable[[int], float],
 ) -> Callable[[int], float]:
-    """Return a searcher device's memory by group size: weights twice, reference, cache.
+    """Return a function from group size to the memory of each searcher device.
 
-    And what judges take of one of them.
+    Counts two versions of the weights, the reference, the KV cache, and models that give rewards.
     """
     weights = _weight_bytes(config, model_config, devices[0])
     if config.reference.placement == "searcher":
@@ -96,7 +121,7 @@ def searcher_bytes(
 
 
 def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
-    """Return the memory of decoding weights: current and next version, and an adapter base."""
+    """Return the bytes of decoding weights: current and next version, and the base of adapters."""
 
     def weights(quantization: Quantization) -> Params:
         where, dtype = SingleDeviceSharding(device), jnp.dtype(config.model.rollout_dtype)
@@ -111,13 +136,13 @@ def _weight_bytes(config: Config, model_config: TransformerConfig, device: Any) 
 
 
 def num_slots(config: Config) -> int:
-    """Unfinished responses of a searcher at a time."""
+    """Return the decode slots of a searcher: its unfinished responses at a time."""
     rows = config.search.prompts_per_round * config.search.samples_per_prompt
     return min(rows, config.search.num_slots or rows)
 
 
 def shard_bytes(tree: Any) -> float:
-    """Bytes of a tree of ShapeDtypeStructs on each device, without the padding of its layout."""
+    """Return the bytes of a tree of ShapeDtypeStructs on each device, without layout padding."""
     total = 0.0
     for x in jax.tree.leaves(tree):
         shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
@@ -126,7 +151,7 @@ def shard_bytes(tree: Any) -> float:
 
 
 def offloaded_bytes(state: TrainState) -> float:
-    """Bytes of an abstract train state that each device keeps in its host's memory."""
+    """Return the bytes of an abstract train state that each device keeps in host memory."""
     return shard_bytes([x for x in jax.tree.leaves(state) if _is_on_host(x)])
 
 
@@ -135,7 +160,7 @@ def _is_on_host(x: jax.ShapeDtypeStruct) -> bool:
 
 
 def state_bytes_by_kind(state: TrainState) -> dict[str, float]:
-    """Bytes of an abstract train state in the memory of each device."""
+    """Return the bytes of an abstract train state in the memory of each device, by kind."""
     state = jax.tree.map(lambda x: None if _is_on_host(x) else x, state)
     kinds = {
         "parameters": shard_bytes(state.params),

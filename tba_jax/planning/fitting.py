@@ -1,35 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes that divide a model and a batch, and those of them that fit: meshes, groups, micro-batches.
+"""Meshes, searcher groups and micro-batches that divide a model and a batch and fit the memory.
 
-By hand from shapes, for whoever chooses a placement (`layouts`, `fleets`); it knows no hosts but
-their number, and no config fields but those that it is asked about. The invariant it owns: what it
-returns divides what it must, and where nothing fits it is the nearest, of which the verdict says by
-how much it is too large.
+Computed from shapes, for the modules that choose a placement (`layouts`, `fleets`).
+
+Invariant: every size returned divides what it must divide. Where no size fits the memory, the
+nearest size is returned, and the verdict of the plan reports the missing memory.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tba_jax.config.resolved import remat_of
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
-from tba_jax.devices.platform import Platform
+from tba_jax.devices.platform import Platform, platform_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 
-# Weights of the next version arrive beside those in use, and programs need room: a group is made
-# larger where weights and cache would leave less than this share of the memory.
+# The next version of the weights arrives while the current one is in use, and programs need memory
+# too: a group gets more devices where weights and cache leave less than this share.
 _SHARE_FOR_PROGRAMS = 0.15
+_SHARE_FOR_CHOICES = 0.1  # a run is not compiled before it begins, as a plan is
+_ROWS = "batch.micro_batch_rows"
 
 
 def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> MeshShape:
-    """Return a trainer's mesh of this size: fsdp as far as rows permit, the rest is `model`.
+    """Return a trainer's mesh: as much fsdp as the rows permit, the rest tensor-parallel (`model`).
 
-    Rows need not divide over the devices, some are then empty: at most a fifth of them.
+    Rows need not divide evenly over the devices: up to a fifth of the padded rows may be empty.
 
     Args:
-        size: devices.
-        config, model_config: of the run.
-        hosts: that have equal parts of the mesh; 0: the trainer has whole hosts.
+        size: number of devices.
+        config, model_config: config and architecture of the run.
+        hosts: number of hosts with equal parts of the mesh; 0: the trainer has whole hosts.
 
     Raises:
         PlacementError: no such mesh divides batch and model.
@@ -40,14 +45,16 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
         divides = (
             size % fsdp == 0
             and 4 * (-rows % fsdp) <= rows
-            # Attention heads and MLPs are divided within a host, where links are fast.
+            # Attention heads and MLPs are divided within a host, over its fast links.
             and (not hosts or (size // hosts) % model == 0)
             and model_config.hidden_size % fsdp == 0
             and model_config.num_heads % model == 0
             and model_config.mlp_size % model == 0
         )
         if divides:
-            return MeshShape(1, fsdp, model)
+            # Experts are divided within a host, too; the others of its devices divide their rows.
+            expert = math.gcd(model_config.num_experts or 1, fsdp, size // (hosts or 1) // model)
+            return MeshShape(1, fsdp // expert, model, expert)
     raise PlacementError(
         f"no mesh of {size} devices divides a batch of {prompts} prompts and a model of "
         f"{model_config.num_heads} heads; set --config.batch.num_prompts={size} or a multiple"
@@ -55,7 +62,7 @@ def mesh_shape(size: int, config: Config, model_config: TransformerConfig, hosts
 
 
 def mesh_exists(size: int, config: Config, model_config: TransformerConfig, hosts: int) -> bool:
-    """Whether `mesh_shape` finds one."""
+    """Return whether `mesh_shape` finds a mesh."""
     try:
         mesh_shape(size, config, model_config, hosts)
     except PlacementError:
@@ -66,7 +73,7 @@ def mesh_exists(size: int, config: Config, model_config: TransformerConfig, host
 def divisible_prompts(
     config: Config, model_config: TransformerConfig, sizes: Sequence[int], hosts: int
 ) -> int:
-    """Return the next larger number of prompts for which a mesh of these sizes exists.
+    """Return the next larger number of prompts for which a mesh of one of these sizes exists.
 
     Raises:
         PlacementError: the model itself does not divide over them.
@@ -77,14 +84,14 @@ def divisible_prompts(
             return prompts
     raise PlacementError(
         f"no mesh of {' or '.join(map(str, sizes))} devices divides a model of hidden size "
-        f"{model_config.hidden_size} with {model_config.num_heads} heads; take another slice"
+        f"{model_config.hidden_size} with {model_config.num_heads} heads; choose another slice"
     )
 
 
 def holds_state(
     size: int, config: Config, model_config: TransformerConfig, hbm_bytes: float, hosts: int
 ) -> bool:
-    """Return whether a mesh of this size exists and leaves memory besides the state."""
+    """Return whether a mesh of this size exists and leaves memory for programs beside the state."""
     if not mesh_exists(size, config, model_config, hosts):
         return False
     held = estimates.held_bytes(config, model_config) / size
@@ -92,11 +99,12 @@ def holds_state(
 
 
 def micro_batch_options(config: Config, num_parts: int) -> list[int]:
-    """Rows of a micro-batch that divide a batch and, over `num_parts` devices, themselves.
+    """Return the possible numbers of rows of a micro-batch, ascending.
 
-    Packed rows need not divide the batch: powers of two, and what holds whole groups. Padded rows
-    are filled up with empty ones as far as devices divide them. Where a pass over a batch makes
-    several updates, each has its part of a micro-batch.
+    Each option divides the batch and is divided by `num_parts` devices. Packed rows need not divide
+    the batch: powers of two and whole groups are options. Padded rows are filled with empty rows up
+    to a multiple of the devices. Where one pass over a batch makes several updates, each update
+    gets an equal part of a micro-batch.
     """
     k, of_update = config.objective.group_size, num_parts * config.objective.built.minibatches
     responses = config.batch.num_prompts * k
@@ -107,7 +115,7 @@ def micro_batch_options(config: Config, num_parts: int) -> list[int]:
         return sorted(n for n in options if n <= rows)
     rows = -(-_rows(config) // num_parts) * num_parts * (responses // _rows(config))
     found = [n for n in range(of_update, rows + 1, of_update) if rows % n == 0]
-    return found or [of_update]  # which the run fills up as well
+    return found or [of_update]  # The run pads the batch to this size too.
 
 
 def micro_batch_rows(
@@ -117,16 +125,15 @@ def micro_batch_rows(
     free_bytes: float,
     platform: Platform,
 ) -> int:
-    """Return the config's own size if the mesh divides it, else the nearest divisible one.
+    """Return the config's micro-batch size if the mesh divides it, else the nearest divisible one.
 
-    Where memory allows, of padded rows whole groups on each device, if whole groups were asked for
-    (their rows are scored once and not twice) or rows share prompts; of groups that share prompts
-    else as much as fits, since each part of one computes the prompt again. Of packed rows as many
-    whole groups as fit: weights, gradients and their sum are read once for each micro-batch, and
-    rows that all fit one are no more than they need to be. What does not fit by hand is made
-    smaller: the most that does.
+    Grows the size where memory allows. Padded rows: to whole groups on each device, if the config
+    asks for whole groups (their prompts are then computed once) or rows share prompts; otherwise
+    groups that share prompts get as many rows as fit, since each part of a group computes the
+    prompt again. Packed rows: as many whole groups as fit, since each micro-batch reads weights
+    and gradients once. A size that does not fit is lowered to the largest that does.
     """
-    wanted, num_parts = config.batch.micro_batch_rows, mesh.data * mesh.fsdp
+    wanted, num_parts = config.batch.micro_batch_rows, mesh.num_parts
     options, k = micro_batch_options(config, num_parts), config.objective.group_size
 
     def distance(n: int) -> float:
@@ -143,7 +150,7 @@ def micro_batch_rows(
     elif config.batch.packed_length:
         whole = config.batch.num_prompts * k
         larger = [n for n in reversed(options) if (n % k == 0 or n >= whole) and n > wanted]
-        room *= 1 - _SHARE_FOR_PROGRAMS  # which no other choice here nearly fills
+        room *= 1 - _SHARE_FOR_PROGRAMS  # No other choice in this function nearly fills the memory.
     is_possible = wanted % (num_parts * config.objective.built.minibatches) == 0 and (
         config.batch.packed_length or wanted in options
     )
@@ -153,11 +160,94 @@ def micro_batch_rows(
         needed = estimates.step_bytes(n // num_parts, config, model_config, mesh, platform)
         if needed <= free:
             return n
-    return nearest  # too much all the same: the verdict says by how much
+    return nearest  # does not fit either; the verdict of the plan reports the missing memory
+
+
+def sizes(
+    config: Config,
+    model_config: TransformerConfig,
+    mesh: MeshShape,
+    devices: Sequence[Any],
+    hbm_bytes: float,
+    of_searcher: Callable[[Config], float],
+    *,
+    shares_devices: bool,
+) -> dict[str, Any]:
+    """Return the sizes that the config leaves open, and a micro-batch that the mesh divides.
+
+    The number of decode slots is that of a round, halved until the slots fit the memory. A
+    micro-batch has as many rows as fit. `model.remat=dots` is chosen if whole groups then fit each
+    device. A number of rows in the config is changed as `micro_batch_rows` says.
+
+    Args:
+        config: of the run; its placement is decided.
+        model_config: of the policy.
+        mesh: of the trainer.
+        devices: of the run.
+        hbm_bytes: memory of each.
+        of_searcher: memory of a searcher's device under a config.
+        shares_devices: trainer and searchers share devices.
+    """
+    fields: dict[str, Any] = {}
+    held = estimates.held_bytes(config, model_config) / mesh.size
+    if not config.search.num_slots:
+        room = (hbm_bytes - held) / 2 if shares_devices else hbm_bytes
+        slots = _open_slots(config, of_searcher, room * (1 - _SHARE_FOR_PROGRAMS))
+        if slots < estimates.num_slots(config):
+            fields["search.num_slots"] = slots
+            config = _with(config, "search", num_slots=slots)
+    free = hbm_bytes - held - (of_searcher(config) if shares_devices else 0.0)
+    platform, parts = platform_of(devices[0]), mesh.num_parts
+    wanted, options = config.batch.micro_batch_rows, micro_batch_options(config, parts)
+
+    def fits(n: int, remat: str, room: float) -> bool:
+        trial = _with(config, "model", remat=remat)
+        return estimates.step_bytes(n // parts, trial, model_config, mesh, platform) <= room
+
+    if wanted:
+        rows = micro_batch_rows(config, model_config, mesh, free, platform)
+        fields[_ROWS] = rows
+        least, options = 0, [rows]
+    else:
+        least = min(config.objective.group_size * parts, options[-1])
+        free -= _SHARE_FOR_CHOICES * hbm_bytes
+    for remat in _remats(config, wants_products=platform != "cpu"):
+        possible = [n for n in options if fits(n, remat, free * (1 - _SHARE_FOR_PROGRAMS))]
+        rows = max(possible, default=options[0])
+        if possible and rows >= least:
+            break
+    if not wanted:
+        fields[_ROWS] = 0 if rows == options[-1] else rows
+    if config.model.remat == "auto" and remat != remat_of(config):
+        fields["model.remat"] = remat
+    return fields
+
+
+def _open_slots(config: Config, of_searcher: Callable[[Config], float], room: float) -> int:
+    """Return the decode slots of a round, halved until they fit; at least 1."""
+    slots = estimates.num_slots(config)
+    while slots > 1 and of_searcher(_with(config, "search", num_slots=slots)) > room:
+        slots = -(-slots // 2)
+    return slots
+
+
+def _remats(config: Config, *, wants_products: bool) -> list[str]:
+    """Return the values of model.remat to try, from least to most recomputation."""
+    if config.model.remat != "auto":
+        return [config.model.remat]
+    # Float32 steps are bound by memory, and `none` makes any step so (docs/results/plan.md).
+    is_bound_by_products = wants_products and config.model.compute_dtype == "bfloat16"
+    return ["dots", "layers"] if is_bound_by_products else ["layers"]
+
+
+def _with(config: Config, section: str, **fields: Any) -> Config:
+    """Return a config with other values in one section."""
+    changed = dataclasses.replace(getattr(config, section), **fields)
+    return dataclasses.replace(config, **{section: changed})
 
 
 def _rows(config: Config) -> int:
-    """Rows of a batch whose responses are all distinct, packed ones with one each."""
+    """Return the rows of a batch with distinct responses; packed rows count one response each."""
     shares = config.batch.share_prompts and not config.batch.packed_length
     return config.batch.num_prompts * (1 if shares else config.objective.group_size)
 
@@ -170,7 +260,7 @@ def group_size(
     devices: Sequence[Any],
     bytes_of: Callable[[int], float],
 ) -> int:
-    """Devices of a searcher group: the fewest that hold what they must."""
+    """Return the fewest devices of a searcher group that hold weights, cache and reward models."""
     sizes = group_sizes(model_config, pool, per_host, devices)
     for g in sizes:
         if bytes_of(g) <= free_bytes * (1 - _SHARE_FOR_PROGRAMS):
@@ -179,22 +269,22 @@ def group_size(
         raise PlacementError(
             f"no group of {pool} devices divides a model of {model_config.num_heads} heads"
         )
-    return sizes[-1]  # too little all the same: the verdict says by how much
+    return sizes[-1]  # does not fit either; the verdict of the plan reports the missing memory
 
 
 def group_sizes(
     model_config: TransformerConfig, pool: int, per_host: int, devices: Sequence[Any]
 ) -> list[int]:
-    """Numbers of devices that a searcher may have, ascending.
+    """Return the possible numbers of devices of a searcher, ascending.
 
     Args:
-        model_config: of the policy.
+        model_config: architecture of the policy.
         pool: devices of a host that search.
         per_host: devices of a host.
-        devices: of the slice.
+        devices: devices of the slice.
     """
     sizes = [g for g in range(1, pool + 1) if pool % g == 0 and model_config.num_heads % g == 0]
-    # What compilers accept of the chips of one host: one or all on v5e and v6e.
+    # Compilers for v5e and v6e accept one chip of a host, or all of them.
     kind = getattr(devices[0], "device_kind", "")
     if devices[0].platform == "tpu" and ("lite" in kind or "v6" in kind):
         sizes = [g for g in sizes if g in (1, per_host)]

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fleet on a slice: all of it trains, its searchers are elsewhere, on devices like these.
+"""Placement of a fleet: the whole slice trains, and searchers run on similar devices elsewhere.
 
-The slice is the trainer's: one host, or those of a trainer group (`fleet.trainer_hosts`). Searchers
-may have any devices; they are planned for chips like the trainer's.
+The slice is the trainer's: one host, or the hosts of a trainer group (`fleet.trainer_hosts`).
+Searchers may run on any devices; the plan assumes chips like the trainer's.
 
-Invariant: processes with these devices accept what is chosen here.
+Invariant: processes with these devices accept the placement chosen here.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import has_trainer_group
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import PlacementError, hosts_of
@@ -26,34 +25,34 @@ from tba_jax.run.shared import place_run
 
 
 def place_fleet(config: Config, devices: Sequence[Any]) -> Placement:
-    """Return the trainer's mesh as configured, and that of one searcher.
+    """Return the trainer's mesh as configured, and the mesh of one searcher.
 
     Args:
-        config: with placement=fleet.
-        devices: of all processes of the trainer.
+        config: config with placement=fleet.
+        devices: devices of all processes of the trainer.
 
     Raises:
-        PlacementError: the slice has another number of hosts, or a searcher wants more than one.
-        ConfigError: the mesh does not suit them.
+        PlacementError: the slice has another number of hosts, or a searcher needs more than one
+            host.
+        ConfigError: the mesh does not fit the devices.
     """
     hosts, wanted = hosts_of(devices), config.fleet.trainer_hosts
     if wanted != len(hosts):
         raise PlacementError(
-            f"config.fleet.trainer_hosts = {wanted}: the trainer of a fleet has all hosts of its "
-            f"slice, and this one has {len(hosts)}; set --config.fleet.trainer_hosts={len(hosts)}, "
-            "or plan for the trainer's hosts alone"
+            f"config.fleet.trainer_hosts = {wanted}: the trainer of a fleet uses all hosts of "
+            f"its slice, and this slice has {len(hosts)}; set "
+            f"--config.fleet.trainer_hosts={len(hosts)}, or plan for the trainer's hosts alone"
         )
     validate_devices(config, len(devices) // len(hosts), len(hosts))
     found = place_run(config, devices, hosts[0])
-    if not has_trainer_group(config):
-        return found
-    # Like those of the last host: libtpu refuses groups that hold the first chip of a slice.
+    # On the last host: libtpu refuses groups that hold the first chip of a slice.
     own = [d for d in devices if d.process_index == hosts[-1]]
     each = asked(config).searcher_devices
     if each > len(own):
         raise PlacementError(
-            f"config.search.num_devices = {each}: a searcher is planned for a host like the "
-            f"trainer's, of {len(own)} devices; lower it"
+            f"config.search.num_devices = {each}: a searcher is planned for one host like the "
+            f"trainer's, which has {len(own)} devices; set "
+            f"--config.search.num_devices={len(own)} or less"
         )
     return found._replace(searcher_meshes=(Mesh(np.array(own[:each]), ("model",)),))
 
@@ -65,13 +64,13 @@ def choose_fleet(
     hbm_bytes: float,
     judge_bytes: Callable[[int], float],
 ) -> tuple[Config, list[str]]:
-    """Return (the config with meshes and resources for such a trainer, a sentence on it).
+    """Return (config with meshes and resources for a fleet, sentences about changes).
 
-    A process of searchers takes a whole host like the trainer's, or what `fleet.searcher` says of
-    accelerators.
+    A searcher process takes a whole host like the trainer's, or the accelerators that
+    `fleet.searcher` names.
 
     Args:
-        config: with placement=fleet.
+        config: config with placement=fleet.
         model_config, devices, hbm_bytes, judge_bytes: as in `layouts.choose`.
 
     Raises:
@@ -80,10 +79,10 @@ def choose_fleet(
     hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
     per_host = len(devices) // hosts
     notes = [
-        "the slice is the trainer's (fleet.trainer_hosts); searchers are elsewhere, and planned "
-        "for devices like these"
+        "the whole slice trains (fleet.trainer_hosts); searchers run on other devices, and the "
+        "plan assumes devices like these"
     ]
-    # A trainer group has all devices of its processes.
+    # A trainer group uses all devices of its processes.
     sizes = [len(devices)] if hosts > 1 else list(range(per_host, 0, -1))
     if not any(fitting.mesh_exists(n, config, model_config, 0) for n in sizes):
         given = config.batch.num_prompts
@@ -91,32 +90,25 @@ def choose_fleet(
         config = replace(config, {"batch.num_prompts": prompts})
         notes.append(
             f"batch.num_prompts is {prompts} instead of {given}, which no mesh of {len(devices)} "
-            "devices divides: batches of another size are another experiment"
+            "devices divides; a run with another batch size is another experiment"
         )
     size = next(n for n in sizes if fitting.mesh_exists(n, config, model_config, 0))
     mesh = fitting.mesh_shape(size, config, model_config, 0)
     kind = {"tpu": "TPU", "cuda": "GPU"}.get(platform, "CPU")
     asked_for = int((parse_resources(config.fleet.searcher) or {}).get(kind, 0))
-    # Without peers the trainer's process evaluates as its searchers do, on its own devices.
-    pool = size if hosts == 1 else per_host
-    pool = asked_for if kind != "CPU" and 0 < asked_for <= pool else pool
-    held = estimates.held_bytes(config, model_config) / size
+    pool = asked_for if kind != "CPU" and 0 < asked_for <= per_host else per_host
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
-    beside = held if hosts == 1 else 0.0
-    group = fitting.group_size(model_config, pool, per_host, hbm_bytes - beside, devices, searching)
-    free = hbm_bytes - held - (searching(group) if hosts == 1 else 0.0)
+    group = fitting.group_size(model_config, pool, per_host, hbm_bytes, devices, searching)
     searchers = max(1, pool // group)
     fields: dict[str, Any] = {
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
+        "mesh.expert": mesh.expert,
         "mesh.model": mesh.model,
         "fleet.trainer_hosts": hosts,
         "num_searchers": searchers,
         "search.num_devices": group,
         "fleet.max_searchers": -(-config.fleet.max_searchers // searchers) * searchers,
-        "batch.micro_batch_rows": fitting.micro_batch_rows(
-            config, model_config, mesh, free, platform
-        ),
     }
     if kind != "CPU":
         fields |= {"fleet.trainer": f"{kind}={per_host}", "fleet.searcher": f"{kind}={pool}"}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA GPUs to plan for: what their compiler must know of one, and what it does at most.
+"""NVIDIA GPUs to plan for: compiler targets and peak rates.
 
-Data and their sources, nothing else. A target is what XLA would ask a device that is there; XLA
-ships such descriptions and its plugin takes one as text, not by name, so the numbers are repeated
-here. cuDNN is the oldest that JAX's wheels accept: whatever a plan compiles, a run can.
+A target describes a GPU to XLA as an attached device would. XLA's plugin takes targets as text and
+not by name, so the numbers of XLA's own files are repeated here. The cuDNN version is the oldest
+that JAX's wheels accept, so that a run can execute whatever a plan compiles.
 
 References:
     Targets: github.com/openxla/xla, xla/backends/gpu/target_config/specs: a100_sxm_80, h100_sxm,
     h200, b200. Rates: NVIDIA's data sheets of A100 (SXM4, 80 GB), H100 (SXM5), H200 and HGX B200,
-    dense bfloat16, NVLink one way; memory as the specs have it. Network: DGX A100 has a 200 Gb/s
-    adapter for each GPU, DGX H100, H200 and B200 one of 400 Gb/s.
+    dense bfloat16, NVLink in one direction; memory as in the targets. Network: DGX A100 has a
+    200 Gb/s adapter for each GPU; DGX H100, H200 and B200 have 400 Gb/s.
 """
 
 from typing import NamedTuple
@@ -22,21 +22,21 @@ INSTALL = "pip install 'tba_jax[cuda]'"
 
 
 class Gpu(NamedTuple):
-    """One kind of GPU.
+    """One GPU model.
 
     Attributes:
-        kind: what JAX calls such a device.
+        kind: JAX's `device_kind`.
         compute_capability: (major, minor).
         cores: streaming multiprocessors.
-        fpus: arithmetic units of each.
-        shared_memory: (of a block by default, of a block that asks for more, of a core), bytes.
-        l2_bytes: of the second-level cache.
-        clock_ghz: at most.
-        memory_bytes: of the device.
-        bytes_per_s: of device memory.
-        flops_per_s: of bfloat16 products.
-        nvlink_bytes_per_s: sent to the GPUs of the host.
-        network_bytes_per_s: sent to other hosts by each GPU, all sending at once.
+        fpus: arithmetic units of each core.
+        shared_memory: bytes of (a block by default, a block that asks for more, a core).
+        l2_bytes: second-level cache.
+        clock_ghz: highest clock rate.
+        memory_bytes: device memory.
+        bytes_per_s: rate of device memory.
+        flops_per_s: rate of bfloat16 products.
+        nvlink_bytes_per_s: bytes sent to other GPUs of the host.
+        network_bytes_per_s: bytes that each GPU sends to other hosts while all send.
     """
 
     kind: str
@@ -53,10 +53,11 @@ class Gpu(NamedTuple):
     network_bytes_per_s: float
 
     def target(self) -> str:
-        """XLA's GpuTargetConfigProto as text."""
+        """Return XLA's GpuTargetConfigProto as text."""
         block, optin, core = self.shared_memory
         major, minor = self.compute_capability
-        # From Hopper on, code for this very chip: tensor cores are asked for as by a run there.
+        # From Hopper on, compile for exactly this chip, as a run does, so that tensor cores are
+        # used.
         extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         return f"""
         gpu_device_info {{

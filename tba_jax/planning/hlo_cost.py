@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one execution of a compiled program costs a device, read from its optimised HLO text.
+"""Cost of one execution of a compiled program on one device, read from its optimised HLO text.
 
-XLA's own `cost_analysis` counts the body of a loop once, whatever its number of trips: a model
-scanned over 28 layers looks like one of a single layer. Here every computation is costed by itself
-and a loop's body and condition are multiplied by its trips. These are, in this order: XLA's
-`known_trip_count`; the constant that the condition compares the counter with, less where it starts
-and divided by its step (JAX's scan and fori_loop count from 0 by 1, loops that XLA:TPU makes of a
-product and its collective by 2); what the caller says, for loops whose end depends on data. The
-larger branch of a conditional counts.
+XLA's own `cost_analysis` counts the body of a loop once, so a model scanned over 28 layers looks
+like a model of one layer. Here the body and the condition of a loop are multiplied by its number of
+trips, which is the first of these that exists:
 
-FLOPs are those of matrix products (dot and convolution, two per multiply-add), as in every MFU.
-Bytes are what instructions read and write in device memory; a fusion is one instruction, a slice
-costs its result and an update in place costs the update. On TPU, buffers in VMEM cost nothing.
-Custom calls without a cost estimate are named in `uncounted`. The text is that of one device of a
-partitioned program, so all figures are per device. The invariant it owns: nothing is counted twice,
-and what is not counted is named.
+- XLA's `known_trip_count`;
+- the constant that the condition compares the counter with, less the counter's first value, divided
+  by its step (1 in JAX's scan and fori_loop, 2 in some loops that XLA:TPU generates);
+- `unknown_trips` of the caller, for loops whose end depends on data.
+
+Of a conditional the more expensive branch counts. FLOPs are those of matrix products (dot and
+convolution, two per multiply-add), as in every MFU. Bytes are read and written in device memory: a
+fusion counts as one instruction, a slice costs its result, and an update in place costs the update.
+On TPU, buffers in VMEM cost nothing. All figures are per device, because the text is the program of
+one device of a partitioned program.
+
+Invariant: nothing is counted twice, and custom calls that cannot be counted are in `uncounted`.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from tba_jax.planning.hlo_text import (
     target,
 )
 
-# Name their operands, or make nothing in memory.
+# These name their operands or write nothing to memory.
 _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id "
     "opt-barrier add-dependency domain get-dimension-size".split()
@@ -53,25 +55,26 @@ _COLLECTIVES = (
 )
 _VIEWS = frozenset(("bitcast", "reshape"))
 _SLICES = frozenset(("dynamic-slice", "slice", "gather"))
-# What writes a part of its first operand -> which operand is written there.
+# Opcode that writes a part of its first operand -> index of the operand that is written.
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one device, for one execution.
+    """Cost of one execution on one device.
 
     Attributes:
-        flops: of matrix products.
-        num_bytes: read and written in device memory.
-        collective_bytes: sent to other devices, by rings: an all-gather of n devices sends
-            (n - 1) / n of its result, a reduce-scatter of its operand, an all-reduce twice that.
-        network_bytes: sent to other hosts: of a group that spans hosts the members of one share
-            what leaves it, an adapter each, as rings of NCCL do.
-        launches: kernels, calls and collectives, one after the other. On TPU what is computed of
-            scalars and what is fetched ahead into fast memory is none.
-        unknown_loops: loops whose trips the caller's number stands for.
-        uncounted: targets of custom calls whose FLOPs are unknown, sorted.
+        flops: FLOPs of matrix products.
+        num_bytes: bytes read and written in device memory.
+        collective_bytes: bytes sent to other devices with ring algorithms. Of n devices, each sends
+            (n - 1) / n of the result of an all-gather, (n - 1) / n of the operand of a
+            reduce-scatter, and twice as much for an all-reduce.
+        network_bytes: bytes that a device sends to other hosts: the members of a group on one host
+            share its outgoing bytes, with one adapter each, as in NCCL's rings.
+        launches: kernels, calls and collectives executed one after the other; on TPU without scalar
+            instructions and prefetches into fast memory.
+        unknown_loops: loops that use the caller's number of trips.
+        uncounted: targets of custom calls with unknown FLOPs, sorted.
     """
 
     flops: float = 0.0
@@ -94,7 +97,7 @@ class Cost:
         )
 
     def times(self, trips: int) -> "Cost":
-        """Of so many executions; loops and names are counted once."""
+        """Return the cost of `trips` executions; names and unknown loops are counted once."""
         return dataclasses.replace(
             self,
             flops=self.flops * trips,
@@ -106,19 +109,19 @@ class Cost:
 
 
 def program_cost(hlo_text: str, *, unknown_trips: int = 1, devices_per_host: int = 0) -> Cost:
-    """Cost of the entry computation.
+    """Return the cost of the entry computation.
 
     Args:
-        hlo_text: `jax.stages.Compiled.as_text()`.
-        unknown_trips: trips of a loop that ends when its data says so.
-        devices_per_host: of the program's devices, which lie host by host; 0: all on one.
+        hlo_text: text of `jax.stages.Compiled.as_text()`.
+        unknown_trips: trips of a loop whose end depends on data.
+        devices_per_host: devices of the program on each host, in host order; 0: all on one host.
 
     Raises:
         ValueError: the text has no entry computation.
     """
     module = parse(hlo_text)
     if module.entry is None:
-        raise ValueError("this is not the text of an HLO module: it has no ENTRY computation")
+        raise ValueError("not the text of an HLO module: it has no ENTRY computation")
     return _Counter(module, unknown_trips, devices_per_host).computation(module.entry)
 
 
@@ -151,7 +154,8 @@ class _Counter:
             return sum((self.computation(n) for n in called(x, "to_apply", "calls")), Cost())
         if opcode == "fusion":
             return self._fusion(x, body)
-        if opcode == "fusion-start":  # on a stream of its own: ((operands), results, context)
+        # A fusion on its own stream has the results ((operands), results, context).
+        if opcode == "fusion-start":
             num_operands = sum(1 for _ in _operand_arrays(x, body))
             return self._fusion(x._replace(arrays=x.arrays[num_operands:-1]), body)
         flops, uncounted = flops_of(x, body)
@@ -166,12 +170,13 @@ class _Counter:
         )
 
     def _fusion(self, x: Instruction, body: Mapping[str, Instruction]) -> Cost:
-        inner = self.computation(called(x, "calls")[0])  # its traffic stays in registers
+        # Traffic inside a fusion stays in registers.
+        inner = self.computation(called(x, "calls")[0])
         traffic = _fusion_traffic(x, body, self._module.computations)
         return dataclasses.replace(inner, num_bytes=traffic, launches=1)
 
     def _trips(self, x: Instruction, body: Mapping[str, Instruction]) -> int | None:
-        """Of a loop whose counter has to stay below a constant; None: that is not its condition."""
+        """Return the trips of a loop whose counter stays below a constant, else None."""
         known = re.search(r'"known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes)
         if known:
             return int(known[1])
@@ -217,7 +222,7 @@ def _root(body: Mapping[str, Instruction]) -> Instruction:
 
 
 def _index(x: Instruction) -> int | None:
-    """Which element of a tuple is taken; None where none is."""
+    """Return the index of a get-tuple-element; None for other instructions."""
     found = re.search(r"\bindex=(\d+)", x.attributes)
     return int(found[1]) if found and x.opcode == "get-tuple-element" else None
 
@@ -233,7 +238,7 @@ def _copied(x: Instruction, element: int, body: Mapping[str, Instruction]) -> In
 
 
 def _is_launch(x: Instruction) -> bool:
-    """Whether an instruction outside fusions is a kernel or a call, and not a TPU's prefetch."""
+    """Return whether an instruction outside fusions is a kernel or call; prefetches are not."""
     if x.opcode == "custom-call":
         return target(x) not in FREE_CALLS
     is_prefetch = x.opcode in ("copy-start", "slice-start")
@@ -250,16 +255,16 @@ def _total(arrays: Sequence[Array] | Iterator[Array]) -> float:
 
 
 def _logical(array: Array) -> float:
-    """Bytes of an array wherever it lies."""
+    """Return the bytes of an array in device memory or in fast memory."""
     return array._replace(is_on_chip=False).num_bytes
 
 
 def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
-    """Bytes that an instruction outside fusions reads and writes."""
+    """Return the bytes that an instruction outside fusions reads and writes."""
     written = _total(x.arrays)
     if x.opcode == "custom-call" and target(x) in FREE_CALLS:
         return 0.0
-    if x.opcode.endswith("-start"):  # its results list the operands beside the destination
+    if x.opcode.endswith("-start"):  # Results of an asynchronous start include its operands.
         source = _total(_operand_arrays(x, body))
         read = source
         if "slice" in x.opcode and source:
@@ -269,7 +274,8 @@ def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
         return 2 * written
     if x.opcode in _UPDATES:
         update = body[x.operands[_UPDATES[x.opcode]]].arrays
-        # From fast memory it is written all the same. A scatter reads what was there.
+        # An update from fast memory is written to device memory too. A scatter also reads the old
+        # values.
         times = 1 if x.opcode == "dynamic-update-slice" else 2
         return _total(update) + times * sum(map(_logical, update)) * bool(written)
     return written + _total(_operand_arrays(x, body))
@@ -278,7 +284,7 @@ def _traffic(x: Instruction, body: Mapping[str, Instruction]) -> float:
 def _fusion_traffic(
     x: Instruction, body: Mapping[str, Instruction], computations: Computations
 ) -> float:
-    """Bytes that cross the boundary of a fusion."""
+    """Return the bytes that enter and leave a fusion."""
     inside = computations[called(x, "calls")[0]]
     read = 0.0
     for i in inside.values():
@@ -303,9 +309,9 @@ def _fusion_traffic(
 
 
 def _is_view(x: Instruction) -> bool:
-    """Whether an instruction of a fused computation is its operand, under another shape or layout.
+    """Return whether a fused instruction only changes shape or layout of its operand.
 
-    Inside a fusion another one that lies on its operand names tiles anew (eight bits on TPU).
+    A nested fusion that aliases its operand only renames tiles (eight-bit types on TPU).
     """
     retiles = x.opcode == "fusion" and "output_to_operand_aliasing={{}: (0, {})}" in x.attributes
     return x.opcode in _VIEWS or retiles
@@ -317,7 +323,7 @@ def _read_of(
     inside: Mapping[str, Instruction],
     computations: Computations,
 ) -> float:
-    """Bytes of a value of `whole` bytes that a fused computation reads: slices, or all of it."""
+    """Return how many of the `whole` bytes of a value a fused computation reads."""
     parts = 0.0
     for user in inside.values():
         for index, name in enumerate(user.operands):
@@ -339,7 +345,7 @@ def _read_of(
 
 
 def _sent(x: Instruction, body: Mapping[str, Instruction]) -> float:
-    """Bytes that a device sends in a collective, over rings."""
+    """Return the bytes that a device sends in a collective with ring algorithms."""
     opcode = x.opcode.removesuffix("-start")
     if opcode not in _COLLECTIVES:
         return 0.0
@@ -354,7 +360,7 @@ def _sent(x: Instruction, body: Mapping[str, Instruction]) -> float:
 
 
 def _leaving(x: Instruction, sent: float, devices_per_host: int) -> float:
-    """Bytes that a device sends to other hosts in a collective."""
+    """Return the bytes that a device sends to other hosts in a collective."""
     if not devices_per_host:
         return 0.0
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", x.attributes)
@@ -367,7 +373,7 @@ def _leaving(x: Instruction, sent: float, devices_per_host: int) -> float:
 
 
 def _group(attributes: str) -> list[int]:
-    """Positions of the first devices that take part together; none where the text does not say."""
+    """Return the positions of the first group of devices; empty if the text names no groups."""
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
     if iota:
         grid = np.arange(int(iota[1]) * int(iota[2])).reshape(_integers(iota[3]))

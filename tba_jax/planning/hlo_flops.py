@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """FLOPs of one instruction of HLO text: matrix products, two per multiply-add, as in every MFU.
 
-Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. What
-attention by cuDNN takes follows from its shapes: two products forward, five backward, half of each
-where it is causal. The invariant it owns: a call whose FLOPs are unknown is named.
+Products are dots, on TPU convolutions, and on NVIDIA GPUs also calls of cuBLAS and cuDNN. FLOPs of
+cuDNN attention follow from its shapes: two products in the forward pass, five in the backward pass,
+half of each where the mask is causal.
+
+Invariant: a call whose FLOPs are unknown is named in the result.
 """
 
 import math
@@ -16,7 +18,7 @@ from tba_jax.planning.hlo_text import FREE_CALLS, Instruction, braces, numbers, 
 
 
 def flops_of(x: Instruction, body: Mapping[str, Instruction]) -> tuple[float, tuple[str, ...]]:
-    """(FLOPs, names of what could not be counted)."""
+    """Return (FLOPs, names of calls that could not be counted)."""
     if x.opcode == "dot":
         lhs = body[x.operands[0]].arrays[0]
         contracted = math.prod(lhs.dims[i] for i in numbers(x, "lhs_contracting_dims"))
@@ -46,7 +48,7 @@ def _call_flops(x: Instruction, body: Mapping[str, Instruction]) -> tuple[float,
 
 
 def _attention_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
-    """Attention by cuDNN, of scores [b h s t]; what is masked causally is skipped."""
+    """Return the FLOPs of cuDNN attention with scores [b h s t], without masked pairs."""
     scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', x.attributes)
     assert scores is not None, x
     num_scores = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
@@ -56,7 +58,10 @@ def _attention_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
 
 
 def _convolution_flops(x: Instruction, body: Mapping[str, Instruction]) -> float:
-    """TPU writes every product as a convolution; batch axes are dilated or padded windows."""
+    """Return the FLOPs of a convolution; on TPU every product is one.
+
+    Batch axes of such a product are dilated or padded windows.
+    """
     lhs, rhs = (body[name].arrays[0] for name in x.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", x.attributes)
     assert labels is not None, x
@@ -84,5 +89,5 @@ def _convolution_flops(x: Instruction, body: Mapping[str, Instruction]) -> float
         positions *= int(np.sum((at >= 0) & (at <= last) & (at % hole == 0)))
     batch_groups = re.search(r"batch_group_count=(\d+)", x.attributes)
     batch = lhs.dims[left.index("b")] // (int(batch_groups[1]) if batch_groups else 1)
-    # The kernel's input features are already those of one feature group.
+    # The kernel's input features are those of one feature group.
     return 2.0 * batch * rhs.dims[right.index("i")] * rhs.dims[right.index("o")] * positions

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of an optimised HLO module, read: computations, their instructions, shapes, attributes.
+"""Parser of the text of an optimised HLO module: computations, instructions, shapes, attributes.
 
-It knows the grammar and no costs. The invariant it owns: what an instruction says is found again
-under the same name, in every dialect that XLA's backends print (JSON with and without blanks).
+Invariant: the parsed fields are the same for every dialect of XLA's backends (JSON with and without
+blanks).
 """
 
 import math
@@ -33,7 +33,7 @@ _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([^}]*)\})?")
 
 
 class Array(NamedTuple):
-    """A shape with its dtype; `is_on_chip` where it lies in fast memory (VMEM of a TPU)."""
+    """Shape and dtype; `is_on_chip` marks arrays in fast memory (VMEM of a TPU)."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -41,18 +41,17 @@ class Array(NamedTuple):
 
     @property
     def num_elements(self) -> int:
-        """Product of its sizes."""
         return math.prod(self.dims)
 
     @property
     def num_bytes(self) -> float:
-        """In device memory."""
-        bits = _BITS.get(self.dtype, 8)  # float8 and its kin
+        """Return the bytes in device memory; 0 for an array in fast memory."""
+        bits = _BITS.get(self.dtype, 8)  # float8 types
         return 0.0 if self.is_on_chip else self.num_elements * bits / 8
 
 
 class Instruction(NamedTuple):
-    """One line: `arrays` are its results, `operands` names of instructions."""
+    """One instruction: `arrays` are its results, `operands` are names of instructions."""
 
     name: str
     arrays: tuple[Array, ...]
@@ -60,7 +59,7 @@ class Instruction(NamedTuple):
     operands: tuple[str, ...]
     attributes: str
     is_root: bool
-    literal: str  # between the parentheses: of a constant, its value
+    literal: str  # text between the parentheses; the value of a constant
 
 
 Computations = Mapping[str, Mapping[str, Instruction]]
@@ -68,7 +67,7 @@ Computations = Mapping[str, Mapping[str, Instruction]]
 
 
 class Module(NamedTuple):
-    """All computations, and the name of the one that is run."""
+    """All computations, and the name of the entry computation."""
 
     entry: str | None
     computations: Computations
@@ -121,7 +120,7 @@ def parse(text: str) -> Module:
 
 
 def _whole_lines(text: str) -> Iterator[str]:
-    """One for each instruction: a Pallas kernel for TPU has metadata of several lines."""
+    """Yield one line for each instruction: the metadata of a Pallas kernel spans several lines."""
     begun = ""
     for line in text.splitlines():
         if begun or line.endswith("={"):
@@ -159,7 +158,7 @@ def _parse_instruction(line: str) -> Instruction:
 
 
 def _matching(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for match in re.finditer(r"[()]", text[start:]):
         depth += 1 if match[0] == "(" else -1

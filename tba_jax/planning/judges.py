@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside the policy that give rewards or judge: their programs and what they take.
+"""Models besides the policy that score or judge responses: their programs and memory.
 
-Reward model, gold reward model, victim, classifier, sentence embedder, and the start model that an
-evaluation compares with. Reward models and the start model are divided over the devices of a
-searcher, the gold model over the first one's, which evaluates. Victim and classifier are whole on
-the first device of each searcher, the embedder on the trainer's first. The programs are those of
-the parts themselves, lowered from shapes. The invariant it owns: a model that the run loads has its
-bytes here.
+These are the reward model, gold reward model, victim, classifier, sentence embedder, and the start
+model that an evaluation compares with. Reward models and the start model are divided over the
+devices of a searcher, the gold model over the devices of the first searcher, which evaluates. Each
+searcher holds victim and classifier whole on its first device; the trainer's first device holds the
+embedder. The programs are the run's own, lowered from shapes.
+
+Invariant: the memory of every model that the run loads is counted.
 """
 
 from collections.abc import Mapping
@@ -38,15 +39,15 @@ from tba_jax.rewards.victim import make_victim_decoder
 from tba_jax.run import model_parts
 from tba_jax.tasks.registry import entry_of
 
-# Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary): without a
-# tokenizer nobody knows them, and one more or less hardly changes the program.
+# Tokens of a guard's verdict ("\n\nunsafe" has two in Llama-Guard's vocabulary). The real number
+# needs the tokenizer; one token more or less hardly changes the program.
 _VERDICT_TOKENS = 2
-# Of `attacks.SentenceEmbedder`.
+# sizes of `attacks.SentenceEmbedder`
 _EMBED_ROWS, _EMBED_TOKENS = 64, 128
 
 
 def judge_paths(config: Config) -> dict[str, str]:
-    """Role -> model folder or hub id, of every such model that the config names."""
+    """Return role -> model folder or hub ID of every model that computes rewards or metrics."""
     task = entry_of(config.task.name)
     named = {
         **kind_of(config, config.task.reward, task.task.reward, config.task.name).models(config),
@@ -59,16 +60,15 @@ def judge_paths(config: Config) -> dict[str, str]:
 def judge_residents(
     config: Config, models: Mapping[str, Mapping[str, Any]], mesh: Mesh
 ) -> dict[str, dict[str, float]]:
-    """Group -> what -> bytes on the device of that group that holds most of them.
+    """Return group -> role -> bytes on the fullest device of that group.
 
     Args:
-        config: of the run.
+        config: config of the run.
         models: role -> contents of config.json.
-        mesh: of a searcher.
+        mesh: mesh of a searcher.
 
     Raises:
-        ValueError: a model is of a kind that its role has no use for, or the mesh does not divide
-            it.
+        ValueError: a model has the wrong kind for its role, or the mesh does not divide it.
     """
     held: dict[str, dict[str, float]] = {"trainer": {}, "searcher": {}}
     for role in models:
@@ -83,12 +83,12 @@ def plan_judges(
     models: Mapping[str, Mapping[str, Any]],
     placement: Placement,
 ) -> list[Planned]:
-    """Their programs.
+    """Return the programs of these models.
 
     Args:
         config, models: as in `judge_residents`.
-        model_config: of the policy.
-        placement: of the run.
+        model_config: architecture of the policy.
+        placement: placement of the run.
     """
     sizes = sizes_of(config)
     rows = sizes.round_prompts * sizes.samples
@@ -122,7 +122,7 @@ def _dtype(role: str, config: Config) -> str:
 
 
 def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> Any:
-    """Its parameters as it is loaded: shapes on the devices of a mesh, or on their first."""
+    """Return the shapes of a model's parameters on a mesh or on its first device, as loaded."""
     dtype = jnp.dtype(_dtype(role, config))
     is_divided = role.endswith("reward model")
     if role == "sentence embedder" or (
@@ -133,7 +133,10 @@ def _params(role: str, config: Config, model: Mapping[str, Any], mesh: Mesh) -> 
         shape = config_json.transformer_config(model)
         if bool(shape.num_labels) != is_divided:
             wanted = "a sequence classifier" if is_divided else "a language model"
-            raise ValueError(f"the {role} must be {wanted}, and its config.json describes another")
+            raise ValueError(
+                f"the {role} must be {wanted}, but its config.json describes "
+                f"another kind of model; set a path to {wanted}"
+            )
         tree = abstract_params(shape, dtype)
         if is_divided:
             return placed_shapes(tree, on_mesh(mesh, param_shardings(shape, mesh)))
@@ -200,7 +203,7 @@ def _victim(config: Config, model: Mapping[str, Any], device: Any, attacks: int)
     held = {"victim": shard_bytes(weights)}
     chunk = "chunk_sampled" if v.top_p == 1 else "chunk_truncated"
     in_slots = f"{slots} slots of {columns} columns"
-    # Responses of half their limit, as the searchers' own are reckoned.
+    # Responses are assumed to have half of their limit, as for the searchers.
     chunks = attacks * v.num_samples * v.max_new_tokens / 2 / slots / decoder.chunk_steps
     return [
         Planned(
@@ -282,7 +285,7 @@ def _distance(config: Config, model_config: TransformerConfig, placement: Placem
     scoring = model_parts.make_rollout_scoring(config, Ids().eos_ids)
     program = make_distance_program(model_config, scoring, Site(placement.searcher_meshes[0]))
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
-    # A searcher's own reference serves where it has one.
+    # A searcher's own reference is used if there is one.
     reference = (
         abstract_reference(config, model_config, placement)
         if config.reference.placement == "searcher"

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which devices of a slice train and which search, where the config does not say it for this slice.
+"""Choice of the devices of a slice that train and of those that search.
 
-`place_run` makes meshes of a decision and refuses what compilers or a run of several hosts
-refuse; this module makes the decision and says it as config fields, so that a run given those
-fields is placed the same way. It weighs bytes by hand, without compiling. The invariant it owns:
-what it chooses, `main` accepts on such devices.
+`place_run` builds the meshes of a given placement and refuses what compilers or runs of several
+hosts refuse. This module chooses the placement and returns it as config fields, so that a run with
+those fields has the same placement. It compares estimates in bytes, without compiling.
+
+Invariant: `main` accepts the chosen placement on such devices.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.config.devices import asked, validate_devices
-from tba_jax.config.resolved import has_trainer_group, writes_versions
+from tba_jax.config.resolved import writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import (
     MODES,
     POD_LAYOUTS,
     WHOLE_HOSTS,
+    MeshShape,
     PlacementError,
     arrange,
     hosts_of,
 )
-from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.slices import left_to_search, on_whole_hosts
 from tba_jax.models.transformer import TransformerConfig
@@ -34,12 +35,12 @@ class Choice(NamedTuple):
     """A placement of a run on a slice.
 
     Attributes:
-        name: of its layout.
-        placement: meshes; searchers are those of the last host.
+        name: name of the layout.
+        placement: meshes; the searchers' meshes are those of the last host.
         num_groups: searcher groups on the whole slice.
         shares_devices: trainer and searchers share devices.
-        fields: config fields that were changed for it, with their values.
-        notes: changes that are more than a placement, a sentence each.
+        fields: config fields that the choice changed, with their values.
+        notes: sentences on changes beyond the placement.
     """
 
     name: str
@@ -51,11 +52,12 @@ class Choice(NamedTuple):
 
 
 def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> list[int]:
-    """Numbers of trainer devices that leave some for searchers, and that such a run accepts.
+    """Return the numbers of trainer devices that a run accepts beside its searchers.
 
     Args:
-        devices: of the slice.
-        whole_hosts: the trainer has all devices of some hosts; else as many of every host.
+        devices: devices of the slice.
+        whole_hosts: the trainer has all devices of some hosts; otherwise the same number on every
+            host.
     """
     if len(hosts_of(devices)) == 1:
         return list(range(1, len(devices)))
@@ -66,9 +68,9 @@ def trainer_options(devices: Sequence[Any], *, whole_hosts: bool = False) -> lis
 def usable_options(
     config: Config, model_config: TransformerConfig, devices: Sequence[Any]
 ) -> list[int]:
-    """Those of `trainer_options` over which a mesh divides this batch and this model.
+    """Return those `trainer_options` for which a mesh divides this batch and this model.
 
-    None where searchers are elsewhere.
+    Empty if searchers run on other devices.
     """
     if MODES[config.placement].searches_elsewhere:
         return []
@@ -82,14 +84,12 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     """Return the config's own placement on these devices.
 
     Raises:
-        PlacementError: it does not suit them.
+        PlacementError: the placement does not fit the devices.
     """
     hosts, mode = hosts_of(devices), MODES[config.placement]
     if mode.searches_elsewhere:
         placement = fleets.place_fleet(config, devices)
-        # The process of a trainer without peers evaluates, on the trainer's devices.
-        turns = not has_trainer_group(config)
-        return Choice(mode.name, placement, asked(config).num_searchers, turns, {})
+        return Choice(mode.name, placement, asked(config).num_searchers, False, {})
     if len(hosts) > 1 and not mode.spans_hosts:
         raise PlacementError(
             f"config.placement = {config.placement!r} is for the devices of one host, and this "
@@ -100,10 +100,10 @@ def place(config: Config, devices: Sequence[Any]) -> Choice:
     searching = [p for p in by_host if p.searcher_meshes]
     if not searching:
         raise PlacementError(
-            f"searchers of {config.search.num_devices} devices do not fit on any host; lower "
-            "search.num_devices"
+            f"search.num_devices={config.search.num_devices}: a searcher does not fit on any "
+            "host; set a smaller --config.search.num_devices"
         )
-    # libtpu 0.0.52 refuses groups that hold the first chip of a slice, and takes the others.
+    # libtpu 0.0.52 refuses groups that hold the first chip of a slice, so plan for the last group.
     chosen = searching[-1]
     layout = arrange(config.placement, devices, asked(config)).layout
     groups = {tuple(d.id for d in m.devices.flat) for p in searching for m in p.searcher_meshes}
@@ -120,24 +120,23 @@ def choose(
 ) -> tuple[Config, Choice]:
     """Return the config with a placement for these devices, and that placement.
 
-    A fleet stays one (`fleets`), and so do whole hosts. One host: `shared` on one device, else
-    `split` in halves. Several: the trainer gets half of the chips of each host where the chips
-    allow it (v4 and v5p), elsewhere all of them in turns with the searchers; rows are padded, since
-    hosts cannot pack rows together. Its mesh divides parameters over as many devices as the rows of
-    a batch can be divided over (of a pod: its prompts), the rest is tensor-parallel. Groups of
-    searchers are as small as weights and cache allow.
-
-    A batch whose prompts no mesh of a pod divides gets more of them, which `notes` says.
+    A fleet stays a fleet (`fleets`), and whole hosts stay whole hosts. One host: `shared` on one
+    device, otherwise `split` in halves. Several hosts: the trainer gets half of the chips of each
+    host where the chips allow it (v4 and v5p); elsewhere it shares all chips with the searchers.
+    Rows are padded, since hosts cannot pack rows together. The trainer's mesh divides parameters
+    over as many devices as divide the rows of a batch (in a pod, its prompts); the other axis is
+    tensor-parallel. Searcher groups are as small as weights and cache allow. In a pod, a batch
+    whose prompts no mesh divides gets more prompts, and `notes` says so.
 
     Args:
-        config: of the run.
-        model_config: of the policy.
-        devices: all of the slice.
-        hbm_bytes: memory of each.
-        judge_bytes: what models that give rewards take of the first device of a searcher group of
-            a size; infinity where they cannot be divided over it.
-        trainer_devices: of several hosts some train and the others search, about as many; 0: every
-            host does both, unless the config asks for whole hosts: then half.
+        config: config of the run.
+        model_config: architecture of the policy.
+        devices: all devices of the slice.
+        hbm_bytes: memory of each device.
+        judge_bytes: group size -> memory of models that give rewards on the first device of a
+            searcher group; infinity if the group does not divide them.
+        trainer_devices: approximate number of trainer devices if whole hosts train and the others
+            search; 0: every host does both, unless the config asks for whole hosts (then half).
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -146,6 +145,10 @@ def choose(
     if MODES[config.placement].searches_elsewhere:
         given = config
         config, notes = fleets.choose_fleet(config, model_config, devices, hbm_bytes, judge_bytes)
+        mesh = asked(config).mesh
+        config = replace(
+            config, open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, False)
+        )
         return config, _placed(given, config, devices, notes)
     if config.placement == WHOLE_HOSTS.name and len(hosts_of(devices)) > 1:
         trainer_devices = trainer_devices or len(devices) / 2
@@ -163,8 +166,8 @@ def _choose_every_host(
     hbm_bytes: float,
     judge_bytes: Callable[[int], float],
 ) -> tuple[Config, Choice]:
-    """`choose`, where every host trains and searches."""
-    hosts, platform = len(hosts_of(devices)), platform_of(devices[0])
+    """Choose a placement in which every host trains and searches."""
+    hosts = len(hosts_of(devices))
     per_host = len(devices) // hosts
     half = len(devices) / 2
     sizes = [n for n in trainer_options(devices) if n >= len(devices) / 4]
@@ -177,8 +180,8 @@ def _choose_every_host(
         fields["batch.num_prompts"] = fitting.divisible_prompts(config, model_config, sizes, hosts)
         notes.append(
             f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
-            f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides: batches of "
-            "another size are another experiment"
+            f"{config.batch.num_prompts}, which no mesh of {hosts} hosts divides; a run with "
+            "another batch size is another experiment"
         )
     given, config = config, replace(config, fields)
     size = next(
@@ -192,20 +195,45 @@ def _choose_every_host(
     searching = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
     free = hbm_bytes - held if shares_devices else hbm_bytes
     group = fitting.group_size(model_config, pool, per_host, free, devices, searching)
-    free = hbm_bytes - held - (searching(group) if shares_devices else 0.0)
     fields |= {
         "placement": "pod" if hosts > 1 else "shared" if shares_devices else "split",
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
+        "mesh.expert": mesh.expert,
         "mesh.model": mesh.model,
         "num_searchers": pool // group * hosts,
         "search.num_devices": group,
-        "batch.micro_batch_rows": fitting.micro_batch_rows(
-            config, model_config, mesh, free, platform
-        ),
     }
     config = replace(config, fields)
+    sizes = open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, shares_devices)
+    config = replace(config, sizes)
     return config, _placed(given, config, devices, notes)
+
+
+def open_sizes(
+    config: Config,
+    model_config: TransformerConfig,
+    mesh: MeshShape,
+    devices: Sequence[Any],
+    hbm_bytes: float,
+    judge_bytes: Callable[[int], float],
+    shares_devices: bool,
+) -> dict[str, Any]:
+    """Return `fitting.sizes` of a config whose placement is decided."""
+
+    def of_searcher(config: Config) -> float:
+        found = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
+        return found(config.search.num_devices)
+
+    return fitting.sizes(
+        config,
+        model_config,
+        mesh,
+        devices,
+        hbm_bytes,
+        of_searcher,
+        shares_devices=shares_devices,
+    )
 
 
 def _choose_whole_hosts(
@@ -216,8 +244,8 @@ def _choose_whole_hosts(
     judge_bytes: Callable[[int], float],
     wanted: float,
 ) -> tuple[Config, Choice]:
-    """`choose`, where the trainer has all devices of about as many hosts as `wanted` needs."""
-    per_host, platform = len(devices) // len(hosts_of(devices)), platform_of(devices[0])
+    """Choose a placement in which whole hosts train, with about `wanted` devices."""
+    per_host = len(devices) // len(hosts_of(devices))
     sizes = trainer_options(devices, whole_hosts=True)
     given = config
     notes = []
@@ -225,37 +253,37 @@ def _choose_whole_hosts(
         fields = {"batch.num_prompts": fitting.divisible_prompts(config, model_config, sizes, 0)}
         notes.append(
             f"batch.num_prompts is {fields['batch.num_prompts']} instead of "
-            f"{config.batch.num_prompts}, which no mesh of whole hosts divides: batches of another "
-            "size are another experiment"
+            f"{config.batch.num_prompts}, which no mesh of whole hosts divides; a run with "
+            "another batch size is another experiment"
         )
         config = replace(config, fields)
     holding = [n for n in sizes if fitting.holds_state(n, config, model_config, hbm_bytes, 0)]
     existing = [n for n in sizes if fitting.mesh_exists(n, config, model_config, 0)]
-    # Where nothing holds the state, the largest, of which the verdict says how much is missing.
+    # If no size holds the state, take the largest; the verdict reports the missing memory.
     size = min(holding, key=lambda n: abs(n - wanted)) if holding else max(existing)
     mesh = fitting.mesh_shape(size, config, model_config, 0)
     of_searcher = estimates.searcher_bytes(config, model_config, devices, judge_bytes)
     group = fitting.group_size(model_config, per_host, per_host, hbm_bytes, devices, of_searcher)
-    free = hbm_bytes - estimates.held_bytes(config, model_config) / size
     searching = len(left_to_search(devices, on_whole_hosts(devices, size)))
     fields = {
         "placement": "whole_hosts",
         "mesh.data": mesh.data,
         "mesh.fsdp": mesh.fsdp,
+        "mesh.expert": mesh.expert,
         "mesh.model": mesh.model,
         "num_searchers": per_host // group * searching,
         "search.num_devices": group,
         "batch.num_prompts": config.batch.num_prompts,
-        "batch.micro_batch_rows": fitting.micro_batch_rows(
-            config, model_config, mesh, free, platform
-        ),
     }
     config = replace(config, fields)
+    config = replace(
+        config, open_sizes(config, model_config, mesh, devices, hbm_bytes, judge_bytes, False)
+    )
     idle = len(devices) - size - searching * per_host
     if idle:
         notes.append(
-            f"{idle} chips of the first host are idle: on v5e above 16 chips neither a trainer nor "
-            "a searcher of several chips may hold them"
+            f"{idle} chips of the first host are idle: above 16 chips of v5e, neither a trainer "
+            "nor a searcher of several chips may use them"
         )
     return config, _placed(given, config, devices, notes)
 

@@ -1,34 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program has to do at least, on each device: FLOPs of its products, bytes to be moved.
+"""Lower bounds of a program's work on each device: FLOPs of its products, bytes to move.
 
-By hand from shapes and not from any compiler: every weight read once, every cache read or written
-once, activations in fast memory, attention only where it is causal. What a compiled program does
-beyond that is its own. It counts what the decoder and the trainer of a run are asked for; the
-programs of judges have no minimum here. The invariant it owns: no program does less.
+Computed from shapes, independent of any compiler: every weight is read once, every cache entry is
+read or written once, activations stay in fast memory, and attention is causal. Covers the programs
+of decoder and trainer; programs of judges have no lower bound here.
+
+Invariant: no compiled program does less work.
 """
 
 from typing import NamedTuple
-
-import jax
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.devices.sharding import Placement
 from tba_jax.devices.site import Site
 from tba_jax.flow.batch import PackedBatch
-from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
+from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.planning import programs
 from tba_jax.planning.estimates import shard_bytes, state_bytes_by_kind
+from tba_jax.planning.roofline import matrix_entries
 from tba_jax.run import model_parts, trainer_parts
 
 
 class Minimum(NamedTuple):
-    """Of one execution on each device.
+    """Lower bound of one execution on each device.
 
     Attributes:
-        flops: of matrix products.
-        num_bytes: read and written in device memory.
-        steps: of a loop that the program is; 1: it is none.
+        flops: FLOPs of matrix products.
+        num_bytes: bytes read and written in device memory.
+        steps: steps of the program's loop; 1 for a program that is not a loop.
     """
 
     flops: float
@@ -37,30 +37,49 @@ class Minimum(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """FLOPs of a model, forward."""
+    """FLOPs of a model's forward pass."""
 
-    layers: float  # of one token in all layers, attention apart
-    head: float  # of the logits of one token
-    pair: float  # of one query looking at one key, in all layers
+    layers: float  # one token in all layers, without attention
+    head: float  # logits of one token
+    pair: float  # one pair of query and key, in all full layers
+    near_pair: float  # the same, in all window layers
+    window: int
 
     def causal(self, rows: int, length: int) -> float:
-        """Of whole rows, attention included, logits not."""
+        """Return the FLOPs of whole rows, with attention and without logits."""
         return self.after_prompt(rows, 0, 1, length)
 
     def after_prompt(self, rows: int, prompt: int, responses: int, length: int) -> float:
         """Return the minimum for rows with a prompt and responses that see it and themselves."""
-        pairs = prompt * (prompt + 1) / 2 + responses * (
-            length * prompt + length * (length + 1) / 2
-        )
-        return rows * ((prompt + responses * length) * self.layers + pairs * self.pair)
+        tokens, pairs = prompt + responses * length, 0.0
+        for pair, window in ((self.pair, prompt + length), (self.near_pair, self.window)):
+            before = _num_pairs(prompt, window)
+            pairs += pair * (before + responses * (_num_pairs(prompt + length, window) - before))
+        return rows * (tokens * self.layers + pairs)
+
+    def step(self, columns: int) -> float:
+        """Return the FLOPs of one new token that sees so many columns, logits included."""
+        seen = columns * self.pair + min(columns, self.window) * self.near_pair
+        return self.layers + self.head + seen
+
+
+def _num_pairs(length: int, window: int) -> float:
+    """Return the number of (query, key) pairs of a causal row with this window."""
+    full = min(length, window)
+    return full * (full + 1) / 2 + (length - full) * window
 
 
 def _products(config: TransformerConfig) -> _Products:
-    params = abstract_params(config)
-    # Matrices; of norms and biases there are none.
-    matrices = sum(x.size for x in jax.tree.leaves(params["layers"]) if x.ndim > 2)
-    heads = config.num_layers * config.num_heads * config.head_dim
-    return _Products(2.0 * matrices, 2.0 * config.vocab_size * config.hidden_size, 4.0 * heads)
+    table = config.vocab_size * config.hidden_size
+    of_layer = 4.0 * config.num_heads * config.head_dim
+    num_near = config.layer_kinds.count("window")
+    return _Products(
+        2.0 * (matrix_entries(config) - table),
+        2.0 * table,
+        of_layer * (config.num_layers - num_near),
+        of_layer * num_near,
+        config.window,
+    )
 
 
 def minima(
@@ -94,7 +113,9 @@ def _of_trainer(
         programs.abstract_weights(config, model_config, placement, config.search.quantization)
     )
     where = programs.publication_mesh(config, placement).shape
-    published *= placement.searcher_meshes[0].size / where["fsdp"] / where["model"]
+    published *= (
+        placement.searcher_meshes[0].size / where["fsdp"] / where["model"] / where.get("expert", 1)
+    )
     return {
         # The state is read and written; the backward pass reads the parameters once more.
         "train_step": Minimum(flops / devices, 2 * sum(held.values()) + held["parameters"]),
@@ -113,9 +134,9 @@ def _of_searcher(
     cache = lowering.cache_bytes(decoder, sizes.num_slots, columns)
     waiting = lowering.cache_bytes(decoder, sizes.prefill_prompts, sizes.prompt)
     admitted = lowering.cache_bytes(decoder, sizes.num_slots, sizes.prompt)
-    token = of.layers + of.head + columns * of.pair
+    token = of.step(columns)
     read = _read_bytes(weights, model_config)
-    # Of the last layer a prompt needs no more than keys and values.
+    # A prompt needs only keys and values of the last layer.
     before_last = 1 - 1 / model_config.num_layers
     prompts = of.causal(sizes.prefill_prompts, sizes.prompt) * before_last
     found = {
@@ -137,6 +158,6 @@ def _of_searcher(
 
 
 def _read_bytes(weights: Params, model_config: TransformerConfig) -> float:
-    """Of all weights, each read once; of a table that is only looked up, single rows."""
+    """Return the bytes of all weights, each read once; indexed tables count no bytes."""
     looked_up = 0.0 if model_config.tie_embeddings else shard_bytes(weights["embed"])
     return shard_bytes(weights) - looked_up

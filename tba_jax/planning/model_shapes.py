@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The architecture of a config's model, without its weights: config.json alone is needed.
+"""Architecture of a config's model from its config.json, without its weights.
 
-A folder's own config.json comes first, then that of the hub, then, where the hub cannot be reached,
-the table here: what the published config.json files of the models in our presets say, as far as it
-decides shapes. It fetches one small file at most. The invariant it owns: whoever asks is told where
-the shape came from.
+Sources in order: config.json of a local folder; config.json on the hub; if the hub cannot be
+reached, the table below with the published shapes of the models in our presets.
+
+Invariant: the source of the shape is always returned with it.
 """
 
 import json
@@ -106,6 +106,70 @@ _LLAMA_3_1_70B = _LLAMA_3_1_8B | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+_QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+}
+_QWEN3_1_7B = _QWEN3 | {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+_QWEN3_4B = _QWEN3 | {
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
+_QWEN3_30B_A3B = _QWEN3 | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+}
+_GEMMA_3_12B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+_GPT_OSS_20B = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
+    "tie_word_embeddings": False,
+}
 _ROBERTA_BASE = {
     "model_type": "roberta",
     "vocab_size": 50265,
@@ -117,7 +181,7 @@ _ROBERTA_BASE = {
     "type_vocab_size": 1,
     "layer_norm_eps": 1e-5,
 }
-# A reward model: the trunk of a language model with one label in place of the vocabulary.
+# A reward model: a language model with one label in place of the vocabulary.
 _REWARD = {
     "architectures": ["GPTNeoXForSequenceClassification"],
     "id2label": {"0": "LABEL_0"},
@@ -151,6 +215,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         for size, shape in _PYTHIA_SIZES.items()
     },
     "cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr": _PYTHIA_SIZES["6.9b"] | _REWARD,
+    "Qwen/Qwen3-1.7B": _QWEN3_1_7B,
+    "Qwen/Qwen3-4B": _QWEN3_4B,
+    "Qwen/Qwen3-30B-A3B": _QWEN3_30B_A3B,
+    "google/gemma-3-12b-it": _GEMMA_3_12B,
+    "openai/gpt-oss-20b": _GPT_OSS_20B,
     "openai-community/gpt2": _GPT2,
     "gpt2": _GPT2,
     "vicgalle/gpt2-alpaca": _GPT2,
@@ -175,10 +244,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 
 def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
-    """(contents of config.json, where they came from) of a folder or hub id; no weights are read.
+    """Return (contents of config.json, their source) of a folder or hub ID without reading weights.
 
     Raises:
-        ValueError: neither a folder with config.json, nor on the hub, nor in the table.
+        ValueError: no local folder with config.json, not on the hub, and not in the table.
     """
     is_embedded = path_or_hub_id.startswith(folders.EMBEDDED)
     folder = Path(folders.resolve(path_or_hub_id) if is_embedded else path_or_hub_id)
@@ -186,22 +255,26 @@ def published_config(path_or_hub_id: str) -> tuple[dict[str, Any], str]:
     if folder.is_dir():
         file = folder / "config.json"
         if not file.is_file():
-            raise ValueError(f"{folder}: no config.json there; a plan needs no more than that file")
+            raise ValueError(
+                f"{folder}: no config.json; put the model's config.json there (a "
+                "plan needs no other file)"
+            )
         return json.loads(file.read_text()), str(file)
     fetched, reason = _fetch(path_or_hub_id)
     if fetched is not None:
         return fetched, f"config.json of {path_or_hub_id}, {reason}"
     if path_or_hub_id in PUBLISHED:
-        where = f"the built-in table of published shapes; the hub was not reached ({reason})"
+        where = f"built-in table of published shapes; the hub could not be reached ({reason})"
         return PUBLISHED[path_or_hub_id], where
     raise ValueError(
-        f"model {path_or_hub_id!r} is no folder here, the hub was not reached ({reason}), and the "
-        f"table has only {', '.join(PUBLISHED)}. Give a folder that holds its config.json"
+        f"model {path_or_hub_id!r} is not a local folder, the hub could not be reached "
+        f"({reason}), and the built-in table has only {', '.join(PUBLISHED)}. Give a folder with "
+        "the model's config.json"
     )
 
 
 def _fetch(hub_id: str) -> tuple[dict[str, Any] | None, str]:
-    """(contents of config.json, from where) or (None, why not), within seconds."""
+    """Return (contents of config.json, source) or (None, reason of the failure), within seconds."""
     import huggingface_hub
 
     try:
@@ -212,7 +285,7 @@ def _fetch(hub_id: str) -> tuple[dict[str, Any] | None, str]:
         return json.loads(Path(cached).read_text()), "cached"
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         return None, "HF_HUB_OFFLINE=1"
-    # The library's own download retries for half a minute before it says that there is no network.
+    # The download of huggingface_hub retries for half a minute without network.
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     url = f"{endpoint}/{hub_id}/resolve/main/config.json"
     try:

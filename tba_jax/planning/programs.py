@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every device program of a run, from its config and shapes alone, ready to be lowered.
+"""Device programs of a run, from its config and shapes alone, ready to be lowered.
 
-The functions are those that `build` gives trainer and searchers, built by the same parts; only
-arrays are missing. Shapes are the largest a run meets: the longest prompt and response bucket, full
-slots, a full round. The invariant it owns: what is lowered here is what the run executes, at sizes
-that a run can reach.
+The same parts build these functions for the trainer and searchers of a run; only arrays are
+missing. Shapes are the largest that a run meets: the longest prompt and response bucket, full slots
+and a full round.
+
+Invariant: a program lowered here is a program of the run, at sizes that the run can reach.
 """
 
 import dataclasses
@@ -36,10 +37,10 @@ FROZEN = "frozen parameters"
 
 
 class Ids(NamedTuple):
-    """What a plan needs of a tokenizer; which ids they are changes no shape.
+    """Fields of a tokenizer that a plan needs; the values of the IDs change no shape.
 
     Attributes:
-        eos_ids: one end of sequence.
+        eos_ids: end of sequence.
         pad_id: padding.
     """
 
@@ -47,7 +48,7 @@ class Ids(NamedTuple):
     pad_id: int = 0
 
     def decode(self, ids: Any, skip_special: bool = True) -> str:
-        """No text: a plan decodes nothing."""
+        """Return an empty string: a plan decodes nothing."""
         return ""
 
 
@@ -56,16 +57,16 @@ class Planned:
     """One program of one device group.
 
     Attributes:
-        name: as in the table.
+        name: name in the printed table.
         group: trainer or searcher.
-        sizes: what it was lowered for, in words.
-        lower: lowers it.
-        resident: bytes by kind, per device, of arguments that are there all the time.
-        result: kind of its new results; "outputs" where they are no part of what is resident.
+        sizes: description of the shapes.
+        lower: lowers the program.
+        resident: kind -> bytes per device of the arguments that stay in memory.
+        result: kind of its new results; "outputs" if they do not stay in memory.
         variants: programs of this kind that a run may load, one per shape.
-        with_cache: it runs while the KV cache is there.
-        unknown_trips: trips of a loop that ends when its data says so.
-        calls_per_round: how often a round of a searcher runs it.
+        with_cache: the KV cache is in memory while the program runs.
+        unknown_trips: trips of a loop whose end depends on data.
+        calls_per_round: executions in one round of a searcher.
     """
 
     name: str
@@ -84,11 +85,11 @@ class Sizes(NamedTuple):
     """The largest shapes of a run.
 
     Attributes:
-        prompts, group: p and K of a batch.
-        prompt, response: longest buckets, in tokens.
+        prompts, group: P and K of a batch.
+        prompt, response: longest buckets in tokens.
         round_prompts, samples: P and S of a round.
         num_slots: unfinished responses of a searcher.
-        prefill_prompts: prompts of a prefill call.
+        prefill_prompts: prompts of one prefill call.
     """
 
     prompts: int
@@ -102,11 +103,10 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(config: Config) -> Sizes:
-    """Return the largest shapes of a config."""
     prompt = length_buckets(config.task.max_prompt_tokens, config.batch.num_length_buckets)[-1]
     response = length_buckets(config.search.max_new_tokens, config.batch.num_length_buckets)[-1]
     slots, samples = num_slots(config), config.search.samples_per_prompt
-    # As the engine does: prompts for all slots at once, within its limit of tokens.
+    # Like the engine: prompts for all slots at once, within its limit of tokens.
     wanted = min(config.search.prompts_per_round, -(-slots // samples))
     return Sizes(
         prompts=config.batch.num_prompts,
@@ -123,10 +123,10 @@ def sizes_of(config: Config) -> Sizes:
 def plan_programs(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> list[Planned]:
-    """Every program, the trainer's first.
+    """Return every program, the trainer's first.
 
     Raises:
-        ValueError: the mesh does not divide the model, or the model is too short.
+        ValueError: the mesh does not divide the model, or the model's context is too short.
     """
     return [
         *_trainer_programs(config, model_config, placement),
@@ -137,23 +137,24 @@ def plan_programs(
 def residents(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Bytes per device of each group: what is there all the time, and what a round adds."""
+    """Return group -> resident and transient bytes per device, by kind."""
     state = trainer_parts.abstract_state(config, model_config, placement.trainer_mesh)
     trainer = state_bytes_by_kind(state)
     if config.mesh.data > 1:
-        # Each replica writes a part of the checkpoint, which Orbax cuts out on the device.
+        # Each replica writes a part of the checkpoint; Orbax slices it on the device.
         trainer["parts of the state while it is saved"] = sum(trainer.values()) / config.mesh.data
     trainer |= _frozen_bytes(_frozen(config, model_config, placement))
     mesh = placement.searcher_meshes[0]
     weights = abstract_weights(config, model_config, placement, config.search.quantization)
     policy, searcher = model_parts.policy_config(config, model_config), {}
     if policy.adapters is not None:
-        # Merged is what has adapters; the rest is shared with the base.
+        # Only adapted weights are merged; the others are shared with the base.
         searcher[FROZEN] = shard_bytes(_base(config, model_config, placement, policy))
         weights = lora.adapted(weights, policy)
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
     if writes_versions(config) and policy.adapters is None:
-        # The first searcher of a host reads them in the trainer's layout, arranges and rounds them.
+        # The first searcher of a host reads the weights in the trainer's layout, then converts
+        # them.
         read = abstract_weights(config, model_config, placement)
         searcher["weights being read"] = shard_bytes(read)
     if config.reference.placement == "searcher":
@@ -215,7 +216,7 @@ def _trainer_programs(
             lower=lambda: train_step.lower(state, batch, *frozen),
             resident=state_bytes_by_kind(state) | _frozen_bytes(frozen),
             variants=lengths * sum(len(shape.buckets) for shape in shapes),
-            # Micro-batches, where all responses are distinct.
+            # Trips of the loop over micro-batches if all responses are distinct.
             unknown_trips=batch.tokens.shape[0] // at_once if at_once else 1,
         ),
         Planned(
@@ -273,7 +274,7 @@ def _searcher_programs(
             resident=cache | waiting,
             variants=buckets * lengths,
             with_cache=True,
-            # On TPU, of each prompt its slots.
+            # On TPU, slots of each prompt.
             unknown_trips=-(-sizes.num_slots // sizes.prefill_prompts),
         ),
         Planned(
@@ -285,7 +286,7 @@ def _searcher_programs(
             variants=lengths,
             with_cache=True,
             unknown_trips=decoder.chunk_steps,
-            # Responses of half their limit.
+            # Responses are assumed to have half of their limit.
             calls_per_round=sizes.round_prompts
             * sizes.samples
             * config.search.max_new_tokens
@@ -313,7 +314,7 @@ def _base(
 
 
 def _merge(config: Config, policy: TransformerConfig, base: lora.Base, mesh: Mesh) -> Planned:
-    """Adapters merged into a searcher's weights."""
+    """Return the program that merges adapters into a searcher's weights."""
     assert policy.adapters is not None
     adapters = _abstract(
         lora.abstract_adapters(policy),
@@ -347,7 +348,7 @@ def _scoring(
     site = Site(placement.searcher_meshes[0])
     program = make_reference_program(model_config, scoring, site)
     params = abstract_reference(config, model_config, placement)
-    # A whole group in a row where prompts are shared, else rows of one response each.
+    # One row has a whole group if prompts are shared, otherwise one response.
     c = sizes.samples if config.batch.share_prompts else 1
     b = sizes.samples // c
     of_rows = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, c))]
@@ -359,7 +360,7 @@ def _scoring(
         lower=lambda: program.lower(params, tokens, *of_rows, response_bucket=sizes.response),
         resident={"reference parameters": shard_bytes(params)},
         variants=config.batch.num_length_buckets**2 * (2 if config.batch.share_prompts else 1),
-        # At most: repeats within a group are scored once.
+        # Upper bound: repeated responses of a group are scored once.
         calls_per_round=sizes.round_prompts,
     )
 
@@ -412,7 +413,7 @@ def abstract_batch(config: Config, placement: Placement) -> Batch | PackedBatch:
 def _publication(
     config: Config, model_config: TransformerConfig, placement: Placement
 ) -> tuple[Any, Any]:
-    """(publish program, what it publishes)."""
+    """Return (publish program, shapes of the published weights)."""
     mesh = publication_mesh(config, placement)
     program = model_parts.make_publication_program(config, model_config, mesh)
     return program, trainer_parts.abstract_state(
@@ -421,7 +422,7 @@ def _publication(
 
 
 def publication_mesh(config: Config, placement: Placement) -> Mesh:
-    """Where the publish program leaves its copy: files have the trainer's layout."""
+    """Return the mesh of the published copy; weights on disk keep the trainer's layout."""
     return placement.trainer_mesh if writes_versions(config) else placement.publication_mesh
 
 
@@ -431,11 +432,11 @@ def abstract_weights(
     placement: Placement,
     quantization: Quantization = "none",
 ) -> Any:
-    """Weights on the first searcher's devices, in the decoder's layout.
+    """Return the weights on the first searcher's devices, in the decoder's layout.
 
     Args:
-        config, model_config, placement: of the plan.
-        quantization: that of the config for the policy, none for what it is compared with.
+        config, model_config, placement: config, architecture and placement of the plan.
+        quantization: the config's for the policy, "none" for models it is compared with.
     """
     mesh = placement.searcher_meshes[0]
     where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())

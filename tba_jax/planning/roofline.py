@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast it could be: the bytes and operations of a load over the rates of this machine.
+"""Roofline bounds: bytes and operations of a workload divided by the rates of this machine.
 
-Models of decode and train steps, and the two measurements they rest on. It does not know engines,
-peers or workloads. The invariant it owns: only work that nobody can avoid is counted (a decode
-step reads the weights once; each response reads its own live keys and values and no padding; a
-train step computes nothing twice), so a share of the roofline is never flattered by waste.
+Models the work of decode and train steps, and measures memory and arithmetic rates.
+
+Invariant: only unavoidable work is counted, so waste never raises a share of the roofline. A decode
+step reads the weights once, each response reads its own live keys and values without padding, and a
+train step computes nothing twice.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tba_jax.models import experts, quantized
 from tba_jax.models.transformer import TransformerConfig, abstract_params
 
 _TRIALS = 5
@@ -23,7 +25,7 @@ _TRIALS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a phase asks of the device: bytes it reads, floating-point operations."""
+    """Work of a phase: bytes read and floating-point operations."""
 
     num_bytes: float
     num_flops: float
@@ -31,17 +33,17 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the device can do: bytes and floating-point operations per second."""
+    """Rates of a device: bytes and floating-point operations per second."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def bound_s(self, work: Work) -> float:
-        """Time of `work` if memory and arithmetic overlap perfectly: the larger of the two."""
+        """Return the time of `work` in seconds if memory and arithmetic overlap perfectly."""
         return max(work.num_bytes / self.bytes_per_s, work.num_flops / self.flops_per_s)
 
     def sum_s(self, work: Work) -> float:
-        """Time of `work` if they do not overlap at all."""
+        """Return the time of `work` in seconds without overlap."""
         return work.num_bytes / self.bytes_per_s + work.num_flops / self.flops_per_s
 
 
@@ -53,22 +55,22 @@ def decode_work(
     prompt_tokens: int,
     response_lengths: Sequence[int],
 ) -> Work:
-    """Everything that decoding some responses needs, without the prefill of their prompts.
+    """Return the work of decoding some responses, without the prefill of their prompts.
 
-    bytes = steps * weights + keys and values seen by each token
-    FLOPs = tokens * 2 * matrix entries + attention scores and sums
+        bytes = steps * weights + keys and values seen by each token FLOPs = tokens * 2 * matrix
+        entries + attention scores and sums
 
-    Logits and activations are left out: a few per cent at most for the shapes measured.
+    Logits and activations are not counted: at most a few per cent for the measured shapes.
 
     Args:
-        config: the architecture.
+        config: architecture.
         itemsize: bytes per entry of weights and cache.
-        num_steps: model steps that drew the responses together.
+        num_steps: model steps in which all responses were decoded together.
         prompt_tokens: length of each prompt.
         response_lengths: tokens of each response.
     """
     lengths = np.asarray(response_lengths, np.float64)
-    # The token drawn as number i sees the prompt and the i tokens before it.
+    # Token i of a response sees the prompt and the i tokens before it.
     seen = float(np.sum(lengths * prompt_tokens + lengths * (lengths - 1) / 2))
     cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
     attention = 4 * config.num_layers * config.num_heads * config.head_dim
@@ -86,16 +88,16 @@ def train_flops(
     response_tokens: int,
     responses_per_prompt: int = 1,
 ) -> float:
-    """Floating-point operations of the forward and backward pass over rows without padding.
+    """Return the floating-point operations of forward and backward pass over rows without padding.
 
-    6 per matrix entry and token; the output matrix for response tokens only; attention over
-    visible pairs only. What is computed again in the backward pass does not count.
+    6 per matrix entry and token; the output matrix for response tokens only; attention over visible
+    pairs only. Recomputation in the backward pass is not counted.
 
     Args:
-        config: the architecture.
-        num_rows: responses.
-        prompt_tokens, response_tokens: of each.
-        responses_per_prompt: so many share the computation of their prompt.
+        config: architecture.
+        num_rows: number of responses.
+        prompt_tokens, response_tokens: tokens of each row.
+        responses_per_prompt: responses that share the computation of their prompt.
     """
     x, t, share = prompt_tokens, response_tokens, 1 / responses_per_prompt
     table = config.vocab_size * config.hidden_size
@@ -107,14 +109,17 @@ def train_flops(
 
 
 def matrix_entries(config: TransformerConfig) -> int:
-    """Weights that multiply every token: all matrices, the output one included."""
+    """Return the number of weights that multiply a token: of experts, those of its own."""
     layers = abstract_params(config)["layers"]
-    entries = sum(x.size for name, x in layers.items() if not name.endswith(("norm", "bias")))
+    entries = sum(layers[name].size for name in ("router", *quantized.MATRICES) if name in layers)
+    if config.num_experts:
+        each = sum(layers[name].size for name in experts.MATRICES) // config.num_experts
+        entries -= each * (config.num_experts - config.experts_per_token)
     return entries + config.vocab_size * config.hidden_size
 
 
 def step_entries(config: TransformerConfig) -> int:
-    """Weights that a step reads: all but tables of which it gathers a few rows."""
+    """Return the number of weights that a decode step reads; indexed tables count no entries."""
     params = abstract_params(config)
     gathered = {"position_embed"} if config.tie_embeddings else {"position_embed", "embed"}
     return sum(
@@ -123,12 +128,12 @@ def step_entries(config: TransformerConfig) -> int:
 
 
 def measure_rates(dtype: Any, num_bytes: int) -> Rates:
-    """Rates of the default device: the best of a few big operations.
+    """Measure the rates of the default device: the best of a few large operations.
 
     Args:
-        dtype: of the operands.
-        num_bytes: size of the array that is read; that of the weights, so that it sits in caches
-            as they would.
+        dtype: dtype of the operands.
+        num_bytes: size of the array that is read; use the size of the weights for equal cache
+            effects.
     """
     rows = 1024
     x = jnp.ones((rows, max(1, num_bytes // jnp.dtype(dtype).itemsize // rows)), dtype)

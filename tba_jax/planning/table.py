@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The printed form of a plan, and its JSON: figures in, text out; it decides nothing.
+"""Printed table and JSON object of a plan.
 
-The invariant it owns: both forms show the same figures, and a program that did not compile has a
-line as well.
+Invariant: both forms contain the same figures, and a program that did not compile has a line too.
 """
 
 import dataclasses
@@ -11,7 +10,7 @@ from typing import Any
 
 from tba_jax.planning.verdict import GIB, ROLES, Balance, Occupancy, Program
 
-# Column -> kinds of memory in it.
+# column -> kinds of memory in it
 _COLUMNS = {
     "params": (
         "parameters",
@@ -29,7 +28,7 @@ _COLUMNS = {
 
 
 def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> str:
-    """Return the heading: the planned run and its placement."""
+    """Return the lines about model, slice, chip and placement."""
     chip, groups = facts["chip"], facts["groups"]
     rates = (
         f"{chip['hbm_bytes'] / GIB:.2f} GiB, {chip['flops_per_s'] / 1e12:,.3g} TFLOP/s, "
@@ -38,13 +37,13 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
     for what in ("link", "network"):
         if rate := chip[f"{what}_bytes_per_s"]:
             rates += f", {what} {rate / 1e9:,.0f} GB/s"
-    rates += " (measured here)" if chip["is_measured"] else " (published peaks)"
+    rates += " (measured on this machine)" if chip["is_measured"] else " (published peaks)"
     hosts = facts["num_hosts"]
     per_host = facts["num_devices"] // hosts
     trainer, searcher = groups["trainer"], groups["searcher"]
-    turns = ", in turns on the same devices" if facts["shares_devices"] else ""
+    turns = ", sharing the devices in turn" if facts["shares_devices"] else ""
     if facts["searches_elsewhere"]:
-        turns = ", elsewhere, planned for devices like these"
+        turns = ", on other devices like these"
     lines = [
         f"model      {model}: {facts['num_params'] / 1e6:,.4g} M parameters; shape from {source}",
         f"slice      {where}: {facts['num_devices']} x {chip['name']}, {hosts} "
@@ -60,7 +59,7 @@ def heading(facts: Mapping[str, Any], model: str, source: str, where: str) -> st
 
 
 def program_table(programs: Sequence[Program]) -> str:
-    """One line for each program; memory in GiB per device, costs of one execution per device."""
+    """Return one line per program: memory in GiB and cost of one execution, per device."""
     header = [
         "program", "group", *_COLUMNS, "GiB", "TFLOP", "GB", "GB sent", "roofline", "bound",
         "compile s",
@@ -94,7 +93,7 @@ def program_table(programs: Sequence[Program]) -> str:
 
 
 def occupancy_table(found: Sequence[Occupancy]) -> str:
-    """Memory of each device group at its fullest."""
+    """Return the peak memory of each device group, by kind."""
     lines = []
     for o in found:
         verdict = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
@@ -107,7 +106,7 @@ def occupancy_table(found: Sequence[Occupancy]) -> str:
 
 
 def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
-    """Predicted speeds; lower bounds of times."""
+    """Return the predicted speeds; times are lower bounds."""
     sizes = facts["sizes"]
     balanced = f"at {weighed.trainer_devices:.1f} trainer devices of {facts['num_devices']}"
     if facts["searches_elsewhere"]:
@@ -116,8 +115,8 @@ def balance_text(facts: Mapping[str, Any], weighed: Balance) -> str:
         [
             f"train step {_seconds(weighed.step_s)}, search round {_seconds(weighed.round_s)} "
             f"({sizes['round_rows']} responses, {sizes['response_tokens']:.0f} tokens each)",
-            f"{weighed.made_per_trained:.2f} responses are made while one is trained on; the "
-            f"config wants {weighed.wanted:.2f} (recency_prob x S / K)",
+            f"{weighed.made_per_trained:.2f} responses are generated for each trained response; "
+            f"the config asks for {weighed.wanted:.2f} (recency_prob x S / K)",
             f"balanced {balanced}; as placed at most {weighed.steps_per_hour:,.0f} steps an hour",
         ]
     )

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the compiled programs mean for the run: memory in use at a time, fit, balance, advice.
+"""Conclusions from compiled programs: memory in use, fit, balance of trainer and searchers, advice.
 
-Figures in, statements out: it knows neither JAX nor processes. Memory of a device is what is there
-all the time (`residents`) plus the hungriest program's own arguments, results and temporaries; in a
-placement whose parts take turns, both parts' residents count, and beside a program of the trainer
-also what an asynchronous searcher holds between two of its own. The invariant it owns: a plan that
-fits has every program compiled, and every device group's sum below the chip's memory.
+The peak memory of a device is its resident memory (`residents`) plus arguments, results and
+temporaries of the largest program. If trainer and searchers share devices, the residents of both
+count, and during a trainer program also the memory that an asynchronous searcher holds between two
+of its programs. This module imports no JAX.
 
-Predicted times are rooflines, so times are lower bounds; a ratio of two of them is fair only as far
-as both parts come equally near to theirs.
+Predicted times are rooflines, thus lower bounds. A ratio of two times is fair only if both parts
+come equally near to their rooflines.
+
+Invariant: in a plan that fits, every program compiled and the memory of each group is below the
+chip's.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ GIB = 2**30
 ROLES = ("reward model", "gold reward model", "victim", "classifier", "sentence embedder")
 """Kinds of bytes: the parameters of models beside the policy."""
 _CODE = "program code, all length buckets"
-# Of what is left of the memory: the compiler's figures leave out fragmentation.
+# Share of the remaining memory: the compiler's figures do not include fragmentation.
 _HEADROOM = 0.95
 
 
@@ -31,17 +33,17 @@ class Program:
     Attributes:
         name: train_step, publish, score_reference, prefill, admit, decode_chunk, ...
         group: trainer or searcher.
-        hbm: bytes by kind; `arguments` kinds that are resident are counted there, not here.
-        flops, num_bytes, collective_bytes, network_bytes, launches: of one execution.
-        compile_s: of the compiler alone.
-        roofline_s: of one execution.
-        bound: what decides that: compute, memory, links or network.
-        variants: programs of this kind a run may load, one per shape.
-        with_cache: it runs while the KV cache is there.
-        calls_per_round: how often a round of a searcher runs it.
-        failure: why it did not compile; "" where it did.
-        needed_bytes: what the compiler wanted where that was too much.
-        uncounted: custom calls whose FLOPs are unknown.
+        hbm: kind -> bytes; arguments of resident kinds are counted under those kinds. flops,
+            num_bytes, collective_bytes, network_bytes, launches: cost of one execution.
+        compile_s: time of the compiler alone.
+        roofline_s: lower bound of the time of one execution.
+        bound: resource that limits `roofline_s`: compute, memory, links or network.
+        variants: programs of this kind that a run may load, one per shape.
+        with_cache: the KV cache is in memory while the program runs.
+        calls_per_round: executions in one round of a searcher.
+        failure: reason why it did not compile; "" on success.
+        needed_bytes: memory that the compiler asked for if it was too much.
+        uncounted: custom calls with unknown FLOPs.
     """
 
     name: str
@@ -65,19 +67,19 @@ class Program:
 
     @property
     def own_bytes(self) -> float:
-        """What it takes beyond residents: its inputs, new results, temporaries."""
+        """Return the memory beyond resident arrays: inputs, new results, temporaries."""
         return sum(self.hbm.get(kind, 0.0) for kind in ("inputs", "outputs", "temporaries"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """Memory of each device of a group, at its fullest.
+    """Peak memory of each device of a group.
 
     Attributes:
-        group: trainer, searcher, or both where they take turns.
-        parts: (what, bytes), in the order they are printed.
-        peak_bytes: their sum.
-        capacity_bytes: of the chip.
+        group: trainer, searcher, or both if they share devices.
+        parts: (kind, bytes), in printed order.
+        peak_bytes: sum of the parts.
+        capacity_bytes: memory of the chip.
     """
 
     group: str
@@ -87,16 +89,16 @@ class Occupancy:
 
     @property
     def over_bytes(self) -> float:
-        """How much too much; 0 where it fits."""
+        """Return the missing memory in bytes; 0 if it fits."""
         return max(0.0, self.peak_bytes - self.capacity_bytes)
 
 
 def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[Occupancy]:
-    """Memory of each device group.
+    """Return the memory of each device group.
 
     Args:
-        facts: what `compile_one` describes.
-        programs: compiled ones; those that failed count nothing here.
+        facts: description from `compile_one`.
+        programs: compiled programs; programs that failed are ignored.
     """
     groups = facts["groups"]
     names = (
@@ -128,13 +130,12 @@ def occupancies(facts: Mapping[str, Any], programs: Sequence[Program]) -> list[O
 
 
 def _held_between(facts: Mapping[str, Any], programs: Sequence[Program]) -> dict[str, float]:
-    """Return the memory that a searcher holds on a device during a program of the trainer."""
-    is_beside = facts["shares_devices"] and not facts["searches_elsewhere"]
-    if not is_beside or facts["config"]["driver"] != "async":
+    """Return the memory that a searcher holds on a device during a trainer program."""
+    if not facts["shares_devices"] or facts["config"]["driver"] != "async":
         return {}
     slots = max((p.hbm.get("inputs", 0.0) for p in programs if p.group == "searcher"), default=0.0)
     cache = facts["groups"]["searcher"]["transients"]
-    return {"the victim's slots": slots} if slots > sum(cache.values()) else dict(cache)
+    return {"decode slots of the victim": slots} if slots > sum(cache.values()) else dict(cache)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,13 +143,13 @@ class Balance:
     """Predicted speed of trainer and searchers against each other.
 
     Attributes:
-        step_s: one train step.
-        round_s: one round of one searcher group.
-        made_per_trained: responses that all searchers make while the trainer trains on one.
-        wanted: the ratio the config asks for: recency_prob * S / K.
-        trainer_devices: how many of all devices would balance the two.
-        searchers: how many of them keep this trainer busy.
-        steps_per_hour: what the slower part allows, as placed.
+        step_s: time of a train step.
+        round_s: time of a round of one searcher group.
+        made_per_trained: responses that all searchers generate while the trainer trains on one.
+        wanted: the ratio that the config asks for: recency_prob * S / K.
+        trainer_devices: number of trainer devices that would balance the two.
+        searchers: number of searchers that would keep this trainer busy.
+        steps_per_hour: rate of the slower part, as placed.
     """
 
     step_s: float
@@ -173,13 +174,12 @@ def balance(facts: Mapping[str, Any], programs: Sequence[Program]) -> Balance | 
     trained = sizes["batch_rows"]
     rate = searcher["count"] * rows / round_s
     wanted = sizes["wanted_ratio"]
-    # Device-seconds of each part for one step.
+    # device-seconds of each part for one step
     of_trainer = step_s * trainer["devices"]
     of_searchers = wanted * trained / rate * searcher["count"] * searcher["devices"]
     share = of_trainer / (of_trainer + of_searchers)
     search_s = wanted * trained / rate
-    in_turns = facts["shares_devices"] and not facts["searches_elsewhere"]
-    period = step_s + search_s if in_turns else max(step_s, search_s)
+    period = step_s + search_s if facts["shares_devices"] else max(step_s, search_s)
     return Balance(
         step_s=step_s,
         round_s=round_s,
@@ -197,13 +197,13 @@ def advice(
     found: Sequence[Occupancy],
     weighed: Balance | None,
 ) -> list[str]:
-    """Return advice, most urgent first; each line says what it improves."""
+    """Return advice, most urgent first; each line names its benefit."""
     lines = []
     capacity = facts["chip"]["hbm_bytes"] - sum(facts["chip"]["overheads"].values())
     over = {o.group: o for o in found if o.over_bytes}
     for p in programs:
         if p.failure and not p.is_too_large:
-            lines.append(f"{p.name} does not compile here: {p.failure}. {_OTHER_PLACEMENT}")
+            lines.append(f"{p.name} does not compile: {p.failure}. {_OTHER_PLACEMENT}")
     for p in programs:
         group = "both" if facts["shares_devices"] else p.group
         occupancy = next((o for o in found if o.group == group), None)
@@ -225,14 +225,13 @@ def advice(
 
 
 _OTHER_PLACEMENT = (
-    "Choose other sizes of the mesh or another --config.placement; docs/plan.md lists what each "
-    "chip accepts"
+    "Set other mesh sizes or another --config.placement; docs/plan.md lists what each chip accepts"
 )
 
 
 _GATHER_LESS = (
-    "train_step waits for its links: parameters are gathered over mesh.fsdp for every micro-batch, "
-    "so fewer and larger ones (batch.micro_batch_rows; --search finds the largest) send less"
+    "train_step is limited by its links: every micro-batch gathers the parameters over "
+    "mesh.fsdp. Set a larger --config.batch.micro_batch_rows; --search finds the largest"
 )
 
 
@@ -252,26 +251,25 @@ def _resident_bytes(facts: Mapping[str, Any], group: str) -> float:
 
 
 def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: float) -> list[str]:
-    """Options that make one program smaller, with the size at which it should fit."""
+    """Return settings that make one program smaller, with the size that should fit."""
     sizes = facts["sizes"]
     free = max(0.0, capacity - resident) * _HEADROOM
-    # A program that did not compile said how much it wanted in all, arguments included.
+    # A program that did not compile has the compiler's total, with arguments.
     own = p.own_bytes or max(0.0, p.needed_bytes)
     share = free / own if own else 0.0
-    too_much = f"{p.name} wants {own / GIB:.1f} GiB where {free / GIB:.1f} GiB are free"
+    too_much = f"{p.name} needs {own / GIB:.1f} GiB and {free / GIB:.1f} GiB are free"
     if p.name == "train_step":
         now = sizes["micro_batch_rows"]
         fitting = [n for n in sizes["micro_batch_options"] if n < now and n <= now * share]
         if fitting:
             return [
-                f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now "
-                f"{now}; temporaries shrink, though by less than that; --search checks)"
+                f"{too_much}: set --config.batch.micro_batch_rows={max(fitting)} (now {now}; "
+                "temporaries shrink less than in proportion; check with --search)"
             ]
         return [
-            f"{too_much}, and no smaller micro-batch divides over the mesh: store parameters in "
-            "bfloat16 (--config.model.param_dtype=bfloat16) where they are not, shorten "
-            "--config.search.max_new_tokens, or give the trainer more devices (mesh.fsdp, "
-            "mesh.model)"
+            f"{too_much}, and the mesh divides no smaller micro-batch: set "
+            "--config.model.param_dtype=bfloat16, a smaller --config.search.max_new_tokens, or "
+            "give the trainer more devices (mesh.fsdp, mesh.model)"
         ]
     if p.with_cache:
         cache = sum(facts["groups"]["searcher"]["transients"].values())
@@ -279,8 +277,8 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
         slots = 2 ** (slots.bit_length() - 1) if slots else 0
         if 0 < slots < sizes["num_slots"]:
             return [
-                f"{p.name} and its cache want {(cache + own) / GIB:.1f} GiB where "
-                f"{free / GIB:.1f} GiB are free: set --config.search.num_slots={slots} (now "
+                f"{p.name} and its cache need {(cache + own) / GIB:.1f} GiB and {free / GIB:.1f} "
+                f"GiB are free: set --config.search.num_slots={slots} (now "
                 f"{sizes['num_slots']}), or {_larger_group(sizes)}"
             ]
         return [f"{too_much}: {_larger_group(sizes)}"]
@@ -291,14 +289,16 @@ def _shrink(facts: Mapping[str, Any], p: Program, resident: float, capacity: flo
             f"{sizes['prompts_per_round']}), or --config.reference.placement=trainer"
         ]
     if p.name == "publish":
-        return [f"{too_much}: train adapters (--config.lora.rank), which alone are published"]
-    return [f"{too_much}: keep less on its devices, or take more of them or larger ones"]
+        return [
+            f"{too_much}: train adapters (--config.lora.rank=16); only adapters are then published"
+        ]
+    return [f"{too_much}: reduce its resident memory, or use more or larger devices"]
 
 
 def _savings(
     facts: Mapping[str, Any], programs: Sequence[Program], group: str, occupancy: Occupancy
 ) -> list[str]:
-    """Return further options for devices without enough memory, with the bytes they free."""
+    """Return further settings that free memory on full devices, with the bytes they free."""
     config, frees = facts["config"], {}
     members = ("trainer", "searcher") if group == "both" else (group,)
     code = sum((p.variants - 1) * p.hbm.get("code", 0.0) for p in programs if p.group in members)
@@ -306,14 +306,14 @@ def _savings(
         frees["--config.batch.num_length_buckets=1 up to {} GiB of code (for more padding)"] = code
     held = facts["groups"]["trainer"]["residents"] if "trainer" in members else {}
     if "searcher" in members and config["search"]["cache_dtype"] != "int8":
-        # Of two bytes or four one is left, and the scales.
+        # int8 leaves one of two or four bytes, plus the scales.
         cache = facts["groups"]["searcher"]["transients"].get("KV cache", 0.0)
         dtype = config["search"]["cache_dtype"] or config["model"]["rollout_dtype"]
         frees["--config.search.cache_dtype=int8 {} GiB of KV cache"] = cache * (
             0.7 if dtype == "float32" else 0.45
         )
     if "searcher" in members and config["search"]["quantization"] == "none":
-        # What is read from files stays as it is; tables and norms too.
+        # Weights read from files keep their dtype; tables and norms too.
         kept = facts["groups"]["searcher"]["residents"]
         weights = kept.get("weights in use", 0.0) + kept.get("next weights", 0.0)
         wide = config["model"]["rollout_dtype"] == "float32"
@@ -337,36 +337,36 @@ def _savings(
         if size >= occupancy.over_bytes / 10
     ]
     over = f"{occupancy.over_bytes / GIB:.2g} GiB"
-    return [f"{over} could also be found so: {'; '.join(named)}"] if named else []
+    return [f"missing {over}; these settings also free memory: {'; '.join(named)}"] if named else []
 
 
 def _larger_group(sizes: Mapping[str, Any]) -> str:
     if sizes["next_group"]:
         return f"set --config.search.num_devices={sizes['next_group']}"
-    return "take chips of more memory: a searcher has as many as its host has for it"
+    return "use chips with more memory: a searcher already has all devices of its host"
 
 
 def _spread(facts: Mapping[str, Any], group: str, occupancy: Occupancy) -> str:
     residents = _resident_bytes(facts, group)
     start = (
-        f"what the {group} keeps takes {residents / GIB:.1f} GiB of each device, more than the "
-        f"{occupancy.capacity_bytes / GIB:.1f} GiB there are"
+        f"resident memory of the {group} is {residents / GIB:.1f} GiB per device, and the device "
+        f"has {occupancy.capacity_bytes / GIB:.1f} GiB"
     )
     held = facts["groups"]["searcher"]
     judges = {name: held["residents"][name] for name in held["judges"]}
     if group != "trainer" and sum(judges.values()) > occupancy.capacity_bytes / 2:
         names, sizes = " and ".join(judges), facts["sizes"]
         return (
-            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it {names}: store them in bfloat16 "
-            "(reward.dtype, eval.gold_dtype, victim.dtype, classifier.dtype) where they are not; "
-            f"or {_larger_group(sizes)} (victims and classifiers stay whole on one device)"
+            f"{start}, {sum(judges.values()) / GIB:.1f} GiB of it for {names}: store them in "
+            "bfloat16 (reward.dtype, eval.gold_dtype, victim.dtype, classifier.dtype); or "
+            f"{_larger_group(sizes)} (victims and classifiers stay whole on one device)"
         )
     if group == "searcher":
-        once = ", or train adapters (--config.lora.rank), under which it has the weights once"
+        once = ", or train adapters (--config.lora.rank=16), with one copy of the weights"
         return f"{start}: {_larger_group(facts['sizes'])}{'' if _has_adapters(facts) else once}"
     return (
-        f"{start}: make mesh.fsdp or mesh.model larger, store parameters in bfloat16 "
-        "(--config.model.param_dtype=bfloat16), or take a larger slice"
+        f"{start}: set a larger mesh.fsdp or mesh.model, --config.model.param_dtype=bfloat16, or "
+        "use a larger slice"
     )
 
 
@@ -382,17 +382,17 @@ def _rebalance(facts: Mapping[str, Any], weighed: Balance) -> list[str]:
         if wanted == there:
             return [f"the fleet is balanced: {there} searchers keep the trainer busy"]
         return [
-            f"{slow} would be waited for: {weighed.searchers:.1f} searchers keep the trainer busy; "
-            f"set --config.fleet.max_searchers={wanted} (now {there})"
+            f"{slow} would be the bottleneck: {weighed.searchers:.1f} searchers keep the trainer "
+            f"busy; set --config.fleet.max_searchers={wanted} (now {there})"
         ]
     if facts["shares_devices"] or not facts["trainer_options"]:
         return []
     now = facts["groups"]["trainer"]["devices"]
     nearest = min(facts["trainer_options"], key=lambda n: abs(n - weighed.trainer_devices))
     if nearest == now:
-        return [f"the split is balanced: {now} trainer devices are the nearest that this slice has"]
+        return [f"the split is balanced: {now} trainer devices are the best that this slice allows"]
     slow = "trainer" if nearest > now else "searchers"
     return [
-        f"the {slow} would be waited for: {nearest} trainer devices (now {now}) of "
-        f"{facts['num_devices']} come nearest to balance"
+        f"the {slow} would be the bottleneck: {nearest} trainer devices (now {now}) of "
+        f"{facts['num_devices']} are the best balance"
     ]

@@ -148,7 +148,7 @@ def test_on_whole_hosts_some_train_and_the_others_search(devices, trainer, train
     assert {d.process_index for d in mine} == {searches[0]}
 
 
-def test_whole_hosts_refuses_what_leaves_nobody_to_search():
+def test_whole_hosts_refuses_a_placement_without_searchers():
     devices = chips("TPU v6 lite", 4, 4)
     with pytest.raises(PlacementError, match=r"whole_hosts|one of \[4, 8, 12\]"):
         arrange("whole_hosts", devices, Asked(MeshShape(16), 4))
@@ -180,7 +180,7 @@ def test_a_placement_is_one_record(monkeypatch):
     assert placed.searcher_meshes[1].devices.tolist() == jax.devices()[3:6]
     config = SimpleNamespace(
         placement="last",
-        mesh=SimpleNamespace(data=1, fsdp=2, model=1),
+        mesh=SimpleNamespace(data=1, fsdp=2, expert=1, model=1),
         num_searchers=3,
         search=SimpleNamespace(num_devices=3),
         batch=SimpleNamespace(num_prompts=16),

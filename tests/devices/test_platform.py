@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a program is made for is read off its devices, not off the process."""
 
+import glob
+import importlib.util
+import os
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from tba_jax.devices.platform import platform_of
+from tba_jax.devices.platform import ignore_absent_tpu, platform_of
 from tba_jax.devices.site import ANY_DEVICE, Site, any_device
 
 
@@ -41,3 +44,12 @@ def test_a_site_has_the_platform_of_its_devices():
     assert any_device("cuda").platform == any_device("cuda").program_site.platform == "cuda"
     assert ANY_DEVICE.platform == "any"
     assert any_device("cuda") != any_device("tpu")
+
+
+@pytest.mark.parametrize(("has_files", "expected"), [(False, "cpu"), (True, None)])
+def test_libtpu_is_not_loaded_without_an_accelerator(has_files, expected, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "libtpu")
+    monkeypatch.setattr(glob, "glob", lambda pattern: [pattern] if has_files else [])
+    ignore_absent_tpu()
+    assert os.environ.get("JAX_PLATFORMS") == expected

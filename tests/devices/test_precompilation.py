@@ -65,7 +65,7 @@ def test_what_is_no_job_is_not_waited_for(compiled):
     ahead.close(timeout_s=10)
 
 
-def test_a_program_that_cannot_be_compiled_fails_whoever_waits_for_it_or_for_a_later_one():
+def test_a_failed_compilation_fails_its_waiters_and_those_of_later_programs():
     def broken(x):
         raise ValueError("these shapes do not fit")
 
@@ -77,7 +77,7 @@ def test_a_program_that_cannot_be_compiled_fails_whoever_waits_for_it_or_for_a_l
     ahead.close(timeout_s=10)
 
 
-def test_after_closing_nobody_waits():
+def test_after_closing_no_thread_waits():
     begin = threading.Event()
 
     def slow():

@@ -98,7 +98,7 @@ def test_a_folder_belongs_to_a_machine_and_versions():
 
 
 @pytest.mark.parametrize(("age_s", "is_kept"), [(FORGET_S - 3600, True), (FORGET_S + 3600, False)])
-def test_folders_that_nobody_uses_go(tmp_path, age_s, is_kept):
+def test_unused_folders_are_deleted(tmp_path, age_s, is_kept):
     ours, other, foreign = (
         tmp_path / name for name in ("jax-2-jaxlib-2-cpu", "jax-1-jaxlib-1-cpu", "of others")
     )

@@ -70,7 +70,8 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
     shardings = tree_shardings(transformer.param_axes(config), shapes, mesh(fsdp=2, model=2))
     parts = jax.tree.map(lambda x, s: np.prod(s.shard_shape(x.shape)) / x.size, shapes, shardings)
     layers = parts["layers"]
-    assert parts["embed"] == layers["q"] == layers["k"] == layers["o"] == layers["down"] == 1 / 4
+    down = layers["expert_down" if config.num_experts else "down"]
+    assert parts["embed"] == layers["q"] == layers["k"] == layers["o"] == down == 1 / 4
     assert parts["final_norm"] == 1 / 2
     # The decoder's layout: the same parts, without the layer axis; matrices have two axes.
     unstacked = lowering.weight_shardings(config, mesh(fsdp=2, model=2))

@@ -45,7 +45,7 @@ def test_an_abort_of_the_compiler_is_a_verdict(child):
     assert not answer.is_user_error
 
 
-def test_a_program_that_wants_too_much_memory_says_how_much(child):
+def test_a_program_that_needs_too_much_memory_reports_the_size(child):
     answer = child(
         "raise RuntimeError('RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on "
         "HBM, the total memory required for HLO temporaries (25.05G) exceeds available HBM "

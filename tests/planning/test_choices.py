@@ -1,38 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that a run chooses itself."""
 
+import types
+
 import jax
 import pytest
 
-from tba_jax.config.schema import flatten, make_config
-from tba_jax.planning import choices
+from tba_jax.config.schema import flatten, get_field, make_config
+from tba_jax.devices.placement import MeshShape
+from tba_jax.planning import choices, fitting
 from tba_jax.run.model_parts import describe_model
 
-CONFIG = make_config({"search.max_new_tokens": 256, "task.max_prompt_tokens": 256})
+LENGTHS = {"search.max_new_tokens": 256, "task.max_prompt_tokens": 256}
+CONFIG = make_config(LENGTHS)
+SHAPE = describe_model(CONFIG).config
+GPU = types.SimpleNamespace(
+    platform="gpu", client=types.SimpleNamespace(platform_version="cuda 12"), process_index=0
+)
 
 
-def rows(memory_bytes):
-    model_config = describe_model(CONFIG).config
-    return choices.fitting_rows(CONFIG, model_config, jax.local_devices()[:1], memory_bytes)
+def on_cpu(memory_bytes, **fields):
+    given = make_config(LENGTHS | {name.replace("__", "."): x for name, x in fields.items()})
+    return choices.on_devices(given, SHAPE, jax.local_devices()[:1], memory_bytes)
+
+
+def on_gpu(memory_bytes, **fields):
+    """Sizes for GPUs, and the estimate of a searcher's memory: a megabyte a slot."""
+    given = make_config(LENGTHS | {name.replace("__", "."): x for name, x in fields.items()})
+    return fitting.sizes(
+        given,
+        SHAPE,
+        MeshShape(1, 1, 1),
+        [GPU],
+        memory_bytes,
+        lambda config: 2**20 * (config.search.num_slots or 256),
+        shares_devices=False,
+    )
 
 
 def test_rows_of_a_micro_batch_fit_the_memory():
-    assert rows(64 * 2**30) == (0, "")
-    fewer, line = rows(1000 * 2**20)
-    fewest, _ = rows(300 * 2**20)
-    assert 0 < fewest < fewer < 256 and 256 % fewer == 0
-    assert f"batch.micro_batch_rows={fewer} of 256 rows" in line and "of 1.0 GiB" in line
+    assert on_cpu(64 * 2**30).batch.micro_batch_rows == 0
+    fewer = on_cpu(1000 * 2**20)
+    fewest = on_cpu(400 * 2**20).batch.micro_batch_rows
+    rows = fewer.batch.micro_batch_rows
+    assert 0 < fewest < rows < 256 and 256 % rows == 0
+    (line,) = [line for line in choices.lines(fewer) if "rows" in line]
+    assert f"batch.micro_batch_rows={rows} (an estimate for devices of 1.0 GiB). To change" in line
+
+
+def test_products_are_kept_where_whole_groups_then_fit():
+    """Not where memory is slower than products: on CPUs and in float32."""
+    assert on_cpu(64 * 2**30, model__compute_dtype="bfloat16").model.remat == "auto"
+    assert "model.remat" not in on_gpu(80 * 2**30)
+    assert on_gpu(80 * 2**30, model__compute_dtype="bfloat16")["model.remat"] == "dots"
+    assert "model.remat" not in on_gpu(20 * 2**20, model__compute_dtype="bfloat16")
+    assert "model.remat" not in on_gpu(80 * 2**30, model__remat="layers")
+    assert on_gpu(80 * 2**30)["batch.micro_batch_rows"] == 0
+
+
+def test_decode_slots_fit_the_memory():
+    assert "search.num_slots" not in on_gpu(2**30)
+    assert on_gpu(200 * 2**20)["search.num_slots"] == 128
+    assert on_gpu(2**20)["search.num_slots"] == 1
+    assert "search.num_slots" not in on_gpu(2**20, search__num_slots=200)
+
+
+def test_searchers_take_the_devices_that_the_trainer_leaves():
+    devices = jax.local_devices()
+    found = choices.on_devices(make_config(LENGTHS | {"num_searchers": 0}), SHAPE, devices, 2**36)
+    half = max(1, len(devices) // 2)
+    assert found.mesh.fsdp == half and found.num_searchers == max(1, len(devices) - half)
+    given = make_config(LENGTHS | {"num_searchers": 0, "search.num_devices": 2})
+    kept = choices.on_devices(given, SHAPE, devices, 2**36)
+    assert kept.mesh.fsdp == 1 and kept.num_searchers == max(1, (len(devices) - 1) // 2)
 
 
 def test_a_resumed_run_takes_what_it_chose(monkeypatch):
     """On another machine and with other data, the choice would be another."""
     monkeypatch.setattr(choices, "with_lengths", lambda config: pytest.fail("chosen again"))
-    chosen = {"task.max_prompt_tokens": 64, "batch.micro_batch_rows": 32, "eval.max_new_tokens": 7}
-    left_open = make_config({"task.max_prompt_tokens": 0})
-    config, lines = choices.choose(left_open, flatten(make_config(chosen)))
-    assert lines == [] and flatten(config) == flatten(make_config(chosen))
+    chosen = {
+        "task.max_prompt_tokens": 64,
+        "batch.micro_batch_rows": 32,
+        "eval.max_new_tokens": 7,
+        "model.remat": "dots",
+        "model.rollout_dtype": "bfloat16",
+        "search.num_slots": 8,
+    }
+    left_open = make_config({"task.max_prompt_tokens": 0, "model.rollout_dtype": "auto"})
+    config = choices.choose(left_open, flatten(make_config(chosen)))
+    assert choices.lines(config) == [] and flatten(config) == flatten(make_config(chosen))
+
+
+def test_on_other_devices_only_the_placement_is_chosen_again():
+    many = len(jax.local_devices()) + 1
+    saved = {"num_searchers": 3, "placement": "split", "mesh.fsdp": many, "seed": 0}
+    config = choices.choose(make_config({"num_searchers": 0}), flatten(make_config(saved)))
+    assert config.num_searchers == 3 and config.placement == "auto" and config.mesh.fsdp < many
 
 
 def test_a_given_value_stays():
-    given = make_config({"batch.micro_batch_rows": 48})
-    assert choices.choose(given, {}) == (given, [])
+    fields = {
+        "batch.micro_batch_rows": 48,
+        "search.num_slots": 7,
+        "model.remat": "none",
+        "num_searchers": 2,
+        "placement": "shared",
+    }
+    given = make_config(fields)
+    config = choices.choose(given, {})
+    assert {name: get_field(config, name) for name in fields} == fields
+    assert not config.chosen

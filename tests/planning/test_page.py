@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of plans has a row for each run and slice, and keeps rows that are not planned again."""
+
+import json
+
+from tba_jax.planning import page
+
+
+def plan_of(rows, fits):
+    step = {"hbm_gib": {"temporaries": 3.0}, "roofline_s": 0.5, "bound": "compute"}
+    memory = {"peak_gib": 20.0, "capacity_gib": 16.0, "over_gib": 0.0 if fits else 4.0}
+    facts = {
+        "fits": fits,
+        "placement": {
+            "layout": "split",
+            "trainer_mesh": "data 1 x fsdp 4 x model 1",
+            "searcher_groups": 4,
+            "searcher_devices": 1,
+            "fields": {"batch.micro_batch_rows": rows, "placement": "split"},
+        },
+        "programs": {"train_step": step, "decode_chunk": {"roofline_s": 0.01}},
+        "memory": {"trainer": memory},
+        "balance": {"steps_per_hour": 1200.0},
+    }
+
+    def plan(argv):
+        assert "--json" in argv
+        print("heading")
+        print(json.dumps(facts))
+        return 0 if fits else 1
+
+    return plan
+
+
+def test_rows_are_written_and_kept(tmp_path):
+    path = tmp_path / "plans.md"
+    assert page.write(path, ["math:gsm8k", "math:math"], ["h100:8"], plan_of(16, True)) == 0
+    assert page.write(path, ["math:math"], ["h100:8"], plan_of(8, False)) == 1
+    lines = [line for line in path.read_text().splitlines() if line.startswith("| `math")]
+    assert len(lines) == 2
+    assert "rows=16" in lines[0] and lines[0].endswith("| fits |")
+    assert "split, fsdp 4, 4 x 1 | `batch.micro_batch_rows=8` | 20.0 of 16.0 | 3.0" in lines[1]
+    assert lines[1].endswith("| 500 ms, compute | 10 ms | 1,200 | over by 4.0 |")
+
+
+def test_a_run_that_cannot_be_planned_has_a_row(tmp_path):
+    path = tmp_path / "plans.md"
+    assert page.write(path, ["math:math"], ["h100:1"], lambda argv: 2) == 1
+    assert "| `math:math` | `h100:1` |" in path.read_text() and "no plan |" in path.read_text()
+    page.write(path, ["math:math"], ["h100:1"], plan_of(8, True))
+    assert "no plan" not in path.read_text()
